@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -9,7 +10,7 @@ from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker, Usag
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target, user_name
 from telegrad.ext.workers import View, WorkerInfo, current, listed
-from telegrad.groups import collectives, group_calls, reduction, ref_group
+from telegrad.groups import collectives, group_calls, ref_group
 from telegrad.groups.group_calls import GroupFuture
 from telegrad.groups.ref_group import RefGroup
 
@@ -70,9 +71,8 @@ def _found(named: Named, there: View) -> WorkerInfo:
 
 def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
     check_timeout(timeout)
-    if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        return retry.policy_of(wait_for_worker, idempotent)
-    return None
+    is_plain = wait_for_worker is None and idempotent is False and not retry.by_default
+    return None if is_plain else retry.policy_of(wait_for_worker, idempotent)
 
 
 class Group:
@@ -304,7 +304,7 @@ class Group:
                 "a reduction runs from worker to worker, so it cannot wait for a missing worker or be repeated: "
                 "call rpc.wait_for_workers first, or call without reduce= and combine the results here"
             )
-        return reduction.begin(self.version, members, call, timeout, reduce)
+        return collectives.begin_reduction(self.version, members, call, timeout, reduce)
 
     @not_compiled
     def rpc_sync(
@@ -447,4 +447,4 @@ class Group:
         Returns:
             The combined value, on each worker.
         """
-        return collectives.meet("all_reduce", self, name, value, timeout, collectives.add if op is None else op)
+        return collectives.meet("all_reduce", self, name, value, timeout, operator.add if op is None else op)

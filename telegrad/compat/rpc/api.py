@@ -7,14 +7,13 @@ module.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -36,20 +35,22 @@ from telegrad.compat.rpc.backend_registry import (
     TensorPipeAgent,
 )
 from telegrad.compat.rpc.calls import remote, rpc_sync
-from telegrad.compat.rpc.references import (
-    PythonUDF,  # noqa: F401 - programs look for this and the next two here
-    RPCExecMode,  # noqa: F401
+from telegrad.compat.rpc.references import (  # noqa: F401 - programs look for some of them here
+    PythonUDF,
+    RPCExecMode,
     RRef,
-    _build_rpc_profiling_key,  # noqa: F401
+    _build_rpc_profiling_key,
     _internal_rpc_pickler,
-    _rref_typeof_on_owner,  # noqa: F401
+    _rref_typeof_on_owner,
     delete_users,
 )
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 
 __all__ = [
     "AllGatherStates",
+    "PyRRef",
     "RRef",
+    "get_rpc_timeout",
     "get_worker_info",
     "method_factory",
     "new_method",
@@ -62,7 +63,6 @@ __all__ = [
 PING = 1.0  # seconds between checks that the awaited workers are alive
 LEAK_CHECK = 20.0  # seconds to wait for the release of the last references
 
-F = TypeVar("F", bound=Callable[..., Any])
 PyRRef = rref.RRef  # the type of every reference, including those made by the native API
 
 logger = logging.getLogger("telegrad")
@@ -71,17 +71,6 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()  # .future_list, inside of _wait_all
 _ALL_WORKER_NAMES: set[str] = set()
-
-
-def _require_initialized(func: F) -> F:
-    """Make a function raise if this process is in no group."""
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        current.agent()
-        return func(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -129,13 +118,6 @@ def _wait_all() -> Iterator[None]:
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     return remote_calls.get_worker_info(worker_name)
-
-
-def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
-    if isinstance(to, WorkerInfo):
-        return to
-    found = current.agent().identify(to)
-    return WorkerInfo(found.name, found.id)
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:

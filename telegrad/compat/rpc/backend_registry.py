@@ -31,8 +31,11 @@ from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
 __all__ = [
     "BackendType",
     "BackendValue",
+    "RpcAgent",
+    "TensorPipeAgent",
     "backend_registered",
     "construct_rpc_backend_options",
+    "enable_gil_profiling",
     "init_backend",
     "register_backend",
 ]
