@@ -19,7 +19,7 @@ import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,14 +248,26 @@ class DeltaEncoder:
         return found
 
 
+def deltas_of(several: Sequence[Any], tensors: Sequence[Tensor]) -> list[Delta]:
+    """Return the deltas that a message contains, given their heads and the tensors of all of them."""
+    deltas = []
+    for heads in several:
+        count = sum(each[2] for each in heads)
+        deltas.append(Delta(heads, [*tensors[:count]]))
+        tensors = tensors[count:]
+    return deltas
+
+
 def apply_deltas(
-    layout: Layout, info: VersionInfo, old: Tensor, new: Tensor, piece: int, deltas: Sequence[Delta]
+    layout: Layout, info: VersionInfo, old: Tensor | None, new: Tensor, piece: int, deltas: Sequence[Delta]
 ) -> None:
     """Make a piece of a version from that of an older one.
 
     Raises:
-        DeltaRefused: the deltas were not made from that piece.
+        DeltaRefused: the deltas were not made from that piece, or the older version is no longer here.
     """
+    if old is None:
+        raise DeltaRefused("a delta starts from a version which this worker no longer has")
     rows = rows_of(layout, info, new, piece)
     for here, there in zip(rows, rows_of(layout, info, old, piece), strict=True):
         here.copy_(there)

@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import known_as, not_compiled
 from telegrad.ext.processes import forks
@@ -22,7 +23,7 @@ from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
 from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
-from telegrad.weights.weight_service import Endpoint, WeightsService
+from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 
 if TYPE_CHECKING:
     from typing import Self
@@ -248,3 +249,32 @@ def check_wait(wait: Any) -> None:
 
 def _label(party: EndpointAddress) -> str:
     return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
+
+
+@known_as("Subscriber()")
+def join(
+    name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
+) -> EndpointAddress:
+    """Add a subscriber. Wait for the publisher of that name, unless `number` names one that must exist."""
+    worker = current.here()
+    service, agent = worker.attached(WeightsService), worker.agent
+    until = monotonic() + timeout if timeout else float("inf")
+    with agent.waiting(), service.changed:
+        while name not in service.published and number is None:
+            left = until - monotonic()
+            if left <= 0 or agent.closed:
+                names = sorted(service.published)
+                there = (
+                    f"its publishers are {listed([repr(each) for each in names])}" if names else "it has no publishers"
+                )
+                raise UnknownPublisher(
+                    f"worker {agent.name!r} has no publisher {name!r}, and none was created within {timeout:g} s; "
+                    f"{there}. Create it there with Publisher({name!r}, model), and keep the object"
+                )
+            service.changed.wait(min(left, TICK))
+        endpoint = service.published.get(name)
+    if endpoint is None or number not in (None, endpoint.me.number):
+        raise PublisherLost(f"the publisher {name!r} was closed")
+    assert isinstance(endpoint, PublisherEndpoint)
+    endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
+    return endpoint.me

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import telegrad
-from telegrad.compat.inheritance import WITH_TORCH
+from telegrad.compat import WITH_TORCH
 
 CALL = """
 import os, sys

@@ -23,7 +23,7 @@ from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, Unknown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.subscription import SubscriberEndpoint
+from telegrad.weights.subscriber import SubscriberEndpoint
 from telegrad.weights.tree_layout import Snapshots
 from telegrad.weights.weight_messages import EndpointAddress, PieceRequest
 from telegrad.weights.weight_service import WeightsService
