@@ -26,8 +26,8 @@ from torch import Tensor
 
 from telegrad.errors import DeltaRefused
 from telegrad.ext.values import memory
+from telegrad.weights.transfer import VersionInfo
 from telegrad.weights.tree_layout import Layout
-from telegrad.weights.weight_messages import VersionInfo
 
 Deltas = Literal["off", "fast", "small"]
 Row = Tensor  # one dimension of integers with the bits of the elements

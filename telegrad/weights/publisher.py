@@ -21,8 +21,8 @@ from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
-from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class Publisher:
         """The subscribers, with the version that the user of each has read last; 0 for none."""
         with self._endpoint.changed:
             taken = [*self._endpoint.machine.taken.items()]
-        return {_label(party): number for party, number in taken}
+        return {
+            party.worker if party.number == 1 else f"{party.worker} ({party.number})": number for party, number in taken
+        }
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
         endpoint = self._endpoint
@@ -202,7 +204,11 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
-        base, old = self._base(info)
+        with self.changed:  # the newest version, if others may want the differences from it
+            base = self.machine.store.newest
+            last = self.machine.store.info.get(base)
+            fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
+            old = self.memory[base] if fits else None
         found = encoder.encode(layout, info, old, memory) if old is not None else {}
         number = 0
 
@@ -216,14 +222,6 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
 
         self.update(put)
         return number
-
-    def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
-        """Return the newest version, with its memory if others may want the differences from it."""
-        with self.changed:
-            store = self.machine.store
-            last = store.info.get(store.newest)
-            fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
-            return store.newest, self.memory[store.newest] if fits else None
 
     def close(self) -> None:
         self._service.remove(self, self._name)
@@ -245,10 +243,6 @@ def check_published(name: Any, dtype: Any, deltas: Any) -> None:
 def check_wait(wait: Any) -> None:
     if wait is not None:
         checks.seconds("wait", wait)
-
-
-def _label(party: EndpointAddress) -> str:
-    return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
 
 
 @known_as("Subscriber()")

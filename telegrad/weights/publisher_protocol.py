@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.weights import weight_messages as messages
-from telegrad.weights.version_store import VersionStore
-from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import transfer
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo, VersionStore
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
@@ -45,29 +44,29 @@ class PublisherProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
-            return [(sender, messages.JoinAgain())] if not isinstance(message, messages.Unsubscribe) else []
-        if isinstance(message, messages.Alive):
+            return [(sender, transfer.JoinAgain())] if not isinstance(message, transfer.Unsubscribe) else []
+        if isinstance(message, transfer.Alive):
             return []
-        if isinstance(message, messages.Unsubscribe):
+        if isinstance(message, transfer.Unsubscribe):
             return self._remove(sender)
-        if isinstance(message, messages.TransferProgress):
+        if isinstance(message, transfer.TransferProgress):
             self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
             self.chain.mark_working(sender)
             return self._announce(self.store.newest)
-        if isinstance(message, messages.SourceFailed):
+        if isinstance(message, transfer.SourceFailed):
             return self.chain.report_source(sender, message.source)
-        if isinstance(message, messages.VersionRequest):
+        if isinstance(message, transfer.VersionRequest):
             return self.store.request_version(sender, message)
-        if isinstance(message, messages.PieceRequest):
+        if isinstance(message, transfer.PieceRequest):
             return self.store.request_piece(sender, message)
-        assert isinstance(message, messages.Finished), message
+        assert isinstance(message, transfer.Finished), message
         return self.store.finish(sender, message.number)
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
         self._set_progress(party, taken, every)
         self._absent.pop(party, None)
-        available: Outgoing = [(party, messages.Available(self.store.newest, self.store.oldest))]
+        available: Outgoing = [(party, transfer.Available(self.store.newest, self.store.oldest))]
         return available + self.chain.add(party, host)
 
     def lost(self, incarnation: str) -> Outgoing:
@@ -76,7 +75,7 @@ class PublisherProtocol:
         for party in [party for party in self.taken if party.incarnation == incarnation]:
             if party in self._every:
                 self._absent[party] = self.taken[party], 0
-            out += [*self._remove(party), (party, messages.JoinAgain())]
+            out += [*self._remove(party), (party, transfer.JoinAgain())]
         return out
 
     def on_tick(self) -> Outgoing:
@@ -85,7 +84,7 @@ class PublisherProtocol:
         return self._announce(self.store.newest)
 
     def close(self) -> Outgoing:
-        return [(party, messages.Closed()) for party in self.taken]
+        return [(party, transfer.Closed()) for party in self.taken]
 
     def behind(self, number: int) -> list[EndpointAddress]:
         """Return the subscribers whose users have read neither that version nor a later one."""
@@ -107,7 +106,7 @@ class PublisherProtocol:
         oldest = min(newest, max(wanted, newest - self._keep + 1))
         before = self.store.newest, self.store.oldest
         out = self.store.set_available(newest, oldest)
-        now = messages.Available(self.store.newest, self.store.oldest)
+        now = transfer.Available(self.store.newest, self.store.oldest)
         return out + [(party, now) for party in self.taken] if now != before else out
 
 
@@ -167,7 +166,7 @@ class RelayChain:
             if self._told.get(party) != route:
                 self._told[party] = route
                 self._count += 1
-                out.append((party, messages.FetchFrom(self._count, *route)))
+                out.append((party, transfer.FetchFrom(self._count, *route)))
         return out
 
     def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:

@@ -138,7 +138,8 @@ class ShardOwner:
 
         Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
         """
-        found = self._share() if callable(self._share) else _state_of(self._share)
+        share = self._share
+        found = share() if callable(share) else {name: each for part in share for name, each in state_of(part).items()}
         contents = []
         self._state.clear()
         for name, value in found.items():
@@ -167,10 +168,6 @@ def _shares(source: Any) -> dict[str, Any]:
         "source must be a model that is spread over several workers, or a dictionary from each worker's name to a "
         f"function that returns its state, not {checks.short_repr(source)}"
     )
-
-
-def _state_of(shares: list[RemotePart]) -> dict[str, Any]:
-    return {name: value for branch in shares for name, value in state_of(branch).items()}
 
 
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:

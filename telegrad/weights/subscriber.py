@@ -15,12 +15,12 @@ from telegrad.ext.calls import DEFAULT, Future, check_timeout, limit_of, not_com
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait, report_in_background
 from telegrad.ext.workers import Identity, WorkerInfo, current
-from telegrad.weights import weight_messages as messages
+from telegrad.weights import transfer
 from telegrad.weights.deltas import apply_deltas, deltas_of
 from telegrad.weights.publisher import join
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
-from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version, check_module
 
@@ -355,16 +355,16 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
         if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
             self.machine.publisher = sender
-        if sender == self.machine.publisher and isinstance(message, messages.JoinAgain):
+        if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
             self.join()
-        elif isinstance(message, messages.Closed):
+        elif isinstance(message, transfer.Closed):
             self.over = True
             self.wake_waiters()
-        elif isinstance(message, messages.WeightPiece):
+        elif isinstance(message, transfer.WeightPiece):
             self._store(sender, message, tensors)
         else:
-            memory = tensors[0] if isinstance(message, messages.WholeVersion) else None
-            if isinstance(message, messages.VersionOpened):
+            memory = tensors[0] if isinstance(message, transfer.WholeVersion) else None
+            if isinstance(message, transfer.VersionOpened):
                 memory = self._service.agent.memory.common(message.info.size)
             self.update(lambda: self._received(sender, message, memory))
             self.wake_waiters()
@@ -372,12 +372,12 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Outgoing:
         if memory is not None and message.number not in self.machine.store.info:
             self.memory[message.number] = memory
-            if isinstance(message, messages.VersionOpened) or sender.incarnation == self.me.incarnation:
+            if isinstance(message, transfer.VersionOpened) or sender.incarnation == self.me.incarnation:
                 self._common.add(message.number)
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)
 
-    def _store(self, sender: EndpointAddress, message: messages.WeightPiece, content: Sequence[Tensor]) -> None:
+    def _store(self, sender: EndpointAddress, message: transfer.WeightPiece, content: Sequence[Tensor]) -> None:
         with self.changed:
             new, old = self.memory.get(message.number), self.memory.get(message.base)
             if new is None or not self.machine.expects(message):

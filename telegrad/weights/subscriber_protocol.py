@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.weights import weight_messages as messages
-from telegrad.weights.version_store import VersionStore
-from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import transfer
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo, VersionStore
 
 WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported
@@ -26,7 +25,7 @@ class SubscriberProtocol:
         self.source: EndpointAddress | None = None
         self.whole = True  # True if the source shares its memory
         self._route = 0  # the number of the last FetchFrom
-        self._request: messages.VersionRequest | None = None  # for the user, if versions are shared whole
+        self._request: transfer.VersionRequest | None = None  # for the user, if versions are shared whole
         self._taken = 0  # the last version that the user has read, unless it reads every one
         self._number = 0  # the version whose pieces are being fetched, or 0
         self._requested: set[int] = set()  # pieces
@@ -41,31 +40,31 @@ class SubscriberProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         """Process a message of a reader, of the source or of the publisher."""
-        if isinstance(message, messages.VersionRequest):
+        if isinstance(message, transfer.VersionRequest):
             return self.store.request_version(sender, message)
-        if isinstance(message, messages.PieceRequest):
+        if isinstance(message, transfer.PieceRequest):
             return self.store.request_piece(sender, message)
-        if isinstance(message, messages.Finished):
+        if isinstance(message, transfer.Finished):
             return self.store.finish(sender, message.number)
-        if isinstance(message, messages.Unsubscribe):
+        if isinstance(message, transfer.Unsubscribe):
             return self.store.forget(sender) + self._report(sender)
-        if isinstance(message, messages.Available):
+        if isinstance(message, transfer.Available):
             return self._set_available(message.newest, message.oldest)
-        if isinstance(message, messages.FetchFrom):
+        if isinstance(message, transfer.FetchFrom):
             return self._set_source(message)
         self._ticks = 0
-        if isinstance(message, messages.WholeVersion):
+        if isinstance(message, transfer.WholeVersion):
             return self._lent(message)
-        if isinstance(message, messages.VersionOpened):
+        if isinstance(message, transfer.VersionOpened):
             return self._opened(sender, message)
-        if isinstance(message, messages.WeightPiece):
+        if isinstance(message, transfer.WeightPiece):
             return self._arrived(message)
-        if isinstance(message, messages.Refused):
+        if isinstance(message, transfer.Refused):
             return self._refused(sender, message)
-        assert isinstance(message, messages.JoinAgain), message
+        assert isinstance(message, transfer.JoinAgain), message
         return self._again() if sender == self.source else []
 
-    def expects(self, message: messages.WeightPiece) -> bool:
+    def expects(self, message: transfer.WeightPiece) -> bool:
         """Return True if the bytes of a piece must be stored."""
         return message.piece in self.store.missing(message.number)
 
@@ -77,7 +76,7 @@ class SubscriberProtocol:
     def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
         """Request a version that is not here, for the user."""
         out = self.store.pin(least if exact else 0)
-        want, before = messages.VersionRequest(least, exact, patient, True, self._known()), self._request
+        want, before = transfer.VersionRequest(least, exact, patient, True, self._known()), self._request
         is_ahead = before is not None and not (before.patient or exact) and before.least <= least
         if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
             return out
@@ -88,20 +87,20 @@ class SubscriberProtocol:
         """Report to the publisher that the user has read that version."""
         assert self.publisher is not None
         self._taken = number if not every else 0
-        return [(self.publisher, messages.TransferProgress(number, every)), *self.store.pin(0)]
+        return [(self.publisher, transfer.TransferProgress(number, every)), *self.store.pin(0)]
 
     def lost(self, incarnation: str) -> Outgoing:
         """Drop the readers on a worker whose connection has ended, and report a source there."""
         out: Outgoing = []
         for reader in [reader for reader in self.store.readers() if reader.incarnation == incarnation]:
-            out += [*self.store.forget(reader), (reader, messages.JoinAgain())]
+            out += [*self.store.forget(reader), (reader, transfer.JoinAgain())]
         if self.source is not None and self.source.incarnation == incarnation:
             out += self._report(self.source)
         return out
 
     def on_tick(self) -> Outgoing:
         """Repeat requests without an answer: other endpoints may have dropped this one and failed to notify it."""
-        out: Outgoing = [(self.publisher, messages.Alive())] if self.publisher is not None else []
+        out: Outgoing = [(self.publisher, transfer.Alive())] if self.publisher is not None else []
         if self.source is None or not (self._request or self._number):
             return out
         self._ticks += 1
@@ -110,17 +109,17 @@ class SubscriberProtocol:
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
-        return self._stop() + ([(self.publisher, messages.Unsubscribe())] if self.publisher is not None else [])
+        return self._stop() + ([(self.publisher, transfer.Unsubscribe())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
         number = self._number or (self._request.least if self._request is not None else 0)
-        return [(self.source, messages.Finished(number))] if self.source is not None and number else []
+        return [(self.source, transfer.Finished(number))] if self.source is not None and number else []
 
     def _report(self, source: EndpointAddress) -> Outgoing:
         """Report the source, unless it is the publisher."""
         if self.publisher is None or source != self.source or source == self.publisher:
             return []
-        return [(self.publisher, messages.SourceFailed(source))]
+        return [(self.publisher, transfer.SourceFailed(source))]
 
     # Answers
 
@@ -130,7 +129,7 @@ class SubscriberProtocol:
             out += self.want(self._taken + 1, exact=False, patient=False)
         return out
 
-    def _set_source(self, route: messages.FetchFrom) -> Outgoing:
+    def _set_source(self, route: transfer.FetchFrom) -> Outgoing:
         if route.number <= self._route:
             return []
         out = self._stop() if route.source != self.source else []
@@ -143,7 +142,7 @@ class SubscriberProtocol:
             self.store.drop_lent()
         return out + self._again()
 
-    def _lent(self, lent: messages.WholeVersion) -> Outgoing:
+    def _lent(self, lent: transfer.WholeVersion) -> Outgoing:
         if not self.whole:  # sent before the source changed; now the version is fetched in pieces
             return []
         info = self._described(lent.info)
@@ -154,7 +153,7 @@ class SubscriberProtocol:
             self._request = None
         return out + self._pursue()
 
-    def _opened(self, sender: EndpointAddress, opened: messages.VersionOpened) -> Outgoing:
+    def _opened(self, sender: EndpointAddress, opened: transfer.VersionOpened) -> Outgoing:
         if sender != self.source or opened.number != self._number:
             return []
         info = self._described(opened.info)
@@ -164,11 +163,11 @@ class SubscriberProtocol:
         self._requested.clear()
         return out + self._request_pieces()
 
-    def _arrived(self, message: messages.WeightPiece) -> Outgoing:
+    def _arrived(self, message: transfer.WeightPiece) -> Outgoing:
         out = self.store.add_piece(message.number, message.piece)
         return out + self._request_pieces() if message.number == self._number else out
 
-    def _refused(self, sender: EndpointAddress, refused: messages.Refused) -> Outgoing:
+    def _refused(self, sender: EndpointAddress, refused: transfer.Refused) -> Outgoing:
         out = self.store.set_available(refused.newest, refused.oldest)
         if sender == self.source:
             if self._request is not None and refused.least == self._request.least:
@@ -196,7 +195,7 @@ class SubscriberProtocol:
         if not self._number:
             return self._pursue()
         self._requested.clear()
-        return [(self.source, messages.VersionRequest(self._number, True, True, False, self._known()))]
+        return [(self.source, transfer.VersionRequest(self._number, True, True, False, self._known()))]
 
     def _request_pieces(self) -> Outgoing:
         """Request the next pieces, or begin with the next version."""
@@ -204,13 +203,13 @@ class SubscriberProtocol:
         missing = self.store.missing(self._number)
         self._requested.intersection_update(missing)
         if not missing:
-            out: Outgoing = [(self.source, messages.Finished(self._number))]
+            out: Outgoing = [(self.source, transfer.Finished(self._number))]
             self._number = 0
             return out + self._pursue()
         fresh = [piece for piece in missing if piece not in self._requested][: WINDOW - len(self._requested)]
         self._requested.update(fresh)
         base = self._base()
-        return [(self.source, messages.PieceRequest(self._number, piece, base)) for piece in fresh]
+        return [(self.source, transfer.PieceRequest(self._number, piece, base)) for piece in fresh]
 
     def _base(self) -> int:
         """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""

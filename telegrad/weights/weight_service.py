@@ -21,12 +21,12 @@ from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
-from telegrad.weights.version_store import VersionStore
-from telegrad.weights.weight_messages import (
+from telegrad.weights.transfer import (
     EndpointAddress,
     JoinAgain,
     Outgoing,
     Unsubscribe,
+    VersionStore,
     WeightPiece,
     WholeVersion,
 )

@@ -24,7 +24,7 @@ import pytest
 
 from telegrad.weights.publisher_protocol import PATIENCE, PublisherProtocol
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.weight_messages import (
+from telegrad.weights.transfer import (
     Closed,
     EndpointAddress,
     JoinAgain,

@@ -25,8 +25,8 @@ from telegrad.weights.deltas import (
     apply_deltas,
     encode,
 )
+from telegrad.weights.transfer import VersionInfo, WeightPiece
 from telegrad.weights.tree_layout import Layout, Snapshots
-from telegrad.weights.weight_messages import VersionInfo, WeightPiece
 from tests.cluster import wait_until
 from tests.weights.test_weights import on, on_hosts
 from tests.weights.trees import run_seeds

@@ -20,8 +20,8 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of
+from telegrad.weights.transfer import VersionInfo
 from telegrad.weights.tree_layout import Layout, Snapshots, bare, named
-from telegrad.weights.weight_messages import VersionInfo
 from tests.weights.test_tied import Language
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, filled, published

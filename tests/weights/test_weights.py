@@ -24,8 +24,8 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscriber import SubscriberEndpoint
+from telegrad.weights.transfer import EndpointAddress, PieceRequest
 from telegrad.weights.tree_layout import Snapshots
-from telegrad.weights.weight_messages import EndpointAddress, PieceRequest
 from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 

@@ -1,4 +1,7 @@
-"""The versions that an endpoint has, the requests of its readers, and which versions it keeps.
+"""The transfer of versions: the messages between a publisher and its subscribers, and the versions that each has.
+
+Messages between two endpoints arrive in order while no connection between them breaks. If one breaks, both are notified
+eventually, and messages in transit may be lost. So each message can be sent again.
 
 A version is kept while it is incomplete, while a reader fetches its pieces, while it is pinned, and while it is the
 newest complete one. If other subscribers depend on this endpoint for all versions, it keeps those from the oldest on
@@ -11,9 +14,149 @@ endpoint that becomes the source of others drops such versions, and fetches thei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from telegrad.weights import weight_messages as messages
-from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
+
+class EndpointAddress(NamedTuple):
+    """The address of a publisher (negative number) or a subscriber. The number is unique on its worker."""
+
+    worker: str
+    incarnation: str
+    number: int
+
+
+class VersionInfo(NamedTuple):
+    """The data needed about a version before its bytes."""
+
+    layout: int  # unique for this publisher
+    description: bytes  # the layout itself; empty for a reader that knows it
+    size: int  # bytes
+    piece: int  # bytes of each piece except the last
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.size // self.piece)
+
+    def without_known(self, layout: int) -> VersionInfo:
+        """Return the info without the description, if the reader's layout has the same number."""
+        return self._replace(description=b"") if layout == self.layout else self
+
+
+# From a subscriber to its publisher
+
+
+class Alive(NamedTuple):
+    """The subscriber is alive. The publisher answers JoinAgain if it has dropped the subscriber."""
+
+
+class Unsubscribe(NamedTuple):
+    """The subscriber has closed. Its worker also answers with this to later messages."""
+
+
+class TransferProgress(NamedTuple):
+    """The user has read that version. `every`: it also wants each following version."""
+
+    number: int
+    every: bool
+
+
+class SourceFailed(NamedTuple):
+    """The subscriber gets no data from that source."""
+
+    source: EndpointAddress
+
+
+# From a publisher to its subscribers
+
+
+class Available(NamedTuple):
+    """The newest version, and the oldest one that a subscriber may still want."""
+
+    newest: int
+    oldest: int
+
+
+class FetchFrom(NamedTuple):
+    """The source to fetch from. Of several such messages, the one with the highest number is valid."""
+
+    number: int
+    source: EndpointAddress
+    whole: bool  # True: the source is on the same host and shares its memory; False: pieces are fetched, and forwarded
+
+
+class Closed(NamedTuple):
+    """The publisher has closed."""
+
+
+# From a reader to its source
+
+
+class VersionRequest(NamedTuple):
+    """A request for exactly the version `least` if `exact`, else for the newest from `least` on."""
+
+    least: int
+    exact: bool
+    patient: bool  # True: answer when there is such a version; False: answer at once
+    whole: bool  # True: in shared memory; False: in pieces
+    layout: int  # the last layout that the reader knows
+
+
+class PieceRequest(NamedTuple):
+    """A request for one piece when it is available, or for deltas that lead to it from a version of the reader."""
+
+    number: int
+    piece: int
+    base: int = 0  # the version of the reader
+
+
+class Finished(NamedTuple):
+    """The reader no longer wants that version: it has it, or gets it elsewhere."""
+
+    number: int
+
+
+# From a source to a reader
+
+
+class WholeVersion(NamedTuple):
+    """A version, sent together with its memory."""
+
+    number: int
+    info: VersionInfo
+
+
+class VersionOpened(NamedTuple):
+    """Pieces of that version can be requested."""
+
+    number: int
+    info: VersionInfo
+
+
+class WeightPiece(NamedTuple):
+    """A piece, sent with its bytes, or with deltas from version `base`."""
+
+    number: int
+    piece: int
+    base: int = 0
+    heads: tuple[Any, ...] = ()  # of the deltas, whose tensors are sent along
+
+
+class Refused(NamedTuple):
+    """The source does not have the requested version, or not yet. Contains the versions that it knows."""
+
+    least: int
+    newest: int
+    oldest: int
+
+
+# From any endpoint
+
+
+class JoinAgain(NamedTuple):
+    """The sender has dropped the receiver, since a connection broke. The receiver must repeat its requests."""
+
+
+Outgoing = list[tuple[EndpointAddress, Any]]  # messages and their recipients
 
 
 class VersionStore:
@@ -26,7 +169,7 @@ class VersionStore:
         self.info: dict[int, VersionInfo] = {}
         self._lent: set[int] = set()  # lent to this endpoint, for its user only
         self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
-        self._requests: dict[EndpointAddress, messages.VersionRequest] = {}  # requests that cannot be answered yet
+        self._requests: dict[EndpointAddress, VersionRequest] = {}  # requests that cannot be answered yet
         # By version and piece: readers and bases.
         self._awaited: dict[tuple[int, int], list[tuple[EndpointAddress, int]]] = {}
         self._reads: dict[EndpointAddress, int] = {}  # the version whose pieces each reader fetches
@@ -69,8 +212,7 @@ class VersionStore:
             return []
         missing.remove(piece)
         out: Outgoing = [
-            (reader, messages.WeightPiece(number, piece, base))
-            for reader, base in self._awaited.pop((number, piece), ())
+            (reader, WeightPiece(number, piece, base)) for reader, base in self._awaited.pop((number, piece), ())
         ]
         if missing:
             return out
@@ -85,7 +227,7 @@ class VersionStore:
         readers = [reader for reader, read in self._reads.items() if read == number]
         for reader in readers:
             self._end_read(reader)
-        return [(reader, messages.Refused(number, self.newest, self.oldest)) for reader in readers]
+        return [(reader, Refused(number, self.newest, self.oldest)) for reader in readers]
 
     def pin(self, number: int) -> Outgoing:
         """Keep that version, once it is here, until another is pinned."""
@@ -99,19 +241,19 @@ class VersionStore:
 
     # Readers
 
-    def request_version(self, reader: EndpointAddress, request: messages.VersionRequest) -> Outgoing:
+    def request_version(self, reader: EndpointAddress, request: VersionRequest) -> Outgoing:
         self._end_read(reader)
         self._requests[reader] = request
         return self._settle()
 
-    def request_piece(self, reader: EndpointAddress, request: messages.PieceRequest) -> Outgoing:
+    def request_piece(self, reader: EndpointAddress, request: PieceRequest) -> Outgoing:
         number, piece, base = request
         if self._reads.get(reader) != number:
             return []  # sent before the reader knew that this version was dropped
         if piece in self._missing.get(number, ()):
             self._awaited.setdefault((number, piece), []).append((reader, base))
             return []
-        return [(reader, messages.WeightPiece(number, piece, base))]
+        return [(reader, WeightPiece(number, piece, base))]
 
     def finish(self, reader: EndpointAddress, number: int) -> Outgoing:
         """Drop a reader's requests for that version."""
@@ -147,18 +289,18 @@ class VersionStore:
         return out
 
     def _answers(
-        self, reader: EndpointAddress, request: messages.VersionRequest
-    ) -> Iterator[messages.WholeVersion | messages.VersionOpened | messages.Refused]:
+        self, reader: EndpointAddress, request: VersionRequest
+    ) -> Iterator[WholeVersion | VersionOpened | Refused]:
         number = request.least if request.exact else self.newest_complete()
         is_here = number >= request.least and number in self.info and number not in self._lent
         if is_here and (self.is_complete(number) or not request.whole):
             del self._requests[reader]
             info = self.info[number].without_known(request.layout)
             if request.whole:
-                yield messages.WholeVersion(number, info)
+                yield WholeVersion(number, info)
             else:
                 self._reads[reader] = number
-                yield messages.VersionOpened(number, info)
+                yield VersionOpened(number, info)
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):
             del self._requests[reader]
-            yield messages.Refused(request.least, self.newest, self.oldest)
+            yield Refused(request.least, self.newest, self.oldest)
