@@ -75,9 +75,8 @@ class Publisher:
         worker = current.here()
         self._agent = worker.agent
         self._service = worker.attached(WeightsService)
-        self._publishing = (
-            threading.RLock()
-        )  # guards _snapshots, and keeps the layout of a version constant while it is filled
+        # guards _snapshots, and keeps the layout of a version constant while it is filled
+        self._publishing = threading.RLock()
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
         self._endpoint = PublisherEndpoint(self._service, name, keep)
@@ -203,6 +202,7 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
         self._name = name
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
+        """Publish a version, on one thread at a time."""
         info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
         with self.changed:  # the newest version, if others may want the differences from it
             base = self.machine.store.newest
@@ -210,18 +210,15 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
             fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
             old = self.memory[base] if fits else None
         found = encoder.encode(layout, info, old, memory) if old is not None else {}
-        number = 0
 
         def put() -> Outgoing:
-            nonlocal number
-            number = self.machine.store.newest + 1
-            self.memory[number] = memory
-            for piece, delta in found.items() if number == base + 1 else ():
-                self.deltas.keep(number, piece, delta, info.size)
+            self.memory[base + 1] = memory
+            for piece, delta in found.items():
+                self.deltas.keep(base + 1, piece, delta, info.size)
             return self.machine.publish(info)
 
         self.update(put)
-        return number
+        return base + 1
 
     def close(self) -> None:
         self._service.remove(self, self._name)
