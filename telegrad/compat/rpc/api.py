@@ -22,8 +22,8 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
-from telegrad._core.rpc import remote_calls, rref
-from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.rpc import rref
+from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info, get_worker_info  # noqa: F401
 from telegrad._core.rpc.rref import Proxy
 from telegrad._core.start import life
 from telegrad._core.worker import current
@@ -114,10 +114,6 @@ def _wait_all() -> Iterator[None]:
             torch.futures.wait_all(_thread_local_var.future_list)
         finally:
             del _thread_local_var.future_list
-
-
-def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    return remote_calls.get_worker_info(worker_name)
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:

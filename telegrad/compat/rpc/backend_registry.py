@@ -125,13 +125,9 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-def _repr(self: enum.Enum) -> str:
-    return f"BackendType.{self.name}"
-
-
 def _types(values: dict[str, BackendValue]) -> Any:
-    made = enum.Enum("BackendType", values)  # type: ignore[misc]
-    made.__repr__ = _repr  # type: ignore[assignment, method-assign]
+    made: Any = enum.Enum("BackendType", values)  # type: ignore[misc]
+    made.__repr__ = lambda self: f"BackendType.{self.name}"
     made.__doc__ = "The backends that there are; `register_backend` adds one."
     return made
 
