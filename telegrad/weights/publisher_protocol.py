@@ -55,12 +55,7 @@ class PublisherProtocol:
             return self._announce(self.store.newest)
         if isinstance(message, transfer.SourceFailed):
             return self.chain.report_source(sender, message.source)
-        if isinstance(message, transfer.VersionRequest):
-            return self.store.request_version(sender, message)
-        if isinstance(message, transfer.PieceRequest):
-            return self.store.request_piece(sender, message)
-        assert isinstance(message, transfer.Finished), message
-        return self.store.finish(sender, message.number)
+        return self.store.receive(sender, message)
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""

@@ -363,16 +363,16 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         elif isinstance(message, transfer.WeightPiece):
             self._store(sender, message, tensors)
         else:
-            memory = tensors[0] if isinstance(message, transfer.WholeVersion) else None
+            memory = None
             if isinstance(message, transfer.VersionOpened):
-                memory = self._service.agent.memory.common(message.info.size)
+                memory = tensors[0] if message.whole else self._service.agent.memory.common(message.info.size)
             self.update(lambda: self._received(sender, message, memory))
             self.wake_waiters()
 
     def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Outgoing:
         if memory is not None and message.number not in self.machine.store.info:
             self.memory[message.number] = memory
-            if isinstance(message, transfer.VersionOpened) or sender.incarnation == self.me.incarnation:
+            if not message.whole or sender.incarnation == self.me.incarnation:
                 self._common.add(message.number)
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)

@@ -110,26 +110,18 @@ class PieceRequest(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The reader no longer wants that version: it has it, or gets it elsewhere."""
-
-    number: int
+    """The reader no longer wants anything from this source."""
 
 
 # From a source to a reader
 
 
-class WholeVersion(NamedTuple):
-    """A version, sent together with its memory."""
-
-    number: int
-    info: VersionInfo
-
-
 class VersionOpened(NamedTuple):
-    """Pieces of that version can be requested."""
+    """A version. If `whole`, it is sent together with its memory; otherwise its pieces can be requested."""
 
     number: int
     info: VersionInfo
+    whole: bool
 
 
 class WeightPiece(NamedTuple):
@@ -241,12 +233,13 @@ class VersionStore:
 
     # Readers
 
-    def request_version(self, reader: EndpointAddress, request: VersionRequest) -> Outgoing:
-        self._end_read(reader)
-        self._requests[reader] = request
-        return self._settle()
-
-    def request_piece(self, reader: EndpointAddress, request: PieceRequest) -> Outgoing:
+    def receive(self, reader: EndpointAddress, request: VersionRequest | PieceRequest | Finished) -> Outgoing:
+        if isinstance(request, Finished):
+            return self.forget(reader)
+        if isinstance(request, VersionRequest):
+            self._end_read(reader)
+            self._requests[reader] = request
+            return self._settle()
         number, piece, base = request
         if self._reads.get(reader) != number:
             return []  # sent before the reader knew that this version was dropped
@@ -254,15 +247,6 @@ class VersionStore:
             self._awaited.setdefault((number, piece), []).append((reader, base))
             return []
         return [(reader, WeightPiece(number, piece, base))]
-
-    def finish(self, reader: EndpointAddress, number: int) -> Outgoing:
-        """Drop a reader's requests for that version."""
-        if self._reads.get(reader) == number:
-            self._end_read(reader)
-        request = self._requests.get(reader)
-        if request is not None and request.least == number:
-            del self._requests[reader]
-        return self._settle()
 
     def readers(self) -> set[EndpointAddress]:
         """Return the readers that wait for a version, or fetch its pieces."""
@@ -288,19 +272,14 @@ class VersionStore:
         self._lent &= self.info.keys()
         return out
 
-    def _answers(
-        self, reader: EndpointAddress, request: VersionRequest
-    ) -> Iterator[WholeVersion | VersionOpened | Refused]:
+    def _answers(self, reader: EndpointAddress, request: VersionRequest) -> Iterator[VersionOpened | Refused]:
         number = request.least if request.exact else self.newest_complete()
         is_here = number >= request.least and number in self.info and number not in self._lent
         if is_here and (self.is_complete(number) or not request.whole):
             del self._requests[reader]
-            info = self.info[number].without_known(request.layout)
-            if request.whole:
-                yield WholeVersion(number, info)
-            else:
+            if not request.whole:
                 self._reads[reader] = number
-                yield VersionOpened(number, info)
+            yield VersionOpened(number, self.info[number].without_known(request.layout), request.whole)
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):
             del self._requests[reader]
             yield Refused(request.least, self.newest, self.oldest)

@@ -26,9 +26,9 @@ from telegrad.weights.transfer import (
     JoinAgain,
     Outgoing,
     Unsubscribe,
+    VersionOpened,
     VersionStore,
     WeightPiece,
-    WholeVersion,
 )
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
@@ -122,7 +122,7 @@ class Endpoint(Generic[M]):
                     self.changed.wait_for(lambda heard=heard: self.changes != heard, min(left, TICK))  # type: ignore[misc]
 
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
-        if isinstance(message, WholeVersion):
+        if isinstance(message, VersionOpened) and message.whole:
             return message, (self.memory[message.number],)
         if isinstance(message, WeightPiece):
             whole = self.piece(message)
