@@ -150,7 +150,7 @@ class SubscriberProtocol:
             if self._request is not None and opened.number >= self._request.least:
                 self._request = None
             return self.store.put(opened.number, info, lent=True)
-        out = self.store.begin(opened.number, info) if opened.number not in self.store.info else []
+        out = self.store.put(opened.number, info, pieces=info.pieces)
         self._requested.clear()
         return out + self._request_pieces()
 

@@ -162,9 +162,8 @@ class VersionStore:
         self._lent: set[int] = set()  # lent to this endpoint, for its user only
         self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
         self._requests: dict[EndpointAddress, VersionRequest] = {}  # requests that cannot be answered yet
-        # By version and piece: readers and bases.
-        self._awaited: dict[tuple[int, int], list[tuple[EndpointAddress, int]]] = {}
-        self._reads: dict[EndpointAddress, int] = {}  # the version whose pieces each reader fetches
+        # By reader: the version whose pieces it fetches, and by requested piece that is not here yet its base.
+        self._reads: dict[EndpointAddress, tuple[int, dict[int, int]]] = {}
 
     def is_complete(self, number: int) -> bool:
         return number in self.info and number not in self._missing
@@ -178,11 +177,13 @@ class VersionStore:
 
     # Versions
 
-    def put(self, number: int, info: VersionInfo, lent: bool = False) -> Outgoing:
-        """Add a complete version."""
+    def put(self, number: int, info: VersionInfo, lent: bool = False, pieces: int = 0) -> Outgoing:
+        """Add a version that is complete, or of which some pieces will arrive."""
         if number not in self.info:
             self.info[number] = info
             self._lent |= {number} if lent else set()
+            if pieces:
+                self._missing[number] = set(range(pieces))
         return self._settle()
 
     def drop_lent(self) -> None:
@@ -191,20 +192,15 @@ class VersionStore:
             self.info.pop(number, None)
         self._lent.clear()
 
-    def begin(self, number: int, info: VersionInfo) -> Outgoing:
-        """Add a version whose pieces will arrive."""
-        self.info[number] = info
-        if info.pieces:
-            self._missing[number] = set(range(info.pieces))
-        return self._settle()
-
     def add_piece(self, number: int, piece: int) -> Outgoing:
         missing = self._missing.get(number)
         if missing is None or piece not in missing:
             return []
         missing.remove(piece)
         out: Outgoing = [
-            (reader, WeightPiece(number, piece, base)) for reader, base in self._awaited.pop((number, piece), ())
+            (reader, WeightPiece(number, piece, bases.pop(piece)))
+            for reader, (read, bases) in self._reads.items()
+            if read == number and piece in bases
         ]
         if missing:
             return out
@@ -216,9 +212,9 @@ class VersionStore:
         if number not in self._missing:
             return []
         del self._missing[number], self.info[number]
-        readers = [reader for reader, read in self._reads.items() if read == number]
+        readers = [reader for reader, (read, _) in self._reads.items() if read == number]
         for reader in readers:
-            self._end_read(reader)
+            del self._reads[reader]
         return [(reader, Refused(number, self.newest, self.oldest)) for reader in readers]
 
     def pin(self, number: int) -> Outgoing:
@@ -237,14 +233,15 @@ class VersionStore:
         if isinstance(request, Finished):
             return self.forget(reader)
         if isinstance(request, VersionRequest):
-            self._end_read(reader)
+            self._reads.pop(reader, None)
             self._requests[reader] = request
             return self._settle()
         number, piece, base = request
-        if self._reads.get(reader) != number:
+        read, bases = self._reads.get(reader, (0, {}))
+        if read != number:
             return []  # sent before the reader knew that this version was dropped
         if piece in self._missing.get(number, ()):
-            self._awaited.setdefault((number, piece), []).append((reader, base))
+            bases[piece] = base
             return []
         return [(reader, WeightPiece(number, piece, base))]
 
@@ -254,18 +251,13 @@ class VersionStore:
 
     def forget(self, reader: EndpointAddress) -> Outgoing:
         self._requests.pop(reader, None)
-        self._end_read(reader)
+        self._reads.pop(reader, None)
         return self._settle()
-
-    def _end_read(self, reader: EndpointAddress) -> None:
-        if self._reads.pop(reader, None) is not None:
-            rest = {place: [each for each in waiting if each[0] != reader] for place, waiting in self._awaited.items()}
-            self._awaited = {place: waiting for place, waiting in rest.items() if waiting}
 
     def _settle(self) -> Outgoing:
         """Answer the requests that can be answered now, and drop the versions that need not be kept."""
         out = [(reader, answer) for reader, each in [*self._requests.items()] for answer in self._answers(reader, each)]
-        kept = {self.newest_complete(), self.pinned, *self._reads.values()}
+        kept = {self.newest_complete(), self.pinned, *(number for number, _ in self._reads.values())}
         for number in [*filter(self.is_complete, self.info)]:
             if number not in kept and not (self.keeps_all and number >= self.oldest):
                 del self.info[number]
@@ -278,7 +270,7 @@ class VersionStore:
         if is_here and (self.is_complete(number) or not request.whole):
             del self._requests[reader]
             if not request.whole:
-                self._reads[reader] = number
+                self._reads[reader] = number, {}
             yield VersionOpened(number, self.info[number].without_known(request.layout), request.whole)
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):
             del self._requests[reader]
