@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,19 +21,21 @@ from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
+from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import (
     EndpointAddress,
     JoinAgain,
     Outgoing,
     Unsubscribe,
     VersionOpened,
-    VersionStore,
     WeightPiece,
 )
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
 
 T = TypeVar("T")
+M = TypeVar("M", PublisherProtocol, SubscriberProtocol)
 
 
 class Envelope(NamedTuple):
@@ -43,19 +45,6 @@ class Envelope(NamedTuple):
     sender: int
     message: Any
     tensors: Sequence[Tensor] = ()
-
-
-class Machine(Protocol):
-    store: VersionStore
-
-    def receive(self, sender: EndpointAddress, message: Any) -> Outgoing: ...
-
-    def lost(self, incarnation: str) -> Outgoing: ...
-
-    def on_tick(self) -> Outgoing: ...
-
-
-M = TypeVar("M", bound=Machine)
 
 
 class Endpoint(Generic[M]):

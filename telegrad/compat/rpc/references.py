@@ -248,12 +248,7 @@ class _InternalRPCPickler:
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: Any) -> tuple[bytes, list[Tensor]]:
-    return _internal_rpc_pickler.serialize(obj)
-
-
-def deserialize(binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+serialize, deserialize = _internal_rpc_pickler.serialize, _internal_rpc_pickler.deserialize
 
 
 def _build_rpc_profiling_key(
