@@ -132,7 +132,8 @@ class Publisher:
         with self._endpoint.changed:
             taken = [*self._endpoint.machine.taken.items()]
         return {
-            party.worker if party.number == 1 else f"{party.worker} ({party.number})": number for party, number in taken
+            party.worker if party.number == 1 else f"{party.worker} ({party.number})": read.number
+            for party, read in taken
         }
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from telegrad.weights import transfer
-from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo, VersionStore
+from telegrad.weights.transfer import EndpointAddress, Outgoing, TransferProgress, VersionInfo, VersionStore
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
@@ -29,9 +29,8 @@ class PublisherProtocol:
     def __init__(self, me: EndpointAddress, host: str, keep: int) -> None:
         """`keep`: the maximum number of versions for subscribers that read every one."""
         self.store = VersionStore(keeps_all=True)
-        self.taken: dict[EndpointAddress, int] = {}  # by subscriber: the last version that its user has read
-        self._every: set[EndpointAddress] = set()  # subscribers that read every version
-        # lost subscribers of `_every`: their last version, and ticks since
+        self.taken: dict[EndpointAddress, TransferProgress] = {}  # of the user of each subscriber
+        # lost subscribers that read every version: their last version, and ticks since
         self._absent: dict[EndpointAddress, tuple[int, int]] = {}
         self.chain = RelayChain(me, host)
         self._keep = keep
@@ -49,8 +48,9 @@ class PublisherProtocol:
             return []
         if isinstance(message, transfer.Unsubscribe):
             return self._remove(sender)
-        if isinstance(message, transfer.TransferProgress):
-            self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
+        if isinstance(message, TransferProgress):
+            number = max(message.number, self.taken[sender].number)
+            self.taken[sender] = TransferProgress(number, message.every)
             self.chain.mark_working(sender)
             return self._announce(self.store.newest)
         if isinstance(message, transfer.SourceFailed):
@@ -59,7 +59,7 @@ class PublisherProtocol:
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
-        self._set_progress(party, taken, every)
+        self.taken[party] = TransferProgress(taken, every)
         self._absent.pop(party, None)
         available: Outgoing = [(party, transfer.Available(self.store.newest, self.store.oldest))]
         return available + self.chain.add(party, host)
@@ -68,8 +68,8 @@ class PublisherProtocol:
         """Remove the subscribers of a worker whose connection has ended. If they are alive, they join again."""
         out: Outgoing = []
         for party in [party for party in self.taken if party.incarnation == incarnation]:
-            if party in self._every:
-                self._absent[party] = self.taken[party], 0
+            if self.taken[party].every:
+                self._absent[party] = self.taken[party].number, 0
             out += [*self._remove(party), (party, transfer.JoinAgain())]
         return out
 
@@ -83,20 +83,17 @@ class PublisherProtocol:
 
     def behind(self, number: int) -> list[EndpointAddress]:
         """Return the subscribers whose users have read neither that version nor a later one."""
-        return [party for party, taken in self.taken.items() if taken < number]
-
-    def _set_progress(self, party: EndpointAddress, taken: int, every: bool) -> None:
-        self.taken[party] = taken
-        (self._every.add if every else self._every.discard)(party)
+        return [party for party, taken in self.taken.items() if taken.number < number]
 
     def _remove(self, party: EndpointAddress) -> Outgoing:
         del self.taken[party]
-        self._every.discard(party)
         return self.store.forget(party) + self.chain.remove(party) + self._announce(self.store.newest)
 
     def _announce(self, newest: int) -> Outgoing:
         """Send the range of available versions to all subscribers, if it has changed."""
-        last = [*(self.taken[party] for party in self._every), *(taken for taken, _ in self._absent.values())]
+        last = [each.number for each in self.taken.values() if each.every] + [
+            taken for taken, _ in self._absent.values()
+        ]
         wanted = min(last, default=newest - 1) + 1
         oldest = min(newest, max(wanted, newest - self._keep + 1))
         before = self.store.newest, self.store.oldest
