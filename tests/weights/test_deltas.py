@@ -230,10 +230,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     seen: Sent = []
     send = weight_service.WeightsService.send
 
-    def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
-        if isinstance(message, WeightPiece):
-            seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
-        send(self, endpoint, to, message, tensors)
+    def watched(self: Any, to: Any, envelope: Any) -> None:
+        if isinstance(envelope.message, WeightPiece):
+            seen.append((envelope.message.base, sum(tensor.nbytes for tensor in envelope.tensors)))
+        send(self, to, envelope)
 
     monkeypatch.setattr(weight_service.WeightsService, "send", watched)
     return seen
