@@ -91,9 +91,8 @@ class PublisherProtocol:
 
     def _announce(self, newest: int) -> Outgoing:
         """Send the range of available versions to all subscribers, if it has changed."""
-        last = [each.number for each in self.taken.values() if each.every] + [
-            taken for taken, _ in self._absent.values()
-        ]
+        last = [each.number for each in self.taken.values() if each.every]
+        last += [taken for taken, _ in self._absent.values()]
         wanted = min(last, default=newest - 1) + 1
         oldest = min(newest, max(wanted, newest - self._keep + 1))
         before = self.store.newest, self.store.oldest

@@ -235,7 +235,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            wait_until(lambda: sum(each.every for each in publisher._endpoint.machine.taken.values()) == 1)
+            wait_until(lambda: sum(each.every for each in [*publisher._endpoint.machine.taken.values()]) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
@@ -504,7 +504,7 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
             wait_until(
                 lambda: (
-                    sum(each.every for each in publisher._endpoint.machine.taken.values()) == 3
+                    sum(each.every for each in [*publisher._endpoint.machine.taken.values()]) == 3
                     or not publisher.publish()
                 )
             )
