@@ -12,17 +12,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from telegrad._core.membership.members import Members, WorkerInfo
-from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT  # noqa: F401 - for `torch.distributed.rpc.constants`
+from telegrad._core.rpc import remote_calls
 from telegrad._core.start.life import enter_group
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.worker import current
-from telegrad._core.worker.options import (
-    DEFAULT_INIT_METHOD,
-    DEFAULT_NUM_WORKER_THREADS,  # noqa: F401 - for `torch.distributed.rpc.constants`
-)
-from telegrad._core.worker.options import DEFAULT_RPC_TIMEOUT as DEFAULT_RPC_TIMEOUT_SEC
+from telegrad._core.worker import current, options
 from telegrad._core.worker.worker import Worker
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
@@ -40,8 +35,14 @@ __all__ = [
     "register_backend",
 ]
 
+# `torch.distributed.rpc.constants`
+UNSET_RPC_TIMEOUT = remote_calls.UNSET_RPC_TIMEOUT
+DEFAULT_RPC_TIMEOUT_SEC = options.DEFAULT_RPC_TIMEOUT
+DEFAULT_INIT_METHOD = options.DEFAULT_INIT_METHOD
+DEFAULT_NUM_WORKER_THREADS = options.DEFAULT_NUM_WORKER_THREADS
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)
+
 _LOOKS = 16  # samples that are averaged to measure the wait for the GIL
 
 
