@@ -121,8 +121,8 @@ def _stepped(size: int) -> tuple[Tensor, Tensor]:
 
 def _encoded(old: Tensor, new: Tensor, small: bool) -> int:
     """Return the size of the deltas of all pieces in bytes."""
+    from telegrad.weights.deltas import encode
     from telegrad.weights.publisher import PIECE
-    from telegrad.weights.transfer.deltas import encode
 
     count = PIECE // old.itemsize
     pieces = zip(old.split(count), new.split(count), strict=True)

@@ -114,7 +114,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
         >>> rpc.group(["worker0", "worker1"]).map(total, [1, 2]).wait()
         [3, 3]
     """
-    from telegrad.groups.process_groups import process_group as make
+    from telegrad.groups.collectives import process_group as make
 
     return make(group, backend, timeout)
 

@@ -14,8 +14,13 @@ python -m telegrad --help
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any
 
 from telegrad.version import VERSION
 
@@ -40,13 +45,11 @@ def main() -> None:
         except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
     elif first == "-m":
-        from telegrad.compat import program
-
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
         _serve_torchs_name()
         sys.argv = arguments[1:]
-        program.run_module(arguments[1])
+        _run_module(arguments[1])
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: unknown option {first}; see python -m telegrad --help")
     else:
@@ -55,12 +58,10 @@ def main() -> None:
 
             if meant := did_you_mean(first, COMMANDS):
                 sys.exit(f"python -m telegrad: there is no program or command {first!r}{meant}")
-        from telegrad.compat import program
-
         _serve_torchs_name()
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
-        program.run_script(first)
+        _run_script(first)
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
@@ -96,6 +97,41 @@ def _let_operators_sleep() -> None:
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
         os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+# Programs that are run as if Python had started them directly. The module of a program stays `__main__` after its code
+# has ended, because other workers may still call its functions until the interpreter exits. (`runpy` restores the
+# former `__main__`.)
+
+
+def _run_script(path: str) -> None:
+    """Do the same as `python path`."""
+    loader = SourceFileLoader("__main__", path)
+    try:
+        code = loader.source_to_code(loader.get_data(path), path)
+    except OSError as error:
+        sys.exit(f"python -m telegrad: can't open file {path!r}: {error.strerror}")
+    _run(code, __file__=path, __loader__=loader, __cached__=None)
+
+
+def _run_module(name: str) -> None:
+    """Do the same as `python -m name`."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
+    if spec is None or code is None:
+        sys.exit(f"python -m telegrad: no module named {name}")
+    sys.argv[0] = str(spec.origin)
+    about = {"__spec__": spec, "__file__": spec.origin, "__loader__": spec.loader, "__cached__": spec.cached}
+    _run(code, __package__=spec.parent, **about)
+
+
+def _run(code: CodeType, **about: Any) -> None:
+    module = ModuleType("__main__")
+    vars(module).update(about, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ LOCKS = (
     *(threading.Condition, threading.Event, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue, Exclusive),
 )
-TAKEN_BY_THE_FORK = {"telegrad.compat.inheritance._lock"}  # since what it guards must be whole in the child
+TAKEN_BY_THE_FORK = {"telegrad.compat._lock"}  # since what it guards must be whole in the child
 
 
 def locks_of(module: ModuleType) -> dict[str, Any]:

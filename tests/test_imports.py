@@ -50,7 +50,6 @@ ORDER = [
     "rpc",
     "pipeline",
     "nn",
-    "weights/transfer",
     "weights",
     "checkpoint",
     "directories",
@@ -95,12 +94,10 @@ PURE = [
     "_core/references/delivery.py",
     "autograd/schedule.py",
     "autograd/passes.py",
-    "groups/selection.py",
     "pipeline/pipeline_schedule.py",
-    "weights/transfer/weight_messages.py",
-    "weights/transfer/version_store.py",
-    "weights/transfer/publisher_protocol.py",
-    "weights/transfer/subscriber_protocol.py",
+    "weights/transfer.py",
+    "weights/publisher_protocol.py",
+    "weights/subscriber_protocol.py",
     "weights/shards.py",
     "insight/wait_graph.py",
     "insight/phrases.py",
@@ -251,7 +248,7 @@ def test_the_checks_find_what_is_wrong() -> None:
     assert wrong_directions("_core/agent", "from telegrad._core.wire import frames") == []
     assert wrong_directions("optim", "from telegrad.rpc import Future") == ["telegrad.rpc"]
     assert past_the_interface("weights", inside) == ["telegrad._core.agent.peer"]
-    assert past_the_interface("weights/transfer", "from telegrad import rpc, weights\nimport telegrad.ext.calls") == []
+    assert past_the_interface("weights", "from telegrad import rpc, weights\nimport telegrad.ext.calls") == []
     assert past_the_interface("rpc", inside) == []
     assert impurities("def f():\n    import torch.nn") == {"torch"}
     assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}) == {"a", "b", "c"}

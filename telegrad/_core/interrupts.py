@@ -65,7 +65,7 @@ _PACKAGE = __name__.partition(".")[0]
 # Modules that call user code whose exceptions do not reach the caller: metrics exporters, and callbacks of futures,
 # whose exceptions torch prints.
 _EXCEPTION_DROPPING_MODULES = tuple(
-    f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures")
+    f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.calls")
 )
 _BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
 # After these, the interrupted instruction would fail again.

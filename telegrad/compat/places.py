@@ -12,7 +12,7 @@ import torch.distributed
 
 from telegrad.compat import profiler
 from telegrad.compat.remote_module import RemoteModule
-from telegrad.compat.rpc import futures
+from telegrad.compat.rpc import calls
 from telegrad.compat.rpc.references import RRef  # noqa: F401 - for the table below
 from telegrad.compat.substitution import Export, Substitution
 from telegrad.errors import UsageError
@@ -23,14 +23,25 @@ _MODULES = {
     "torch.distributed.rpc": f"{_OURS}.rpc",
     "torch.distributed.rpc.api": f"{_OURS}.rpc.api",
     "torch.distributed.rpc.backend_registry": f"{_OURS}.rpc.backend_registry",
-    "torch.distributed.rpc.constants": f"{_OURS}.rpc.constants",
-    "torch.distributed.rpc.internal": f"{_OURS}.rpc.internal",
-    "torch.distributed.rpc.server_process_global_profiler": f"{_OURS}.rpc.server_process_global_profiler",
     "torch.distributed.autograd": f"{_OURS}.autograd",
     "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
 }
 # Modules that only have names of other modules: those that are public, and after "|" those that are not in `__all__`.
 _NAMES = {
+    "torch.distributed.rpc.constants": (
+        f"{_OURS}.rpc.backend_registry",
+        "DEFAULT_INIT_METHOD DEFAULT_NUM_WORKER_THREADS DEFAULT_PROCESS_GROUP_TIMEOUT DEFAULT_RPC_TIMEOUT_SEC "
+        "DEFAULT_SHUTDOWN_TIMEOUT UNSET_RPC_TIMEOUT",
+    ),
+    "torch.distributed.rpc.internal": (
+        f"{_OURS}.rpc.references",
+        "PythonUDF RPCExecMode RemoteException deserialize serialize | _InternalRPCPickler _build_rpc_profiling_key "
+        "_internal_rpc_pickler",
+    ),
+    "torch.distributed.rpc.server_process_global_profiler": (
+        f"{_OURS}.profiler",
+        "| EventList FunctionEvent _server_process_global_profile profile",
+    ),
     "torch.distributed.rpc.functions": ("telegrad.rpc.functions", "async_execution"),
     "torch.distributed.rpc.options": ("telegrad.rpc", "TensorPipeRpcBackendOptions"),
     "torch.distributed.rpc.rref_proxy": (f"{_OURS}.rpc.api", "RRefProxy | rpc_async UNSET_RPC_TIMEOUT"),
@@ -98,8 +109,8 @@ def substitution() -> Substitution:
         Export(
             "torch.distributed.optim", "DistributedOptimizer", DistributedOptimizer, "torch.distributed.optim.optimizer"
         ),
-        Export("torch.futures", "collect_all", futures.collect_all),
-        Export("torch.futures", "wait_all", futures.wait_all),
+        Export("torch.futures", "collect_all", calls.collect_all),
+        Export("torch.futures", "wait_all", calls.wait_all),
         *(Export("torch.autograd.profiler_legacy", name, getattr(profiler, name)) for name in _LEGACY_PROFILER),
     ]
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, so TorchScript has no references

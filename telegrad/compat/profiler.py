@@ -12,12 +12,12 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import wraps
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.autograd import profiler_legacy
-from torch.autograd.profiler_util import FunctionEvent
+from torch.autograd import profiler_legacy, profiler_util
 
 from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
@@ -40,7 +40,9 @@ Options = tuple[bool, ...]  # the options of a ProfilerConfig, and True if CUDA 
 _enable = profiler_legacy._enable_profiler_legacy  # type: ignore[attr-defined]
 _disable = profiler_legacy._disable_profiler_legacy  # type: ignore[attr-defined]
 _parse: Any = profiler_legacy._parse_legacy_records
-_function_event: Any = FunctionEvent
+profile: Any = profiler_legacy.profile
+EventList: Any = profiler_util.EventList
+FunctionEvent: Any = profiler_util.FunctionEvent
 _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 _enabled = profiling.enabled
 _kind = torch._C._autograd._profiler_type
@@ -113,45 +115,40 @@ def _enable_profiler_legacy(config: Any) -> None:
     _here.session = ProfilerSession(getattr(_here, "options", PLAIN))
 
 
-def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:
+def _parse_legacy_records(thread_records: Any) -> list[Any]:
     """Return torch's events of this thread's profiler, and those of calls made during it."""
-    events: list[FunctionEvent] = _parse(thread_records)
+    events: list[Any] = _parse(thread_records)
     for event in events:
         if event.node_id == -1:
             event.node_id = _rank()
     ended: ProfilerSession | None = _here.__dict__.pop("session", None)
     if ended is not None:
-        events += [_function_event(**event) for event in ended.events]
-    return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
+        events += [FunctionEvent(**event) for event in ended.events]
+    return sorted(events, key=_by_time)
+
+
+def _by_time(event: Any) -> tuple[float, float]:
+    return event.time_range.start, -event.time_range.end
 
 
 # At the callee
 
 
-class _Reports:
-    """Events of profiled calls, until their callers fetch them."""
-
-    def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())  # guards _kept
-        self._kept: OrderedDict[str, list[Event]] = OrderedDict()
-
-    def keep(self, token: str, events: list[Event]) -> None:
-        with self._lock:
-            self._kept[token] = events
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-
-    def take(self, token: str) -> list[Event]:
-        with self._lock:
-            return self._kept.pop(token, [])
+_lock = renewed(threading.Lock())  # guards _reports, _running and `_gathered` of its members
+_reports: OrderedDict[str, list[Event]] = OrderedDict()  # of profiled calls, until their callers fetch them
 
 
-_reports = _Reports()
+def _keep_report(token: str, events: list[Event]) -> None:
+    with _lock:
+        _reports[token] = events
+        while len(_reports) > MOST_KEPT:
+            _reports.popitem(last=False)
 
 
 def fetch_report(token: str) -> list[Event]:
     """Return the events of one call. Called remotely by its caller."""
-    return _reports.take(token)
+    with _lock:
+        return _reports.pop(token, [])
 
 
 def profile_and_run(token: str, options: Options, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -160,14 +157,14 @@ def profile_and_run(token: str, options: Options, function: Callable[..., Any], 
     try:
         result = run(function, *args, **kwargs)
     except BaseException:
-        _reports.keep(token, run.events())
+        _keep_report(token, run.events())
         raise
     if not hasattr(function, ASYNC_MARK):
-        _reports.keep(token, run.events())
+        _keep_report(token, run.events())
         return result
     future = its_future(function, result)
     if isinstance(future, torch._C.Future):
-        future.add_done_callback(lambda _: _reports.keep(token, run.events()))
+        future.add_done_callback(lambda _: _keep_report(token, run.events()))
     return Deferred(future, function)
 
 
@@ -198,7 +195,76 @@ class Profiled:
         return self._local + self._session.events
 
 
-def _as_event(event: FunctionEvent) -> Event:
+def _as_event(event: Any) -> Event:
     times = {"start_us": event.time_range.start, "end_us": event.time_range.end}
     fields = {name: getattr(event, name) for name in _FIELDS}
     return {**fields, **times, "is_remote": event.is_remote}
+
+
+# `torch.distributed.rpc.server_process_global_profiler`
+
+
+_running: list[_server_process_global_profile] = []
+
+
+class _server_process_global_profile(profile):  # type: ignore[misc]  # noqa: N801 - its name there
+    """While it is entered, on any thread, each call from another worker is profiled separately."""
+
+    entered: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gathered: list[list[Event]] = []
+        self.process_global_function_events: list[list[Any]] = []
+
+    def __enter__(self) -> Any:
+        if not self.enabled:
+            return None
+        if self.entered:
+            raise RuntimeError("Profiler context manager is not reentrant")
+        self.entered = True
+        with _lock:
+            _running.append(self)
+        current.agent().wrap_calls(_profiled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.enabled:
+            return
+        with _lock:
+            _running.remove(self)
+            if not _running:
+                current.agent().wrap_calls(None)
+        self.process_global_function_events = [
+            sorted((FunctionEvent(**event) for event in events), key=_by_time) for events in self._gathered
+        ]
+        self.function_events = EventList(
+            list(itertools.chain.from_iterable(self.process_global_function_events)),
+            use_device="cuda" if self.use_cuda else None,
+            profile_memory=self.profile_memory,
+        )
+        self.function_events._build_tree()
+
+    def _options(self) -> Options:
+        return self.record_shapes, self.profile_memory, False, False, False, self.use_cuda
+
+
+def _profiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function`; all profilers that are entered at the time of a run record it."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            watching = list(_running)
+        if not watching:
+            return function(*args, **kwargs)
+        once = Profiled(tuple(map(any, zip(*(each._options() for each in watching), strict=True))))
+        try:
+            return once(function, *args, **kwargs)
+        finally:
+            with _lock:
+                for each in watching:
+                    if each in _running:
+                        each._gathered.append(once.events())
+
+    return run

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from telegrad._core.calls.deadlines import DEFAULT
@@ -13,7 +17,6 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.modules import module_host, remote_module
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad.compat import scripted
 from telegrad.rpc import RRef, WorkerInfo, rpc_async
 
 __all__ = ["RemoteModule"]
@@ -82,7 +85,7 @@ class RemoteModule(remote_module.RemoteModule):
         """Return the module that `torch.jit.script` compiles."""
         if not self.is_scriptable:
             raise TypeError("to be scripted, a RemoteModule needs the interface of its module: _module_interface_cls")
-        return scripted.make(self.forward, vars(self)["_interface"])
+        return _make_script_module(self.forward, vars(self)["_interface"])
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         self._refuse("parameters", "Please use ``remote_parameters`` instead.")
@@ -116,3 +119,65 @@ def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, *
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
+
+
+# In TorchScript: a script module that calls back to Python, with the types of its interface
+
+
+_SOURCE = """\
+@torch.jit.ignore
+def call(handle_number: int, {parameters}) -> returned:
+    return handles[handle_number]({names})
+
+
+class ScriptedRemoteModule(torch.nn.Module):
+    def __init__(self, handle_number: int) -> None:
+        super().__init__()
+        self.handle_number = handle_number
+
+    def forward(self, {parameters}) -> returned:
+        return call(self.handle_number, {names})
+
+    @torch.jit.export
+    def forward_async(self, {parameters}) -> torch.jit.Future[returned]:
+        return torch.jit.fork(self.forward, {names})
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        raise RuntimeError(
+            "RemoteModule can only be pickled when using RPC. Passing a script RemoteModule over RPC is not supported."
+        )
+        return 0
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        pass
+"""
+
+handles: dict[int, Callable[..., Any]] = {}  # the callables of script modules, which cannot hold them
+_numbers = itertools.count()
+
+
+def _make_script_module(forward: Callable[..., Any], interface: Any) -> nn.Module:
+    """Return a module for `torch.jit.script`, whose `forward` has the signature of `interface`."""
+    signature = inspect.signature(interface.forward, eval_str=True)
+    parameters = list(signature.parameters.values())[1:]
+    number = next(_numbers)
+    handles[number] = forward
+    scope: dict[str, Any] = {
+        "__name__": __name__,
+        "torch": torch,
+        "handles": handles,
+        "returned": signature.return_annotation,
+    }
+    texts = []
+    for each in parameters:
+        scope[f"type_{each.name}"] = each.annotation
+        default = "" if each.default is each.empty else f" = {each.default!r}"
+        texts.append(f"{each.name}: type_{each.name}{default}")
+    source = _SOURCE.format(parameters=", ".join(texts), names=", ".join(each.name for each in parameters))
+    name = f"<telegrad.compat.remote_module {number}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # torch reads the source
+    exec(compile(source, name, "exec", dont_inherit=True), scope)
+    made: nn.Module = scope["ScriptedRemoteModule"](number)
+    return made

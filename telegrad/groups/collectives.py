@@ -1,34 +1,61 @@
-"""Barriers and reductions that each worker of a group calls, and that end once all have called.
+"""Collective operations of the workers of a group.
 
-The first worker of the group manages the meeting. The others call it, and get the result when all have arrived. The
-members of a meeting are the members of the group when the first worker arrives. A worker that arrives a second time
-waits for the next meeting.
+Barriers and reductions that each worker calls end once all have called. The first worker of the group manages the
+meeting. The others call it, and get the result when all have arrived. The members of a meeting are the members of the
+group when the first worker arrives. A worker that arrives a second time waits for the next meeting.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from telegrad.errors import CallTimeout, PeerLost, TelegradError, UsageError
+from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import ASYNC_MARK, Agent, Future, current_call, limit_of, runs_as
+from telegrad.ext.calls import (
+    ASYNC_MARK,
+    DEFAULT,
+    Agent,
+    EachCall,
+    Future,
+    PreparedCall,
+    current_call,
+    known_as,
+    limit_of,
+    runs_as,
+    user_name,
+)
+from telegrad.ext.starting import reach_tcp, serve_tcp
 from telegrad.ext.texts import Wait
+from telegrad.ext.values import describe, rebuild
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
+from telegrad.groups.group_calls import GroupFuture, group_error
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 ASK = 0.5  # seconds between questions to the first worker about missing workers
 PATIENCE = 5.0  # seconds to wait for an answer
+LONGEST = 1800.0  # seconds for a process group, if the caller sets no limit: torch requires one
+BRANCHES = 3  # each level costs this many values, and there are log(n) / log(BRANCHES) levels: the cost is least for e
+# a worker reserves this part of its time, or these seconds, to report which worker below was late
+SPARE, ENOUGH = 0.05, 0.5
 
 Op = Callable[[Any, Any], Any]
+Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all failed; and descriptions of errors
 Key = tuple[str, str, str]  # the called function, the description of the group, a name
 
 _numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
+@runtime_checkable
 class Participants(Protocol):
     """The part of a group that a meeting needs."""
 
@@ -102,10 +129,6 @@ def spelled(kind: str, group: str, name: str) -> str:
     return f"{kind}{f' {name!r}' if name else ''} of the group ({group})"
 
 
-def add(first: Any, second: Any) -> Any:
-    return first + second
-
-
 # On the worker that manages a meeting
 
 
@@ -121,9 +144,8 @@ class Collective:
 
     def __init__(self, members: list[str]) -> None:
         self.members = members
-        self.arrived: dict[
-            str, tuple[CollectiveArrival, Any, Future[Any]]
-        ] = {}  # with the value, and the future of the result
+        # by worker, with the value, and the future of the result
+        self.arrived: dict[str, tuple[CollectiveArrival, Any, Future[Any]]] = {}
         self.withdrew: set[str] = set()
 
     def awaits(self, name: str) -> bool:
@@ -262,3 +284,167 @@ def _arrival(number: int) -> CollectiveArrival:
 
 setattr(arrive, ASYNC_MARK, True)
 runs_as(arrive, lambda key, *_: spelled(*key))
+
+
+# Reductions of calls: the workers of a group combine the results of a function on each, and the caller gets one value
+#
+# The workers form a tree. The first worker is its root; the others are divided into parts of about equal size, and each
+# part is a subtree. Each worker calls itself with the function, and the roots of its subtrees with its own arguments.
+# Then it combines its own value and theirs, which keeps the order of the group. It answers with the result, and with
+# the errors of all failed workers in its tree.
+
+
+def begin_reduction(
+    version: int, workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, combine: Op
+) -> GroupFuture:
+    checks.function("reduce", combine, "a function of two values, such as torch.add")
+    agent = current.agent()
+    limit = limit_of(timeout, agent.timeout)
+    future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(call.users))
+    args = future.workers, call.function, call.args, call.kwargs, combine, limit
+    root = EachCall(future._slots[0], future.workers[0], call.keeps)
+    agent.call_each([root], reduced, args, None, limit, call.users)
+    return future
+
+
+class ReducedFuture(GroupFuture):
+    """A future of one value, which the workers of a group compute together."""
+
+    def __init__(self, agent: Agent, version: int, workers: Sequence[str], about: str) -> None:
+        super().__init__(agent, version, workers, workers[:1], about)
+        self._errors: dict[str, BaseException] = {}  # stored before the future is done
+
+    def _end(self) -> None:
+        (root,) = self._slots
+        values, errors = root.value if root.error is None else ([], _lost(root.error, self.workers))
+        self._errors = {name: rebuild(error) for name, error in errors.items()}
+        if self._errors:
+            error = group_error(self._function, self._errors, len(self.workers), {})
+            error.reduced = next(iter(values), None)
+            self.set_exception(error)
+        else:
+            self._agent.streams.adopt(values[0])
+            self.set_result(values[0])
+
+    def errors(self) -> dict[str, BaseException]:
+        """Wait for all calls. Return the errors of the failed ones, by worker."""
+        self._wait_for_all()
+        return dict(self._errors)
+
+    def _check_has_several(self) -> None:
+        raise UsageError("the values of a reduction are combined on the way: wait() returns the single result")
+
+
+@known_as("a reduction")
+def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: Op, timeout: float) -> Combined:
+    """Reduce the tree below this worker, which is one of `workers`. `timeout` is that of the original caller."""
+    agent = current.agent()
+    tree, depth = tree_of(len(workers), workers.index(agent.name))
+    limit = timeout
+    for _ in range(depth + 1):  # each level has less time than the one above; 0 is no limit
+        limit -= max(SPARE * limit, min(ENOUGH, limit / 4))
+    below = parts(tree)
+    own: Future[Any] = Future()
+    coming: list[Future[Combined]] = [Future() for _ in below]
+    heads = [workers[part.start] for part in below]
+    given = workers, function, args, kwargs, combine, timeout
+    agent.call_each(map(EachCall, coming, heads), reduced, given, None, limit, function)
+    agent.call_each([EachCall(own, agent.name)], function, args, kwargs, limit)
+    errors: dict[str, bytes] = {}
+    values: list[Any] = []
+    try:
+        values.append(own.wait())
+    except Exception as error:
+        errors[agent.name] = describe(error, agent.name)
+    for part, future in zip(below, coming, strict=True):
+        try:
+            more, failed = future.wait()
+            values += more
+            errors |= failed
+        except Exception as error:
+            errors |= _lost(error, [workers[place] for place in part])
+    try:
+        return ([reduce(combine, values)] if values else []), errors
+    except Exception as error:
+        errors[agent.name] = describe(error, agent.name, user_name(combine))
+        return [], errors
+
+
+def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:
+    """Return the errors of a tree whose root, the first of these workers, did not answer."""
+    root, *below = workers
+    kind = CallTimeout if isinstance(error, CallTimeout) else PeerLost
+    why = kind(f"its result was lost at worker {root!r}, which failed: {type(error).__name__}")
+    return {root: describe(error, root)} | {name: describe(why, root) for name in below}
+
+
+def parts(tree: range) -> list[range]:
+    """Return the subtrees below the root of a tree of indices."""
+    first, rest = tree.start + 1, len(tree) - 1
+    count = min(BRANCHES, rest)
+    cuts = [first + rest * each // count for each in range(count + 1)] if count else [first]
+    return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def tree_of(size: int, place: int) -> tuple[range, int]:
+    """Return the tree whose root is an index, within the tree of `size` indices, and its depth."""
+    tree, depth = range(size), 0
+    while tree.start != place:
+        tree = next(part for part in parts(tree) if place in part)
+        depth += 1
+    return tree, depth
+
+
+# Process groups of `torch.distributed`, whose collectives are fast and synchronous
+
+
+def process_group(group: Any, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
+    """As `telegrad.process_group`."""
+    import torch.distributed as dist  # when a program wants one: torch may be built without it
+    from torch.distributed import distributed_c10d as c10d
+
+    if not isinstance(group, Participants):
+        raise InvalidArgument(
+            f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.short_repr(group)}"
+        )
+    checks.text("backend", backend, "the name of a backend of torch.distributed")
+    if ":" not in backend and backend.lower() not in dist.Backend.backend_list:
+        known = ", ".join(each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED)
+        raise InvalidArgument(f"torch.distributed has no backend {checks.short_repr(backend)}; it has {known}")
+    worker = current.here()
+    limit = datetime.timedelta(seconds=limit_of(timeout, worker.agent.timeout) or LONGEST)
+    brings = None
+    if group.names[:1] == [worker.me.name]:
+        address = worker.me.tcp[0]
+        store, port = serve_tcp(address, 0)
+        brings = address, port, secrets.token_hex(8)
+    met = meet("process_group", group, backend, brings, timeout)
+    names = [name for name, _ in met]
+    place = met[0][1]
+    if place is None:
+        raise UsageError(
+            f"the workers disagree about the group: {names[0]!r} is not the first member of {group!r} in its own view"
+        )
+    address, port, key = place
+    if brings is None:
+        store = reach_tcp(address, port, limit)
+    made: dist.ProcessGroup
+    # As torch makes its default group, without registering it as the default. Torch has no public API for this.
+    made, _ = c10d._new_process_group_helper(
+        len(names),
+        names.index(worker.me.name),
+        [],
+        dist.Backend(backend),
+        store,
+        c10d.GroupName(f"telegrad-{key}"),
+        timeout=limit,
+        group_desc=", ".join(names),
+    )
+    c10d._world.pg_group_ranks[made] = {place: place for place in range(len(names))}
+
+    def destroy() -> None:
+        with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed it already
+            dist.destroy_process_group(made)
+
+    worker.at_end.append(destroy)
+    return made

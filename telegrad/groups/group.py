@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target
+from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target, user_name
 from telegrad.ext.workers import View, WorkerInfo, current, listed
-from telegrad.groups import collectives, group_calls, reduction, ref_group
+from telegrad.groups import collectives, group_calls, ref_group
 from telegrad.groups.group_calls import GroupFuture
 from telegrad.groups.ref_group import RefGroup
-from telegrad.groups.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
 
 Named = str | int | WorkerInfo
 
@@ -42,26 +42,22 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
     if isinstance(of, Group):
         return of
     if of is None:
-        return Group(Selection(ALL))
-    if not isinstance(of, str):
-        return Group(_named(of, membership.view()))
-    made = Group(Selection(ROLE, (of,)))
-    if membership.is_fixed and not made:
-        raise UnknownWorker(made._emptiness())
-    return made
-
-
-def _named(named: Iterable[Named], there: View) -> Selection:
-    if isinstance(named, WorkerInfo) or not checks.is_iterable(named):
-        checks.raise_invalid("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
-    workers = [_found(each, there) for each in named]
+        return Group("all")
+    if isinstance(of, str):
+        made = Group("role", of)
+        if membership.is_fixed and not made:
+            raise UnknownWorker(made._emptiness())
+        return made
+    if isinstance(of, WorkerInfo) or not checks.is_iterable(of):
+        checks.raise_invalid("of", "a role, a list of workers or a group; for one worker: group([worker])", of)
+    workers = [_found(each, membership.view()) for each in of]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
     names = [worker.name for worker in workers]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidArgument(f"worker {twice!r} is in the group twice: name each worker once")
-    return Selection(NAMED, tuple(workers))
+    return Group("named", *workers)
 
 
 def _found(named: Named, there: View) -> WorkerInfo:
@@ -75,9 +71,8 @@ def _found(named: Named, there: View) -> WorkerInfo:
 
 def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
     check_timeout(timeout)
-    if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        return retry.policy_of(wait_for_worker, idempotent)
-    return None
+    is_plain = wait_for_worker is None and idempotent is False and not retry.by_default
+    return None if is_plain else retry.policy_of(wait_for_worker, idempotent)
 
 
 class Group:
@@ -94,10 +89,10 @@ class Group:
         tensor([2., 2.])
     """
 
-    __slots__ = ("_last", "_selection")
+    __slots__ = ("_args", "_last", "_op")
 
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
+    def __init__(self, op: str, *args: Any) -> None:
+        self._op, self._args = op, args  # an operation on other groups, or one that selects workers
         self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # cache of the last lookup; replaced as a whole
 
     def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
@@ -105,8 +100,28 @@ class Group:
         view = current.here().membership.view()
         last = self._last
         if last is None or last[0] is not view:
-            last = self._last = view, tuple(self._selection.pick(view.workers))
+            last = self._last = view, tuple(self._pick(view.workers))
         return last
+
+    def _pick(self, there: Sequence[WorkerInfo]) -> Iterable[WorkerInfo]:
+        """Return the members, given the present workers by rank. Named workers need not be present."""
+        args = self._args
+        inner = [list(each._pick(there)) for each in args if isinstance(each, Group)]
+        match self._op:
+            case "all":
+                return there
+            case "role":
+                return [worker for worker in there if worker.role == args[0]]
+            case "named":
+                return args
+            case "slice":
+                return inner[0][slice(*args[1:])]
+            case "filter":
+                return [worker for worker in inner[0] if args[1](worker)]
+            case "without":
+                others = {worker.name for worker in inner[1]}
+                return [worker for worker in inner[0] if worker.name not in others]
+        return {worker.name: worker for part in inner for worker in part}.values()
 
     def _members(self) -> tuple[WorkerInfo, ...]:
         """Return the current members. Raise UnknownWorker if there are none."""
@@ -119,22 +134,20 @@ class Group:
         there = self._look()[0].workers
         roles = sorted({worker.role for worker in there if worker.role})
         have = f"the roles are: {listed(roles)}" if roles else "no worker here has a role"
-        if self._selection.op == ROLE:
-            (role,) = self._selection.args
+        if self._op == "role":
+            (role,) = self._args
             if any(worker.name == role for worker in there):
                 return f"no worker has the role {role!r}; there is a worker of that name: group([{role!r}])"
             later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for one"
             return f"no worker has the role {role!r}; {have}{later}"
-        return (
-            f"the group ({self._selection}) has no workers now; the workers are {listed([each.name for each in there])}"
-        )
+        return f"the group ({self.description}) has no workers now; the workers are {listed([w.name for w in there])}"
 
     # Members
 
     @property
     def live(self) -> bool:
         """True if the members change as workers join and leave."""
-        return self._selection.live
+        return self._op in ("all", "role") or any(each.live for each in self._args if isinstance(each, Group))
 
     @property
     def version(self) -> int:
@@ -144,7 +157,20 @@ class Group:
     @property
     def description(self) -> str:
         """A text of how the group was made, the same on all workers."""
-        return str(self._selection)
+        args = self._args
+        match self._op:
+            case "all":
+                return "everybody"
+            case "role":
+                return f"role {args[0]!r}"
+            case "named":
+                return listed([worker.name for worker in args])
+            case "slice":
+                ends = ["" if end is None else str(end) for end in args[1:]]
+                return f"{args[0].description} [{':'.join(ends if ends[2] else ends[:2])}]"
+            case "filter":
+                return f"{args[0].description} where {user_name(args[1])}"
+        return f"{args[0].description} {self._op} {args[1].description}"
 
     @property
     def names(self) -> list[str]:
@@ -158,25 +184,24 @@ class Group:
         return len(self._look()[1])
 
     def __contains__(self, worker: Named) -> bool:
-        if isinstance(worker, WorkerInfo):
-            worker = worker.name
-        return not isinstance(worker, bool) and any(worker in (each.name, each.id) for each in self)
+        wanted = worker.name if isinstance(worker, WorkerInfo) else worker
+        return not isinstance(wanted, bool) and any(wanted in (each.name, each.id) for each in self)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self._selection == other._selection
+        return isinstance(other, Group) and (self._op, self._args) == (other._op, other._args)
 
     def __hash__(self) -> int:
-        return hash(self._selection)
+        return hash((self._op, self._args))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Group, (self._selection,)
+        return Group, (self._op, *self._args)
 
     def __repr__(self) -> str:
         try:
             names = f": {listed(self.names)}" if self.live else ""
         except NotInitialized:  # in a forked child, too
             names = ""
-        return f"<Group {self._selection}{names}>"
+        return f"<Group {self.description}{names}>"
 
     # Groups made from this one
 
@@ -188,13 +213,13 @@ class Group:
 
     def __getitem__(self, which: int | slice) -> WorkerInfo | Group:
         if isinstance(which, slice):
-            return Group(Selection(SLICE, (self._selection, which.start, which.stop, which.step)))
+            return Group("slice", self, which.start, which.stop, which.step)
         members = self._look()[1]
         try:
             return members[which]
         except IndexError:
             raise IndexError(
-                f"the group ({self._selection}) has {len(members)} workers now, and none at {which}"
+                f"the group ({self.description}) has {len(members)} workers now, and none at {which}"
             ) from None
         except TypeError:
             checks.raise_invalid("the index of a group", "the place of a worker, or a slice", which)
@@ -209,7 +234,7 @@ class Group:
             A new group.
         """
         checks.function("keep", keep, "a function of a worker")
-        return Group(Selection(FILTER, (self._selection, keep)))
+        return Group("filter", self, keep)
 
     def without(self, *workers: Named | Group) -> Group:
         """Return the group without some workers.
@@ -220,23 +245,20 @@ class Group:
         Returns:
             A new group.
         """
-        left = self._selection
+        left = self
         for each in workers:
-            others = each if isinstance(each, Group) else group([target(each, "workers")])
-            left = Selection(MINUS, (left, others._selection))
-        return Group(left)
+            left = Group("without", left, each if isinstance(each, Group) else group([target(each, "workers")]))
+        return left
 
     def now(self) -> Group:
         """Return the current members as a group that does not change."""
-        return Group(Selection(NAMED, self._members()))
+        return Group("named", *self._members())
 
     def __sub__(self, other: Group) -> Group:
         return self.without(other) if isinstance(other, Group) else NotImplemented
 
     def __or__(self, other: Group) -> Group:
-        return (
-            Group(Selection(PLUS, (self._selection, other._selection))) if isinstance(other, Group) else NotImplemented
-        )
+        return Group("and", self, other) if isinstance(other, Group) else NotImplemented
 
     # Calls
 
@@ -275,15 +297,14 @@ class Group:
         members = self._members()
         call = convert(func, args, kwargs)
         if reduce is None:
-            return group_calls.begin(
-                self.version, members, call, timeout, _policy(timeout, wait_for_worker, idempotent)
-            )
+            policy = _policy(timeout, wait_for_worker, idempotent)
+            return group_calls.begin(self.version, members, call, timeout, policy)
         if wait_for_worker or idempotent:
             raise UsageError(
                 "a reduction runs from worker to worker, so it cannot wait for a missing worker or be repeated: "
                 "call rpc.wait_for_workers first, or call without reduce= and combine the results here"
             )
-        return reduction.begin(self.version, members, call, timeout, reduce)
+        return collectives.begin_reduction(self.version, members, call, timeout, reduce)
 
     @not_compiled
     def rpc_sync(
@@ -426,4 +447,4 @@ class Group:
         Returns:
             The combined value, on each worker.
         """
-        return collectives.meet("all_reduce", self, name, value, timeout, collectives.add if op is None else op)
+        return collectives.meet("all_reduce", self, name, value, timeout, operator.add if op is None else op)

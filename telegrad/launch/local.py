@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from telegrad.compat.inheritance import child_environment
+from telegrad.compat import child_environment
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.ext.arguments import count, flag, raise_invalid, seconds, short_repr
 from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment

@@ -34,8 +34,7 @@ from telegrad.ext.processes import run_in_thread
 from telegrad.ext.references import RestorableRRef, RRef, wait_for
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
-from telegrad.publishing.ownership import OwnedBox, Ownership
-from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Registration, on_thread
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedBox, Ownership, Registration, on_thread
 
 LOOK = 0.25  # seconds between checks while waiting
 
@@ -148,10 +147,6 @@ class Publication:
     def lose(self) -> Ownership | None:
         owned, self.owned, self.value = self.owned, None, None
         return owned
-
-    def __repr__(self) -> str:
-        state = f"owned, token {self.owned.claim.token}" if self.owned else "stands by"
-        return f"<Publication of {self.name!r}: {state}>"
 
 
 class Publications:

@@ -16,15 +16,25 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
-from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
+from telegrad.errors import (
+    CallTimeout,
+    ClaimLost,
+    HandshakeError,
+    PeerError,
+    PeerLost,
+    ShutDown,
+    StoreUntrusted,
+    TelegradError,
+)
 from telegrad.ext.calls import Signal
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
 from telegrad.ext.joining import DirectoryMonitor
 from telegrad.ext.processes import knock, run_in_thread
+from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import shows_life, ttl_of
-from telegrad.ext.workers import Change, Claim, DynamicGroup, LifeOver, Member, MemberGone, Worker, WorkerInfo
+from telegrad.ext.workers import Change, Claim, DynamicGroup, LifeOver, Member, MemberGone, Worker, WorkerInfo, current
 
 THREAD = "telegrad-claims"
 ROUND = 1.0  # seconds to wait for an answer before asking again
@@ -291,5 +301,44 @@ class Registration:
         if keeping is not None:
             keeping.leave()
 
-    def __repr__(self) -> str:
-        return f"<Registration of {self._worker.me.name!r}: {self._group or 'none'}>"
+
+# Claims that a registration made
+
+
+class Ownership(NamedTuple):
+    """A claim of this worker, and the directory registration that made it."""
+
+    name: str
+    group: DynamicGroup
+    claim: Claim
+
+    @property
+    def holds(self) -> bool:
+        return self.group.owns(self.name, self.claim)
+
+    def check(self) -> None:
+        """Raise ClaimLost if this worker must not act as the owner."""
+        if not self.holds:
+            late = (
+                "it did not renew its lease in the group's directory in time, so another worker may own the value now"
+            )
+            worker = current.here()
+            over = self.group.over if worker.directory is self.group else ""  # else only the registration has ended
+            why = f"refuses calls to the value {self.name!r}: {over or late}. The call was not run"
+            error = ClaimLost(f"worker {worker.me.name!r} {why}; use the reference again: it finds the owner")
+            error.claim = self.name, self.claim.token
+            raise error
+
+
+class OwnedBox(ValueSlot):
+    """A published value at its owner. It opens only while the worker may act as the owner."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, owned: Ownership) -> None:
+        super().__init__()
+        self._owned = owned
+
+    def open(self) -> Any:
+        self._owned.check()
+        return super().open()

@@ -22,7 +22,7 @@ from math import inf
 from time import monotonic
 from typing import IO
 
-from telegrad.compat.inheritance import child_environment
+from telegrad.compat import child_environment
 from telegrad.errors import UsageError
 from telegrad.ext.files import create_once
 from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import known_as, not_compiled
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
-from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
-from telegrad.weights.transfer.publisher_protocol import PublisherProtocol
-from telegrad.weights.transfer.rounding import Rounding
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
-from telegrad.weights.transfer.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.deltas import DeltaEncoder, Deltas
+from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
+from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 
 if TYPE_CHECKING:
     from typing import Self
@@ -76,9 +75,8 @@ class Publisher:
         worker = current.here()
         self._agent = worker.agent
         self._service = worker.attached(WeightsService)
-        self._publishing = (
-            threading.RLock()
-        )  # guards _snapshots, and keeps the layout of a version constant while it is filled
+        # guards _snapshots, and keeps the layout of a version constant while it is filled
+        self._publishing = threading.RLock()
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
         self._endpoint = PublisherEndpoint(self._service, name, keep)
@@ -120,7 +118,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
-        return self._endpoint.feed.store.newest
+        return self._endpoint.machine.store.newest
 
     @property
     def versions(self) -> list[int]:
@@ -132,12 +130,17 @@ class Publisher:
     def subscribers(self) -> dict[str, int]:
         """The subscribers, with the version that the user of each has read last; 0 for none."""
         with self._endpoint.changed:
-            taken = [*self._endpoint.feed.taken.items()]
-        return {_label(party): number for party, number in taken}
+            taken = [*self._endpoint.machine.taken.items()]
+        return {
+            party.worker if party.number == 1 else f"{party.worker} ({party.number})": read.number
+            for party, read in taken
+        }
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
         endpoint = self._endpoint
-        until = monotonic() + timeout if timeout > 0 else float("inf")
+
+        def is_over() -> bool | None:
+            return self._agent.closed or not endpoint.behind(number) or None
 
         def missing() -> list[str]:
             return [party.worker for party in endpoint.behind(number)]
@@ -147,17 +150,12 @@ class Publisher:
                 f"Publisher.publish: version {number} of {self.name!r} has not been received yet by {listed(missing())}"
             )
 
-        with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
-            while endpoint.behind(number) and not self._agent.closed:
-                left = until - monotonic()
-                if left <= 0:
-                    raise CallTimeout(
-                        f"version {number} of {self.name!r} was not received within {timeout:g} s by "
-                        f"{listed(missing())}. It is published, and they can still receive it"
-                    )
-                wait.look()
-                with endpoint.changed:
-                    endpoint.changed.wait_for(lambda: not endpoint.feed.behind(number), min(left, TICK))
+        wait = Wait("Publisher.publish", text, missing, worker=self._agent.name)
+        if endpoint.wait_until(is_over, wait, timeout) is None:
+            raise CallTimeout(
+                f"version {number} of {self.name!r} was not received within {timeout:g} s by {listed(missing())}. It "
+                "is published, and they can still receive it"
+            )
 
     @not_compiled
     def close(self) -> None:
@@ -198,48 +196,38 @@ def _state_of(reference: RRef[Any]) -> Any:
     return value.state_dict() if isinstance(value, nn.Module) else value
 
 
-class PublisherEndpoint(Endpoint):
+class PublisherEndpoint(Endpoint[PublisherProtocol]):
     def __init__(self, service: WeightsService, name: str, keep: int) -> None:
         me = service.party(publishes=True)
+        super().__init__(service, me, PublisherProtocol(me, service.agent.me.host, keep))
         self._name = name
-        self.feed = PublisherProtocol(me, service.agent.me.host, keep)
-        super().__init__(service, me, self.feed)
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
+        """Publish a version, on one thread at a time."""
         info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
-        base, old = self._base(info)
+        with self.changed:  # the newest version, if others may want the differences from it
+            base = self.machine.store.newest
+            last = self.machine.store.info.get(base)
+            fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
+            old = self.memory[base] if fits else None
         found = encoder.encode(layout, info, old, memory) if old is not None else {}
-        number = 0
 
         def put() -> Outgoing:
-            nonlocal number
-            number = self.feed.store.newest + 1
-            self.memory[number] = memory
-            for piece, delta in found.items() if number == base + 1 else ():
-                self.deltas.keep(number, piece, delta, info.size)
-            return self.feed.publish(info)
+            self.memory[base + 1] = memory
+            for piece, delta in found.items():
+                self.deltas.keep(base + 1, piece, delta, info.size)
+            return self.machine.publish(info)
 
         self.update(put)
-        return number
-
-    def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
-        """Return the newest version, with its memory if others may want the differences from it."""
-        with self.changed:
-            store = self.feed.store
-            last = store.info.get(store.newest)
-            fits = last is not None and last.layout == info.layout and self.feed.leaves_the_host
-            return store.newest, self.memory[store.newest] if fits else None
-
-    def on_tick(self) -> None:
-        self.update(self.feed.on_tick)
+        return base + 1
 
     def close(self) -> None:
         self._service.remove(self, self._name)
-        self.update(self.feed.close)
+        self.update(self.machine.close)
 
     def behind(self, number: int) -> list[EndpointAddress]:
         with self.changed:
-            return self.feed.behind(number)
+            return self.machine.behind(number)
 
 
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
@@ -255,5 +243,30 @@ def check_wait(wait: Any) -> None:
         checks.seconds("wait", wait)
 
 
-def _label(party: EndpointAddress) -> str:
-    return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
+@known_as("Subscriber()")
+def join(
+    name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
+) -> EndpointAddress:
+    """Add a subscriber. Wait for the publisher of that name, unless `number` names one that must exist."""
+    worker = current.here()
+    service, agent = worker.attached(WeightsService), worker.agent
+    until = monotonic() + timeout if timeout else float("inf")
+    with agent.waiting(), service.changed:
+        while name not in service.published and number is None:
+            left = until - monotonic()
+            if left <= 0 or agent.closed:
+                names = sorted(service.published)
+                there = (
+                    f"its publishers are {listed([repr(each) for each in names])}" if names else "it has no publishers"
+                )
+                raise UnknownPublisher(
+                    f"worker {agent.name!r} has no publisher {name!r}, and none was created within {timeout:g} s; "
+                    f"{there}. Create it there with Publisher({name!r}, model), and keep the object"
+                )
+            service.changed.wait(min(left, TICK))
+        endpoint = service.published.get(name)
+    if endpoint is None or number not in (None, endpoint.me.number):
+        raise PublisherLost(f"the publisher {name!r} was closed")
+    assert isinstance(endpoint, PublisherEndpoint)
+    endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
+    return endpoint.me

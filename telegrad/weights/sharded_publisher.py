@@ -23,12 +23,11 @@ from telegrad.ext.calls import DEFAULT, call_all
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
+from telegrad.weights.deltas import Deltas
 from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.shards import Box, Part, ShardCopy, plan, slices
 from telegrad.weights.subscriber import Subscriber
-from telegrad.weights.transfer.deltas import Deltas
-from telegrad.weights.transfer.rounding import Rounding
-from telegrad.weights.transfer.tree_layout import place_of
+from telegrad.weights.tree_layout import Rounding, place_of
 from telegrad.weights.weight_version import Version
 
 KEEP = 4  # versions kept per owner: a reader that takes longer than this many publications may find none complete
@@ -139,7 +138,8 @@ class ShardOwner:
 
         Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
         """
-        found = self._share() if callable(self._share) else _state_of(self._share)
+        share = self._share
+        found = share() if callable(share) else {name: each for part in share for name, each in state_of(part).items()}
         contents = []
         self._state.clear()
         for name, value in found.items():
@@ -168,10 +168,6 @@ def _shares(source: Any) -> dict[str, Any]:
         "source must be a model that is spread over several workers, or a dictionary from each worker's name to a "
         f"function that returns its state, not {checks.short_repr(source)}"
     )
-
-
-def _state_of(shares: list[RemotePart]) -> dict[str, Any]:
-    return {name: value for branch in shares for name, value in state_of(branch).items()}
 
 
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:
@@ -347,14 +343,7 @@ class Plan:
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):
             self._copies[copy.wanted].append(copy)
-        owners: dict[str, tuple[str, str]] = {}  # by tensor name: an owner, and the index of its part
-        for owner, theirs in owned.items():
-            for index, each in enumerate(theirs):
-                owners.setdefault(each.name, (owner, str(index)))
-        bare = [part for part, copies in zip(self._parts, self._copies, strict=True) if not copies]
-        self._empty = {part: owners[part.name] for part in bare}  # parts without elements, which still need a type
-        used = {copy.owner for copies in self._copies for copy in copies}
-        self.owners = sorted(used.union(owner for owner, _ in self._empty.values()))
+        self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the state by name. A part that matches an owner's part is not copied.
@@ -364,14 +353,10 @@ class Plan:
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}
         for part, copies in zip(self._parts, self._copies, strict=True):
-            if not copies:
-                owner, index = self._empty[part]
-                state[part.name] = parts[owner][index].new_empty(part.box.sizes)
-                continue
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
             same = (
                 part.box.sizes,
-                tuple((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
+                *((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
             )
             if same not in made:
                 made[same] = _joined(part, [copy.target for copy in copies], sources)

@@ -43,7 +43,8 @@ class ShardCopy(NamedTuple):
 def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[ShardCopy]:
     """Return the copies that make all wanted parts, with each element copied once.
 
-    An element that several owners have is copied from the first of them.
+    An element that several owners have is copied from the first of them. An empty part gets one copy without elements,
+    which has the type of the tensor.
 
     Raises:
         UsageError: no owner has a wanted element, or an owner has the tensor with a different number of dimensions.
@@ -54,11 +55,16 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Sh
             parts.setdefault(part.name, []).append((owner, number, part.box))
     copies: list[ShardCopy] = []
     for number, part in enumerate(wanted):
-        missing = [] if 0 in part.box.sizes else [part.box]
+        missing = [part.box]
         for owner, index, box in parts.get(part.name, ()):
             if len(box.sizes) != len(part.box.sizes):
                 has, wants = len(box.sizes), len(part.box.sizes)
                 raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, but {wants} in the requested part")
+            if 0 in part.box.sizes:
+                nothing = Box((0,) * len(box.sizes), (0,) * len(box.sizes))
+                copies.append(ShardCopy(owner, index, nothing, number, nothing))
+                missing = []
+                break
             found = [both for both in (overlap(box, rest) for rest in missing) if both is not None]
             copies += [ShardCopy(owner, index, within(both, box), number, within(both, part.box)) for both in found]
             missing = [rest for each in missing for rest in without(each, box)]

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from telegrad.errors import CallTimeout, PublisherLost, UsageError
+from telegrad.errors import CallTimeout, DeltaRefused, PublisherLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, check_timeout, limit_of, not_compiled, target
+from telegrad.ext.calls import DEFAULT, Future, check_timeout, limit_of, not_compiled, target
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait, report_in_background
-from telegrad.ext.workers import WorkerInfo, current
-from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.weight_service import TICK, WeightsService
+from telegrad.ext.workers import Identity, WorkerInfo, current
+from telegrad.weights import transfer
+from telegrad.weights.deltas import apply_deltas, deltas_of
+from telegrad.weights.publisher import join
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights.tree_layout import Layout
+from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version, check_module
 
 if TYPE_CHECKING:
     from typing import Self
+
+MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
 
 class Subscriber:
@@ -55,12 +62,11 @@ class Subscriber:
         to = self._agent.identify(target(worker, "worker"))
         self.worker: str = to.name
         service = here.attached(WeightsService)
-        with report_in_background(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
+        about = f"wait for the publisher of {name!r} on worker {to.name!r}"
+        with report_in_background(Wait("Subscriber", lambda: about, lambda: [to.name])):
             self._endpoint = SubscriberEndpoint(service, name, to, limit)
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
-        self._taken: Version | None = None
-        self._every = False
 
     # Reading versions
 
@@ -81,10 +87,8 @@ class Subscriber:
             CallTimeout: no version arrived in time.
         """
         check_timeout(timeout)
-        endpoint = self._endpoint
-        if endpoint.may_ask_for_newer():
-            endpoint.ask_for_newer(TICK)
-        found = endpoint.find(1)
+        self._endpoint.ask_for_newer()
+        found = self._endpoint.find(1)
         return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
 
     @not_compiled
@@ -126,8 +130,8 @@ class Subscriber:
         """
         checks.count("max_behind", max_behind, 0, what="a number of versions")
         check_timeout(timeout)
-        self._endpoint.check()
         endpoint = self._endpoint
+        endpoint.check()
         limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
         while not self._agent.handle_notices(min(until - monotonic(), TICK)):
@@ -138,8 +142,8 @@ class Subscriber:
                     "not handled all messages that arrived"
                 )
         number = max(1, endpoint.known - max_behind)
-        if self._taken is not None and self._taken.number >= number and not endpoint.is_newer_here(self._taken.number):
-            return self._taken
+        if endpoint.last is not None and self.version >= max(number, endpoint.machine.store.newest_complete()):
+            return endpoint.last
         return self.at_least(number, timeout)
 
     def __iter__(self) -> Iterator[Version]:
@@ -151,20 +155,17 @@ class Subscriber:
         Raises:
             PublisherLost: the publisher was lost.
         """
-        self._every = True
-        begun = self._taken.number if self._taken is not None else self._endpoint.known
+        begun = self.version or self._endpoint.known
         self._endpoint.taken(begun, True)
         try:
             while True:
-                last = max(begun, self.version)
                 try:
-                    yield self._obtain("iteration", lambda last=last: self._endpoint.next_after(last), True, 0)  # type: ignore[misc]
+                    yield self._after(max(begun, self.version), 0)
                 except PublisherLost:
                     if self._endpoint.over:
                         return
                     raise
         finally:
-            self._every = False
             self._endpoint.taken(self.version, False)
 
     def _after(self, number: int, timeout: float) -> Version:
@@ -172,13 +173,15 @@ class Subscriber:
 
         From now on, all new versions are kept for this reader.
         """
-        self._every = True
-        return self._obtain("after", lambda: self._endpoint.next_after(number), True, timeout)
+        self._endpoint.every = True
+        store = self._endpoint.machine.store
+        return self._obtain("iteration", lambda: max(number + 1, store.oldest), True, timeout)
 
     @property
     def version(self) -> int:
         """The number of the version that was read last; 0 before the first."""
-        return self._taken.number if self._taken is not None else 0
+        last = self._endpoint.last
+        return last.number if last is not None else 0
 
     @property
     def behind(self) -> int:
@@ -194,7 +197,7 @@ class Subscriber:
             module: a module, or its state dict.
         """
         check_module(module)
-        (self._taken or self.newest()).load_into(module)
+        (self._endpoint.last or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
         """Make a module's tensors use the memory of the version that was read last, or else the newest.
@@ -204,51 +207,43 @@ class Subscriber:
         """
         if not isinstance(module, nn.Module):
             checks.raise_invalid("module", "a module", module)
-        (self._taken or self.newest()).swap_into(module)
-
-    # Implementation
+        (self._endpoint.last or self.newest()).swap_into(module)
 
     def _take(self, version: Version) -> Version:
-        if self._taken is None or version.number != self._taken.number:
-            self._taken = version
-            self._endpoint.taken(version.number, self._every)
-        return self._taken
+        if version.number != self._endpoint.reported:
+            self._endpoint.taken(version.number, self._endpoint.every)
+        return version
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
-        endpoint, agent = self._endpoint, self._agent
-        limit = self._limit(timeout)
-        until = monotonic() + limit if limit else float("inf")
+        endpoint, limit = self._endpoint, self._limit(timeout)
+
+        def look() -> Version | None:
+            if not self._end.alive:
+                raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
+            version = endpoint.find(least(), exact)
+            if version is None:
+                endpoint.check()
+                endpoint.update(lambda: endpoint.machine.want(least(), exact, patient=True))
+            return version
 
         def text() -> str:
-            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; the newest is {endpoint.known}"
+            return (
+                f"Subscriber.{what}: wait for version {least()} of {self.name!r} on worker {self.worker!r}; the newest "
+                f"is {endpoint.known}"
+            )
 
-        wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
-        with wait, agent.waiting():
-            while True:
-                if not self._end.alive:
-                    raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
-                heard = endpoint.changes
-                found = endpoint.find(least(), exact)
-                if found is not None:
-                    return self._take(found)
-                endpoint.check()
-                endpoint.want(least(), exact)
-                left = until - monotonic()
-                if left <= 0:
-                    hint = "" if endpoint.known else ". Nothing is published yet: call publisher.publish() there"
-                    raise CallTimeout(
-                        f"version {least()} of {self.name!r} on worker {self.worker!r} did not arrive within {limit:g} "
-                        f"s; the newest known version is {endpoint.known}, the last one read {self.version}{hint}"
-                    )
-                wait.look()
-                with endpoint.changed:
-                    endpoint.changed.wait_for(lambda heard=heard: endpoint.changes != heard, min(left, TICK))  # type: ignore[misc]
+        wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=self._agent.name)
+        found = endpoint.wait_until(look, wait, limit)
+        if found is None:
+            hint = "" if endpoint.known else ". Nothing is published yet: call publisher.publish() there"
+            raise CallTimeout(
+                f"version {least()} of {self.name!r} on worker {self.worker!r} did not arrive within {limit:g} s; the "
+                f"newest known version is {endpoint.known}, the last one read {self.version}{hint}"
+            )
+        return self._take(found)
 
     def _limit(self, timeout: float) -> float:
         return limit_of(timeout, self._agent.timeout)
-
-    def _story(self, doing: str) -> str:
-        return f"{doing} of {self.name!r} on worker {self.worker!r}"
 
     @not_compiled
     def close(self) -> None:
@@ -265,3 +260,190 @@ class Subscriber:
     def __repr__(self) -> str:
         state = f"at version {self.version} of {self._endpoint.known}" if self._end.alive else "closed"
         return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"
+
+
+class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
+    def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
+        """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
+        super().__init__(service, service.party(publishes=False), SubscriberProtocol())
+        self._name = name
+        self._publisher = publisher
+        self.over = False  # True once the publisher was closed
+        self._trouble = ""  # why the publisher cannot be reached
+        self._joining = False
+        self._layout: Layout | None = None
+        self._common: set[int] = set()  # versions whose memory is shared with others on the host
+        self.last: Version | None = None  # the last one that the user has read
+        self.reported = 0  # its number, as last reported to the publisher
+        self.every = False  # the user reads every version
+        service.add(self)
+        try:
+            timeout = limit and limit + MARGIN
+            self.machine.publisher = EndpointAddress(
+                *service.agent.call(publisher, join, self._joining_args(limit), None, timeout)
+            )
+        except BaseException:
+            service.remove(self)
+            raise
+
+    # Joining
+
+    def _joining_args(self, limit: float = 0) -> tuple[Any, ...]:
+        known, host = self.machine.publisher, self._service.agent.me.host
+        return self._name, known and known.number, self.me, host, self.reported, self.every, limit
+
+    def join(self) -> None:
+        """Join again, without waiting."""
+        with self.changed:
+            if self._joining or self.over or self.machine.publisher is None:
+                return
+            self._joining = True
+            args = self._joining_args()
+        try:
+            future = self._service.agent.call_async(self._publisher, join, args, None)
+        except TelegradError as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(self._joined)
+
+    def _joined(self, done: Any) -> None:
+        trouble = ""
+        try:
+            done.wait()
+        except Exception as error:
+            trouble = str(error).partition("\n")[0]
+        with self.changed:
+            self._joining = False
+            self._trouble = trouble
+        self.wake_waiters()
+
+    def check(self) -> None:
+        """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt."""
+        trouble = "it was closed" if self.over else self._trouble
+        if trouble and not self.over:
+            self.join()
+            with self.changed:
+                self.changed.wait_for(lambda: not self._joining, self._service.agent.timeout or None)
+                trouble = self._trouble
+        if trouble:
+            with self.changed:
+                last = max(self.machine.store.newest_complete(), self.last.number if self.last else 0)
+            readable = f"version {last} can still be read with newest()" if last else "no version of it has arrived"
+            raise PublisherLost(
+                f"the publisher {self._name!r} on worker {self._publisher.name!r} is no longer available ({trouble}); "
+                f"{readable}"
+            )
+
+    def lost(self, incarnation: str) -> None:
+        super().lost(incarnation)
+        if incarnation == self._publisher.incarnation:
+            self.join()
+
+    def close(self) -> None:
+        self._service.remove(self)
+        self.update(self.machine.leave)
+        with self.changed:
+            self.has_left = True
+            self.memory.clear()
+
+    def on_tick(self) -> None:
+        if not self.over and not self._trouble:
+            super().on_tick()
+
+    # Messages
+
+    def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
+        if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
+            self.machine.publisher = sender
+        if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
+            self.join()
+        elif isinstance(message, transfer.Closed):
+            self.over = True
+            self.wake_waiters()
+        elif isinstance(message, transfer.WeightPiece):
+            self._store(sender, message, tensors)
+        else:
+            memory = None
+            if isinstance(message, transfer.VersionOpened):
+                memory = tensors[0] if message.whole else self._service.agent.memory.common(message.info.size)
+            self.update(lambda: self._received(sender, message, memory))
+            self.wake_waiters()
+
+    def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Outgoing:
+        if memory is not None and message.number not in self.machine.store.info:
+            self.memory[message.number] = memory
+            if not message.whole or sender.incarnation == self.me.incarnation:
+                self._common.add(message.number)
+        self._common &= self.memory.keys()
+        return self.machine.receive(sender, message)
+
+    def _store(self, sender: EndpointAddress, message: transfer.WeightPiece, content: Sequence[Tensor]) -> None:
+        with self.changed:
+            new, old = self.memory.get(message.number), self.memory.get(message.base)
+            if new is None or not self.machine.expects(message):
+                return
+            place, info = self.piece(message), self.machine.store.info[message.number]
+        deltas = deltas_of(message.heads, content)
+        try:
+            if message.base:
+                apply_deltas(self._layout_of(info), info, old, new, message.piece, deltas)
+            else:
+                place.copy_(content[0])
+        except DeltaRefused:
+            self.update(lambda: self.machine.distrust(message.number))
+            return
+
+        def stored() -> Outgoing:
+            for number, delta in enumerate(deltas, message.base + 1):
+                self.deltas.keep(number, message.piece, delta, info.size)
+            return self.machine.receive(sender, message)
+
+        self.update(stored)
+        if self.machine.store.is_complete(message.number):
+            self.wake_waiters()
+
+    def _layout_of(self, info: VersionInfo) -> Layout:
+        layout = self._layout
+        if layout is None or layout.number != info.layout:
+            layout = self._layout = Layout(info.layout, info.description)
+        return layout
+
+    # Called by the subscriber
+
+    @property
+    def known(self) -> int:
+        """The newest published version, as far as this worker knows."""
+        return self.machine.store.newest
+
+    def find(self, least: int, exact: bool = False) -> Version | None:
+        """Return such a version if it is here."""
+        with self.changed:
+            if self.has_left:
+                return None
+            store, last = self.machine.store, self.last
+            number = least if exact else store.newest_complete()
+            if last is not None and (last.number == least if exact else last.number >= max(number, least)):
+                return last
+            if number < least or not store.is_complete(number):
+                return None
+            info, memory, is_common = store.info[number], self.memory[number], number in self._common
+        own = self._service.agent.memory.private(memory) if is_common else memory
+        version = Version(number, self._layout_of(info), own)
+        with self.changed:
+            self.last = version
+        return version
+
+    def ask_for_newer(self) -> None:
+        """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
+        store = self.machine.store
+        if self.machine.whole and store.newest > store.newest_complete() > 0 and not (self.over or self._trouble):
+            self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
+            with self.changed:
+                self.changed.wait_for(lambda: not self.machine.waits, TICK)
+
+    def taken(self, number: int, every: bool) -> None:
+        self.reported, self.every = number, every
+        self.update(lambda: self.machine.taken(number, every))
+        source = self.machine.source
+        if source is not None:  # the source reuses the memory of old versions
+            self._service.agent.give_back(source.worker)

@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.ext.arguments import checks
 from telegrad.ext.values import repeats
-from telegrad.weights.transfer.rounding import named
-from telegrad.weights.transfer.tree_layout import Layout, groups_of, looks, place_of
+from telegrad.weights.tree_layout import Layout, groups_of, looks, named, place_of
 
 _MODULE = "a module, or its state dict"
 SHOWN = 5  # names in an error message
@@ -80,13 +79,13 @@ class Version:
         """
         check_module(module)
         tensors, names = self._sources()
-        own = own_state(module) if isinstance(module, nn.Module) else tensors_of(module)
+        own = _own_state(module) if isinstance(module, nn.Module) else tensors_of(module)
         if own is None:
             assert isinstance(module, nn.Module)
             theirs = {name: tensors[number] for name, number in names.items()}
-            load_by_load_state_dict(self.number, self.state, theirs, module)
+            _load_by_load_state_dict(self.number, self.state, theirs, module)
         else:
-            load(self.number, self._layout, tensors, names, own)
+            _load(self.number, self._layout, tensors, names, own)
 
     def swap_into(self, module: nn.Module) -> None:
         """Make the parameters and buffers of a module use this version's memory, without a copy.
@@ -102,14 +101,14 @@ class Version:
         """
         if not isinstance(module, nn.Module):
             checks.raise_invalid("module", "a module", module)
-        own = own_state(module)
+        own = _own_state(module)
         if own is None:
             raise InvalidArgument(
                 f"version {self.number} cannot be swapped into {type(module).__name__}, whose state has more than "
                 "its parameters and buffers: use load_into"
             )
         tensors, names = self._sources()
-        swap(self.number, {name: tensors[number] for name, number in names.items()}, own, module)
+        _swap(self.number, {name: tensors[number] for name, number in names.items()}, own, module)
 
     def _tensors(self) -> list[Tensor]:
         if not self._found:
@@ -149,7 +148,7 @@ def check_module(module: Any) -> None:
 # Loading
 
 
-def own_state(module: nn.Module) -> dict[str, Tensor] | None:
+def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
     """Return the parameters and buffers that are the state of a module, or None if its state contains more."""
     live: set[int] = set()
     kinds = set()
@@ -158,16 +157,11 @@ def own_state(module: nn.Module) -> dict[str, Tensor] | None:
             return None
         kinds.add(type(each))
         live.update(map(id, each._parameters.values()), map(id, each._buffers.values()))
-    if any(map(_has_own_rule, kinds)):
+    rules = [rule for kind in kinds for rule in (kind._load_from_state_dict, kind.load_state_dict)]
+    if not all((rule.__module__ or "").startswith("torch.nn.") for rule in rules):  # a class loads its state itself
         return None
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return state if live.issuperset(map(id, state.values())) else None
-
-
-def _has_own_rule(kind: type[nn.Module]) -> bool:
-    """Return True if a class outside of torch overrides how its state is loaded."""
-    rules = (kind._load_from_state_dict, kind.load_state_dict)
-    return any(not (rule.__module__ or "").startswith("torch.nn.") for rule in rules)
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -186,11 +180,7 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Pair]:
-    """Pair the tensors of a version with their targets.
-
-    Raises:
-        InvalidArgument: names, shapes or types do not match.
-    """
+    """Pair the tensors of a version with their targets. Raise InvalidArgument if names, shapes or types differ."""
     pairs: list[Pair] = []
     shapes, types = [], []
     for name, value in mine.items():
@@ -231,22 +221,10 @@ class Checked(NamedTuple):
     others: list[tuple[int, int]]
 
 
-def load(
+def _load(
     number: int, layout: Layout | None, sources: Sequence[Tensor], names: Mapping[str, int], mine: Mapping[str, Tensor]
 ) -> None:
-    """Copy published tensors into others.
-
-    Args:
-        number: the version.
-        layout: the version's layout, which caches the result of the checks for the next version.
-        sources: the tensors of the version.
-        names: maps names to indices of `sources`.
-        mine: the tensors to copy to, by name.
-
-    Raises:
-        InvalidArgument: names, shapes or types do not match. Or some of the tensors share memory, and the published
-            tensors do not agree on its content.
-    """
+    """Copy the tensors of a version, whose indices are in `names`, into `mine`. The layout caches the checks."""
     targets = [*mine.values()]
     seen = [*mine], looks(targets)
     checked: Checked | None = layout.checked if layout is not None else None
@@ -269,13 +247,8 @@ def load(
         _write(targets[place], sources[each])
 
 
-def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Load a state by a module's own `load_state_dict`.
-
-    Raises:
-        InvalidArgument: the module refuses it, maybe after loading a part. Or some of its tensors share memory, and the
-            published tensors do not agree on its content; then nothing was changed.
-    """
+def _load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Load a state by a module's own `load_state_dict`, which may refuse it after loading a part."""
     mine = tensors_of(module.state_dict())
     _find_repeated(
         [
@@ -292,14 +265,7 @@ def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor
         raise InvalidArgument(f"version {number} does not fit: {error}") from error
 
 
-def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Make the tensors of a module's state use the memory of the published tensors.
-
-    Raises:
-        InvalidArgument: names, shapes, types or devices do not match, or the tensors share memory in a different way
-            than
-            those of the version. Nothing was changed.
-    """
+def _swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
     pairs = _paired(number, theirs, mine)
     known = {*map(id, mine.values())}
     hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in known]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.compat.imports import catch_up, forget_import, put_off_import
+from telegrad.compat.substitution import catch_up, forget_import, put_off_import
 from tests.cluster import in_threads
 
 SOURCE = """

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import telegrad
-from telegrad.compat.inheritance import WITH_TORCH
+from telegrad.compat import WITH_TORCH
 
 CALL = """
 import os, sys
@@ -28,7 +28,7 @@ def meet(rank, store):
         print(*rpc_sync("worker1", served), flush=True)
     rpc.shutdown()
 """
-SERVED = "telegrad.compat.rpc telegrad.compat.rpc.profiled"
+SERVED = "telegrad.compat.rpc telegrad.compat.rpc.calls"
 
 
 def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str] | None = None) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.groups.reduction import parts, tree_of
+from telegrad.groups.collectives import parts, tree_of
 from telegrad.rpc import functions
 from tests.cluster import PATIENCE, Process, agents, group
 

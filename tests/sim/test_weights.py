@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.transfer.publisher_protocol import PATIENCE, PublisherProtocol
-from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.transfer.weight_messages import (
+from telegrad.weights.publisher_protocol import PATIENCE, PublisherProtocol
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer import (
     Closed,
     EndpointAddress,
     JoinAgain,
@@ -32,7 +32,6 @@ from telegrad.weights.transfer.weight_messages import (
     VersionInfo,
     VersionOpened,
     WeightPiece,
-    WholeVersion,
 )
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
@@ -198,7 +197,7 @@ class World:
         for to, message in out:
             self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {message}")
             content = None
-            if isinstance(message, WholeVersion):
+            if isinstance(message, VersionOpened) and message.whole:
                 content = dict(stock[message.number])
                 assert WRITTEN not in content.values(), "W8"
             elif isinstance(message, WeightPiece):
@@ -238,9 +237,9 @@ class World:
                 return
             assert not message.base or machine.store.is_complete(message.base), "W1: from one that is not whole"
             reader.memory[message.number] |= content
-        if isinstance(message, WholeVersion | VersionOpened) and message.number not in machine.store.info:
+        if isinstance(message, VersionOpened) and message.number not in machine.store.info:
             reader.memory[message.number] = content or {}
-            (reader.lent.add if isinstance(message, WholeVersion) else reader.lent.discard)(message.number)
+            (reader.lent.add if message.whole else reader.lent.discard)(message.number)
         assert not isinstance(message, Closed)
         self.send(reader.party, machine.receive(sender, message), reader)
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
-from telegrad.weights import Publisher, Subscriber, publisher
-from telegrad.weights.transfer import weight_service
-from telegrad.weights.transfer.deltas import (
+from telegrad.weights import Publisher, Subscriber, publisher, weight_service
+from telegrad.weights.deltas import (
     MAX_SKIPPED,
     PLANES,
     SAME,
@@ -26,8 +25,8 @@ from telegrad.weights.transfer.deltas import (
     apply_deltas,
     encode,
 )
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots
-from telegrad.weights.transfer.weight_messages import VersionInfo, WeightPiece
+from telegrad.weights.transfer import VersionInfo, WeightPiece
+from telegrad.weights.tree_layout import Layout, Snapshots
 from tests.cluster import wait_until
 from tests.weights.test_weights import on, on_hosts
 from tests.weights.trees import run_seeds
@@ -231,10 +230,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     seen: Sent = []
     send = weight_service.WeightsService.send
 
-    def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
-        if isinstance(message, WeightPiece):
-            seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
-        send(self, endpoint, to, message, tensors)
+    def watched(self: Any, to: Any, envelope: Any) -> None:
+        if isinstance(envelope.message, WeightPiece):
+            seen.append((envelope.message.base, sum(tensor.nbytes for tensor in envelope.tensors)))
+        send(self, to, envelope)
 
     monkeypatch.setattr(weight_service.WeightsService, "send", watched)
     return seen

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from telegrad.weights import Publisher, Subscriber
-from telegrad.weights.transfer.deltas import Deltas
+from telegrad.weights.deltas import Deltas
 from tests.cluster import Process, free_port, init, processes
 
 HOSTS = 3

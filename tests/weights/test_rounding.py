@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from telegrad.errors import UsageError
-from telegrad.weights.transfer.rounding import Rounding, publish_dtype
+from telegrad.weights.tree_layout import Rounding, publish_dtype
 
 BF16 = torch.bfloat16
 

@@ -19,10 +19,9 @@ from torch.nn.utils import parametrizations
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
-from telegrad.weights.transfer.deltas import DeltaEncoder, apply_deltas
-from telegrad.weights.transfer.rounding import named
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
-from telegrad.weights.transfer.weight_messages import VersionInfo
+from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of
+from telegrad.weights.transfer import VersionInfo
+from telegrad.weights.tree_layout import Layout, Snapshots, bare, named
 from tests.weights.test_tied import Language
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, filled, published
@@ -62,7 +61,8 @@ def assert_rebuilt(layout: Layout, old: Tensor, new: Tensor) -> None:
     for piece, delta in found.items():
         made[piece * info.piece : (piece + 1) * info.piece] = 0
         apply_deltas(layout, info, old, made, piece, [delta])
-    for one, other in zip(layout.rows(made, 0, layout.size), layout.rows(new, 0, layout.size), strict=True):
+    whole = info._replace(piece=layout.size)
+    for one, other in zip(rows_of(layout, whole, made, 0), rows_of(layout, whole, new, 0), strict=True):
         assert torch.equal(one, other)
 
 

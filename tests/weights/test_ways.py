@@ -21,8 +21,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import InvalidArgument
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
-from telegrad.weights.transfer.rounding import named
-from telegrad.weights.transfer.tree_layout import bare
+from telegrad.weights.tree_layout import bare, named
 from tests.cluster import wait_until
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published

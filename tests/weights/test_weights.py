@@ -23,10 +23,10 @@ from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, Unknown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.tree_layout import Snapshots
-from telegrad.weights.transfer.weight_messages import EndpointAddress, PieceRequest
-from telegrad.weights.transfer.weight_service import WeightsService
+from telegrad.weights.subscriber import SubscriberEndpoint
+from telegrad.weights.transfer import EndpointAddress, PieceRequest
+from telegrad.weights.tree_layout import Snapshots
+from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 
@@ -235,7 +235,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            wait_until(lambda: len(publisher._endpoint.feed._every) == 1)
+            wait_until(lambda: sum(each.every for each in [*publisher._endpoint.machine.taken.values()]) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
@@ -502,7 +502,12 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with ThreadPoolExecutor(3) as pool:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
-            wait_until(lambda: len(publisher._endpoint.feed._every) == 3 or not publisher.publish())
+            wait_until(
+                lambda: (
+                    sum(each.every for each in [*publisher._endpoint.machine.taken.values()]) == 3
+                    or not publisher.publish()
+                )
+            )
             until = publisher.version + 20
             while publisher.version < until:
                 publisher.publish()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad._core.wire.tensors import distinct, extent, repeats
-from telegrad.weights.transfer.rounding import Rounding, named
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
+from telegrad.weights.tree_layout import Layout, Rounding, Snapshots, bare, named
 from telegrad.weights.weight_version import Version
 
 TYPES = [

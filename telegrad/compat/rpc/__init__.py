@@ -17,84 +17,32 @@ from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
-from telegrad.compat.rpc import api, backend_registry, constants, internal, server_process_global_profiler
-from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
+from telegrad.compat.profiler import _server_process_global_profile
+from telegrad.compat.rpc import api, backend_registry
+from telegrad.compat.rpc.api import *  # noqa: F403
 from telegrad.compat.rpc.api import (
-    AllGatherStates,
-    PyRRef,
-    RRef,
-    _delete_all_user_and_unforked_owner_rrefs,
+    _delete_all_user_and_unforked_owner_rrefs,  # noqa: F401 - torch has this and the next ones here
     _get_current_rpc_agent,
-    _is_current_rpc_agent_set,
-    _set_and_start_rpc_agent,
-    _set_rpc_timeout,
-    get_rpc_timeout,
-    get_worker_info,
-    method_factory,
-    new_method,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
+    _is_current_rpc_agent_set,  # noqa: F401
+    _set_and_start_rpc_agent,  # noqa: F401
+    _set_rpc_timeout,  # noqa: F401
 )
-from telegrad.compat.rpc.backend_registry import (
-    BackendType,
-    BackendValue,
-    backend_registered,
-    construct_rpc_backend_options,
-    init_backend,
-    register_backend,
-)
-from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from telegrad.compat.rpc.backend_registry import *  # noqa: F403
+from telegrad.compat.rpc.backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo, _rref_context_get_debug_info
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True
-_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
-_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
-_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
-_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_DEFAULT_INIT_METHOD = backend_registry.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = backend_registry.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = backend_registry.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = backend_registry.UNSET_RPC_TIMEOUT
 
-__all__ = [
-    "AllGatherStates",
-    "BackendType",
-    "BackendValue",
-    "Future",
-    "PyRRef",
-    "RRef",
-    "RpcAgent",
-    "RpcBackendOptions",
-    "TensorPipeAgent",
-    "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "_delete_all_user_and_unforked_owner_rrefs",
-    "_get_current_rpc_agent",
-    "_is_current_rpc_agent_set",
-    "_rref_context_get_debug_info",
-    "_server_process_global_profile",
-    "_set_and_start_rpc_agent",
-    "_set_rpc_timeout",
-    "api",
-    "backend_registered",
-    "backend_registry",
-    "construct_rpc_backend_options",
-    "enable_gil_profiling",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "init_backend",
-    "init_rpc",
-    "internal",
-    "is_available",
-    "method_factory",
-    "new_method",
-    "register_backend",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "server_process_global_profiler",
-    "shutdown",
-]
+__all__ = ["Future", "RpcBackendOptions", "TensorPipeRpcBackendOptions", "WorkerInfo", "init_rpc", "is_available"]
+__all__ += ["_rref_context_get_debug_info", "_server_process_global_profile"]
+__all__ += api.__all__
+__all__ += backend_registry.__all__
 
 
 def is_available() -> bool:
@@ -171,7 +119,7 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
-    api._rounds.clear()  # before this worker can be called, because objects of the first round may arrive at once
+    api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(
         backend,
         store=store,

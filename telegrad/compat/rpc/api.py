@@ -7,35 +7,49 @@ module.
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
+from telegrad._core.forks import renewed
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
-from telegrad._core.rpc import remote_calls, rref
-from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.rpc import rref
+from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info, get_worker_info  # noqa: F401
 from telegrad._core.start import life
 from telegrad._core.worker import current
-from telegrad.compat.rpc import profiled
-from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
-from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.compat.rpc.gathering import AllGatherStates, Rounds
-from telegrad.compat.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler  # noqa: F401 - programs look for them here
-from telegrad.compat.rpc.profiled import remote, rpc_sync
-from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
+from telegrad.compat.rpc import calls
+from telegrad.compat.rpc.backend_registry import (
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+    RpcAgent,
+    TensorPipeAgent,
+)
+from telegrad.compat.rpc.calls import remote, rpc_sync
+from telegrad.compat.rpc.references import (  # noqa: F401 - programs look for some of them here
+    PythonUDF,
+    RPCExecMode,
+    RRef,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+    _rref_typeof_on_owner,
+    delete_users,
+)
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 
 __all__ = [
     "AllGatherStates",
+    "PyRRef",
     "RRef",
+    "get_rpc_timeout",
     "get_worker_info",
     "method_factory",
     "new_method",
@@ -48,7 +62,6 @@ __all__ = [
 PING = 1.0  # seconds between checks that the awaited workers are alive
 LEAK_CHECK = 20.0  # seconds to wait for the release of the last references
 
-F = TypeVar("F", bound=Callable[..., Any])
 PyRRef = rref.RRef  # the type of every reference, including those made by the native API
 
 logger = logging.getLogger("telegrad")
@@ -57,18 +70,6 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()  # .future_list, inside of _wait_all
 _ALL_WORKER_NAMES: set[str] = set()
-_rounds = Rounds()
-
-
-def _require_initialized(func: F) -> F:
-    """Make a function raise if this process is in no group."""
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        current.agent()
-        return func(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Start `func(*args, **kwargs)` on the worker `to`; return a future of its value."""
-    future = profiled.rpc_async(to, func, args, kwargs, timeout)
+    future = calls.rpc_async(to, func, args, kwargs, timeout)
     futures = _thread_local_var.__dict__.get("future_list")
     if futures is not None:
         futures.append(future)
@@ -112,17 +113,6 @@ def _wait_all() -> Iterator[None]:
             torch.futures.wait_all(_thread_local_var.future_list)
         finally:
             del _thread_local_var.future_list
-
-
-def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    return remote_calls.get_worker_info(worker_name)
-
-
-def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
-    if isinstance(to, WorkerInfo):
-        return to
-    found = current.agent().identify(to)
-    return WorkerInfo(found.name, found.id)
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
@@ -177,15 +167,58 @@ def _set_rpc_timeout(timeout: float) -> None:
     current.agent().timeout = float(timeout)
 
 
-# Barriers
+# Barriers: all workers gather one object of each, through a leader
+
+
+class AllGatherStates:
+    """One gathering on one worker. Programs create instances for their own gatherings, too."""
+
+    def __init__(self) -> None:
+        # At the leader the objects received so far, at the others the leader's result.
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()  # set when all objects are there
+
+
+class Round(AllGatherStates):
+    """A gathering of Telegrad's own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: set[str] | None = None  # set at the leader once it has begun this round itself
+        self.error: Exception | None = None
+
+    def missing(self) -> list[str]:
+        with _rounds_lock:
+            return sorted((self.expected or set()) - self.gathered_objects.keys())
+
+
+_rounds_lock = renewed(threading.Lock())  # guards the next two, and the rounds
+_round_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_rounds: dict[str, Round] = {}
+
+
+def _forget_rounds() -> None:
+    with _rounds_lock:
+        _round_numbers.clear()
+        _rounds.clear()
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    _rounds.bring(sequence_id, worker_name, obj, worker_names)
+    """Store an object at the leader; the leader's own object comes with the names that are expected."""
+    with _rounds_lock:
+        round_ = _rounds.setdefault(sequence_id, Round())
+        round_.gathered_objects[worker_name] = obj
+        round_.expected = worker_names or round_.expected
+        if round_.expected is not None and round_.expected <= round_.gathered_objects.keys():
+            round_.proceed_signal.set()
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any], error: Exception | None = None) -> None:
-    _rounds.announce(sequence_id, objects_map, error)
+    """Store the result, or the error, that the leader broadcast."""
+    with _rounds_lock:
+        round_ = _rounds.setdefault(sequence_id, Round())
+        round_.gathered_objects, round_.error = objects_map, error
+        round_.proceed_signal.set()
 
 
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
@@ -193,7 +226,10 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
     names = set(worker_names or _ALL_WORKER_NAMES)
     me, leader = current.agent().name, min(names)
     limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
-    key, round_ = _rounds.begin(names)
+    who = ",".join(sorted(names))
+    with _rounds_lock:
+        key = f"{who}#{next(_round_numbers[who])}"  # equal on all of these workers
+        round_ = _rounds.setdefault(key, Round())
     try:
         if me == leader:
             _gather_to_leader(key, me, obj, names)
@@ -215,22 +251,23 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
                 raise round_.error
         return round_.gathered_objects
     finally:
-        _rounds.end(key)
+        with _rounds_lock:
+            _rounds.pop(key, None)
 
 
-def _await_followers(round_: Any, limit: float) -> Exception | None:
+def _await_followers(round_: Round, limit: float) -> Exception | None:
     """Wait until all workers have sent their objects; return the error if some will not."""
     until = monotonic() + limit if limit else float("inf")
     with Wait(
         "_all_gather",
-        lambda: f"_all_gather (shutdown calls it, too), for {', '.join(_rounds.missing(round_))}",
-        lambda: _rounds.missing(round_),
+        lambda: f"_all_gather (shutdown calls it, too), for {', '.join(round_.missing())}",
+        round_.missing,
         worker=current.agent().name,
         level=logging.INFO,
     ) as wait:
         while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
             wait.look()
-            missing = _rounds.missing(round_)
+            missing = round_.missing()
             if monotonic() >= until:
                 return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
             for name in missing:

@@ -1,17 +1,22 @@
-"""RRef with the undocumented interface of torch's RRef that programs use."""
+"""RRef with the undocumented interface of torch's RRef that programs use, and the pickler, which refuses references."""
 
 from __future__ import annotations
 
+import enum
 import time
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.profiling import event_name
 from telegrad._core.host.live_objects import instances
+from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.references import Id
 from telegrad._core.references.handles import DELETED
@@ -19,7 +24,7 @@ from telegrad._core.rpc import rref as references
 from telegrad._core.rpc.rref import Proxy
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import opened
-from telegrad.compat.rpc import profiled
+from telegrad.compat.rpc import calls
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
 
 T = TypeVar("T")
@@ -112,7 +117,7 @@ class RRef(references.RRef[T]):
         """Return the type of the value, or a future of it. The owner is asked once."""
         future = getattr(self, "_type", None)
         if future is None:
-            future = self._type = profiled.rpc_async(
+            future = self._type = calls.rpc_async(
                 self._handle.owner.name, _rref_typeof_on_owner, (self, True), timeout=timeout
             )
         return future.wait() if blocking else future
@@ -194,3 +199,60 @@ def delete_users() -> None:
     for each in instances(RRef):
         if each._handle.box is None:
             each._table.give_up(each._handle)
+
+
+# `torch.distributed.rpc.internal`
+
+
+class RPCExecMode(enum.Enum):
+    """The ways of making a call."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function and its arguments."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+class RemoteException(NamedTuple):
+    """An exception as text."""
+
+    msg: str
+    exception_type: type
+
+
+class _InternalRPCPickler:
+    """The pickler of calls, for direct use. It returns pickled bytes, and the tensors that are sent beside them."""
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
+        body, tensors, references, _ = encode(obj, False)
+        if references:
+            raise not_by_hand(references[0])
+        return bytes(body), list(tensors)
+
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
+        return decode(binary_data, tensor_table)
+
+    def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
+        """Set the reducer of a class, for calls too; the first reducer of a class stays."""
+        REDUCERS.setdefault(obj_class, lambda _, obj: reducer(obj))
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+serialize, deserialize = _internal_rpc_pickler.serialize, _internal_rpc_pickler.deserialize
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """Return the name of a call in the profiler."""
+    return event_name(exec_type.value, func_name, current_worker_name, dst_worker_name)

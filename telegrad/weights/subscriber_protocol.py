@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import transfer
+from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo, VersionStore
 
 WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported
@@ -26,9 +25,9 @@ class SubscriberProtocol:
         self.source: EndpointAddress | None = None
         self.whole = True  # True if the source shares its memory
         self._route = 0  # the number of the last FetchFrom
-        self._request: messages.VersionRequest | None = None  # for the user, if versions are shared whole
+        # pending at the source: for the user if it shares versions whole, else for the version whose pieces are fetched
+        self._request: transfer.VersionRequest | None = None
         self._taken = 0  # the last version that the user has read, unless it reads every one
-        self._number = 0  # the version whose pieces are being fetched, or 0
         self._requested: set[int] = set()  # pieces
         self._distrusted = 0  # the version whose deltas do not match
         self._layouts: dict[int, bytes] = {}  # descriptions of the last layout, and of those of the versions here
@@ -37,35 +36,34 @@ class SubscriberProtocol:
     @property
     def waits(self) -> bool:
         """True if a request for the user is pending at the source."""
-        return self._request is not None
+        return self.whole and self._request is not None
+
+    @property
+    def _number(self) -> int:
+        """The version whose pieces are being fetched, or 0."""
+        return self._request.least if self._request is not None and not self.whole else 0
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         """Process a message of a reader, of the source or of the publisher."""
-        if isinstance(message, messages.VersionRequest):
-            return self.store.request_version(sender, message)
-        if isinstance(message, messages.PieceRequest):
-            return self.store.request_piece(sender, message)
-        if isinstance(message, messages.Finished):
-            return self.store.finish(sender, message.number)
-        if isinstance(message, messages.Unsubscribe):
+        if isinstance(message, transfer.VersionRequest | transfer.PieceRequest | transfer.Finished):
+            return self.store.receive(sender, message)
+        if isinstance(message, transfer.Unsubscribe):
             return self.store.forget(sender) + self._report(sender)
-        if isinstance(message, messages.Available):
+        if isinstance(message, transfer.Available):
             return self._set_available(message.newest, message.oldest)
-        if isinstance(message, messages.FetchFrom):
+        if isinstance(message, transfer.FetchFrom):
             return self._set_source(message)
         self._ticks = 0
-        if isinstance(message, messages.WholeVersion):
-            return self._lent(message)
-        if isinstance(message, messages.VersionOpened):
+        if isinstance(message, transfer.VersionOpened):
             return self._opened(sender, message)
-        if isinstance(message, messages.WeightPiece):
+        if isinstance(message, transfer.WeightPiece):
             return self._arrived(message)
-        if isinstance(message, messages.Refused):
+        if isinstance(message, transfer.Refused):
             return self._refused(sender, message)
-        assert isinstance(message, messages.JoinAgain), message
+        assert isinstance(message, transfer.JoinAgain), message
         return self._again() if sender == self.source else []
 
-    def expects(self, message: messages.WeightPiece) -> bool:
+    def expects(self, message: transfer.WeightPiece) -> bool:
         """Return True if the bytes of a piece must be stored."""
         return message.piece in self.store.missing(message.number)
 
@@ -77,7 +75,7 @@ class SubscriberProtocol:
     def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
         """Request a version that is not here, for the user."""
         out = self.store.pin(least if exact else 0)
-        want, before = messages.VersionRequest(least, exact, patient, True, self._known()), self._request
+        want, before = transfer.VersionRequest(least, exact, patient, True, 0), self._request
         is_ahead = before is not None and not (before.patient or exact) and before.least <= least
         if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
             return out
@@ -88,39 +86,38 @@ class SubscriberProtocol:
         """Report to the publisher that the user has read that version."""
         assert self.publisher is not None
         self._taken = number if not every else 0
-        return [(self.publisher, messages.TransferProgress(number, every)), *self.store.pin(0)]
+        return [(self.publisher, transfer.TransferProgress(number, every)), *self.store.pin(0)]
 
     def lost(self, incarnation: str) -> Outgoing:
         """Drop the readers on a worker whose connection has ended, and report a source there."""
         out: Outgoing = []
         for reader in [reader for reader in self.store.readers() if reader.incarnation == incarnation]:
-            out += [*self.store.forget(reader), (reader, messages.JoinAgain())]
+            out += [*self.store.forget(reader), (reader, transfer.JoinAgain())]
         if self.source is not None and self.source.incarnation == incarnation:
             out += self._report(self.source)
         return out
 
     def on_tick(self) -> Outgoing:
         """Repeat requests without an answer: other endpoints may have dropped this one and failed to notify it."""
-        out: Outgoing = [(self.publisher, messages.Alive())] if self.publisher is not None else []
-        if self.source is None or not (self._request or self._number):
+        out: Outgoing = [(self.publisher, transfer.Alive())] if self.publisher is not None else []
+        if self.source is None or self._request is None:
             return out
         self._ticks += 1
-        if self._number and self._ticks % PATIENCE == 0:
+        if not self.whole and self._ticks % PATIENCE == 0:
             return out + self._report(self.source)
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
-        return self._stop() + ([(self.publisher, messages.Unsubscribe())] if self.publisher is not None else [])
+        return self._stop() + ([(self.publisher, transfer.Unsubscribe())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
-        number = self._number or (self._request.least if self._request is not None else 0)
-        return [(self.source, messages.Finished(number))] if self.source is not None and number else []
+        return [(self.source, transfer.Finished())] if self.source is not None else []
 
     def _report(self, source: EndpointAddress) -> Outgoing:
         """Report the source, unless it is the publisher."""
         if self.publisher is None or source != self.source or source == self.publisher:
             return []
-        return [(self.publisher, messages.SourceFailed(source))]
+        return [(self.publisher, transfer.SourceFailed(source))]
 
     # Answers
 
@@ -130,73 +127,60 @@ class SubscriberProtocol:
             out += self.want(self._taken + 1, exact=False, patient=False)
         return out
 
-    def _set_source(self, route: messages.FetchFrom) -> Outgoing:
+    def _set_source(self, route: transfer.FetchFrom) -> Outgoing:
         if route.number <= self._route:
             return []
         out = self._stop() if route.source != self.source else []
+        if route.whole != self.whole:
+            out += self._drop()
         self._route, self.source, self.whole = route
         self.store.keeps_all = not self.whole
-        if self.whole:
-            out += self._drop()
-        else:
-            self._request = None
+        if not self.whole:
             self.store.drop_lent()
         return out + self._again()
 
-    def _lent(self, lent: messages.WholeVersion) -> Outgoing:
-        if not self.whole:  # sent before the source changed; now the version is fetched in pieces
-            return []
-        info = self._described(lent.info)
-        if info is None:
-            return self._again()
-        out = self.store.put(lent.number, info, lent=True)
-        if self._request is not None and lent.number >= self._request.least:
-            self._request = None
-        return out + self._pursue()
-
-    def _opened(self, sender: EndpointAddress, opened: messages.VersionOpened) -> Outgoing:
-        if sender != self.source or opened.number != self._number:
+    def _opened(self, sender: EndpointAddress, opened: transfer.VersionOpened) -> Outgoing:
+        is_expected = opened.whole or (sender == self.source and opened.number == self._number)
+        if opened.whole != self.whole or not is_expected:  # sent before the source changed
             return []
         info = self._described(opened.info)
         if info is None:
             return self._again()
-        out = self.store.begin(opened.number, info) if opened.number not in self.store.info else []
+        if opened.whole:
+            if self._request is not None and opened.number >= self._request.least:
+                self._request = None
+            return self.store.put(opened.number, info, lent=True)
+        out = self.store.put(opened.number, info, pieces=info.pieces)
         self._requested.clear()
         return out + self._request_pieces()
 
-    def _arrived(self, message: messages.WeightPiece) -> Outgoing:
+    def _arrived(self, message: transfer.WeightPiece) -> Outgoing:
         out = self.store.add_piece(message.number, message.piece)
         return out + self._request_pieces() if message.number == self._number else out
 
-    def _refused(self, sender: EndpointAddress, refused: messages.Refused) -> Outgoing:
+    def _refused(self, sender: EndpointAddress, refused: transfer.Refused) -> Outgoing:
         out = self.store.set_available(refused.newest, refused.oldest)
-        if sender == self.source:
-            if self._request is not None and refused.least == self._request.least:
-                self._request = None
-            if refused.least == self._number:
-                out += self._drop()
+        if sender == self.source and self._request is not None and refused.least == self._request.least:
+            out += self._drop()
         return out + self._pursue()
 
     # Requests
 
     def _pursue(self) -> Outgoing:
         """Begin to fetch the first missing version that may be wanted, unless one is being fetched."""
-        if self.source is None or self.whole or self._number:
+        if self.source is None or self.whole or self._request is not None:
             return []
         numbers = range(max(1, self.store.oldest), self.store.newest + 1)
-        self._number = next((number for number in numbers if not self.store.is_complete(number)), 0)
-        return self._again() if self._number else []
+        number = next((number for number in numbers if not self.store.is_complete(number)), 0)
+        self._request = transfer.VersionRequest(number, True, True, False, 0) if number else None
+        return self._again() if number else []
 
     def _again(self) -> Outgoing:
         """Send the current request to the source again, from the beginning."""
-        if self.source is None:
-            return []
-        if self.whole:
-            return [(self.source, self._request)] if self._request is not None else []
-        if not self._number:
+        if self.source is None or self._request is None:
             return self._pursue()
         self._requested.clear()
-        return [(self.source, messages.VersionRequest(self._number, True, True, False, self._known()))]
+        return [(self.source, self._request._replace(layout=max(self._layouts, default=0)))]
 
     def _request_pieces(self) -> Outgoing:
         """Request the next pieces, or begin with the next version."""
@@ -204,13 +188,12 @@ class SubscriberProtocol:
         missing = self.store.missing(self._number)
         self._requested.intersection_update(missing)
         if not missing:
-            out: Outgoing = [(self.source, messages.Finished(self._number))]
-            self._number = 0
-            return out + self._pursue()
+            self._request = None
+            return self._pursue()
         fresh = [piece for piece in missing if piece not in self._requested][: WINDOW - len(self._requested)]
         self._requested.update(fresh)
         base = self._base()
-        return [(self.source, messages.PieceRequest(self._number, piece, base)) for piece in fresh]
+        return [(self.source, transfer.PieceRequest(self._number, piece, base)) for piece in fresh]
 
     def _base(self) -> int:
         """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""
@@ -219,14 +202,11 @@ class SubscriberProtocol:
         return base if fits else 0
 
     def _drop(self) -> Outgoing:
-        number, self._number = self._number, 0
+        number, self._request = self._number, None
         self._requested.clear()
         return self.store.drop_incomplete(number)
 
     # Layouts
-
-    def _known(self) -> int:
-        return max(self._layouts, default=0)
 
     def _described(self, info: VersionInfo) -> VersionInfo | None:
         """Add the description of the layout. Return None if the source omitted it, but it is not known here."""

@@ -16,17 +16,18 @@ publishes, if a subscriber is on another host. Subscribers that have fetched a p
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from telegrad.errors import DeltaRefused
 from telegrad.ext.values import memory
-from telegrad.weights.transfer.tree_layout import Layout
-from telegrad.weights.transfer.weight_messages import VersionInfo
+from telegrad.weights.transfer import VersionInfo
+from telegrad.weights.tree_layout import Layout
 
 Deltas = Literal["off", "fast", "small"]
 Row = Tensor  # one dimension of integers with the bits of the elements
@@ -37,6 +38,7 @@ WORTH_DEFLATING = 0.75  # of the bytes of another encoding: deflating takes ten 
 WORTH_SENDING = 0.5  # of a piece: a larger delta is not sent
 SHOWN = 8  # pieces that decide whether deltas of a version are made
 MAX_SKIPPED = 31  # versions without deltas, after one for which they were not worth it
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GAPS = (torch.uint8, torch.uint16)
 
 
@@ -232,7 +234,7 @@ class DeltaEncoder:
         found: dict[int, Delta] = {}
         spent = size = 0
         for looked, piece in enumerate(_spread(info.pieces), 1):
-            delta = encode(_rows(layout, info, old, piece), _rows(layout, info, new, piece), self._small)
+            delta = encode(rows_of(layout, info, old, piece), rows_of(layout, info, new, piece), self._small)
             whole = min(info.piece, info.size - piece * info.piece)
             is_worth_it = delta.size < WORTH_SENDING * whole
             size += whole
@@ -246,23 +248,45 @@ class DeltaEncoder:
         return found
 
 
+def deltas_of(several: Sequence[Any], tensors: Sequence[Tensor]) -> list[Delta]:
+    """Return the deltas that a message contains, given their heads and the tensors of all of them."""
+    deltas = []
+    for heads in several:
+        count = sum(each[2] for each in heads)
+        deltas.append(Delta(heads, [*tensors[:count]]))
+        tensors = tensors[count:]
+    return deltas
+
+
 def apply_deltas(
-    layout: Layout, info: VersionInfo, old: Tensor, new: Tensor, piece: int, deltas: Sequence[Delta]
+    layout: Layout, info: VersionInfo, old: Tensor | None, new: Tensor, piece: int, deltas: Sequence[Delta]
 ) -> None:
     """Make a piece of a version from that of an older one.
 
     Raises:
-        DeltaRefused: the deltas were not made from that piece.
+        DeltaRefused: the deltas were not made from that piece, or the older version is no longer here.
     """
-    rows = _rows(layout, info, new, piece)
-    for here, there in zip(rows, _rows(layout, info, old, piece), strict=True):
+    if old is None:
+        raise DeltaRefused("a delta starts from a version which this worker no longer has")
+    rows = rows_of(layout, info, new, piece)
+    for here, there in zip(rows, rows_of(layout, info, old, piece), strict=True):
         here.copy_(there)
     for delta in deltas:
         apply(delta, rows)
 
 
-def _rows(layout: Layout, info: VersionInfo, memory: Tensor, piece: int) -> list[Row]:
-    return layout.rows(memory, piece * info.piece, min((piece + 1) * info.piece, info.size))
+def rows_of(layout: Layout, info: VersionInfo, memory: Tensor, piece: int) -> list[Row]:
+    """Return the bytes of a piece of a version, as rows of integers of the elements' size."""
+    start, end = piece * info.piece, min((piece + 1) * info.piece, info.size)
+    rows = []
+    begin = bisect_right(layout.slots, start, key=lambda slot: slot[0] + slot[1])
+    for first, size, itemsize in layout.slots[begin:]:
+        if first >= end:
+            break
+        part = memory[max(first, start) : min(first + size, end)]
+        width = min(itemsize, 8)
+        rows.append(part.view(_INTEGERS[1 if max(first, start) % width or len(part) % width else width]))
+    return rows
 
 
 def _spread(count: int) -> Iterator[int]:

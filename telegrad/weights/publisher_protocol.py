@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import transfer
+from telegrad.weights.transfer import EndpointAddress, Outgoing, TransferProgress, VersionInfo, VersionStore
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
@@ -30,17 +29,11 @@ class PublisherProtocol:
     def __init__(self, me: EndpointAddress, host: str, keep: int) -> None:
         """`keep`: the maximum number of versions for subscribers that read every one."""
         self.store = VersionStore(keeps_all=True)
-        self.taken: dict[EndpointAddress, int] = {}  # by subscriber: the last version that its user has read
-        self._every: set[EndpointAddress] = set()  # subscribers that read every version
-        # lost subscribers of `_every`: their last version, and ticks since
+        self.taken: dict[EndpointAddress, TransferProgress] = {}  # of the user of each subscriber
+        # lost subscribers that read every version: their last version, and ticks since
         self._absent: dict[EndpointAddress, tuple[int, int]] = {}
-        self._chain = RelayChain(me, host)
+        self.chain = RelayChain(me, host)
         self._keep = keep
-
-    @property
-    def leaves_the_host(self) -> bool:
-        """True if a subscriber is on another host."""
-        return self._chain.leaves_the_host
 
     def publish(self, info: VersionInfo) -> Outgoing:
         """Add a version. Its number is then `store.newest`."""
@@ -50,38 +43,34 @@ class PublisherProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
-            return [(sender, messages.JoinAgain())] if not isinstance(message, messages.Unsubscribe) else []
-        if isinstance(message, messages.Alive):
+            return [(sender, transfer.JoinAgain())] if not isinstance(message, transfer.Unsubscribe) else []
+        if isinstance(message, transfer.Alive):
             return []
-        if isinstance(message, messages.Unsubscribe):
+        if isinstance(message, transfer.Unsubscribe):
             return self._remove(sender)
-        if isinstance(message, messages.TransferProgress):
-            self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
-            self._chain.mark_working(sender)
+        if isinstance(message, TransferProgress):
+            number = max(message.number, self.taken[sender].number)
+            self.taken[sender] = TransferProgress(number, message.every)
+            self.chain.mark_working(sender)
             return self._announce(self.store.newest)
-        if isinstance(message, messages.SourceFailed):
-            return self._chain.report_source(sender, message.source)
-        if isinstance(message, messages.VersionRequest):
-            return self.store.request_version(sender, message)
-        if isinstance(message, messages.PieceRequest):
-            return self.store.request_piece(sender, message)
-        assert isinstance(message, messages.Finished), message
-        return self.store.finish(sender, message.number)
+        if isinstance(message, transfer.SourceFailed):
+            return self.chain.report_source(sender, message.source)
+        return self.store.receive(sender, message)
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
-        self._set_progress(party, taken, every)
+        self.taken[party] = TransferProgress(taken, every)
         self._absent.pop(party, None)
-        available: Outgoing = [(party, messages.Available(self.store.newest, self.store.oldest))]
-        return available + self._chain.add(party, host)
+        available: Outgoing = [(party, transfer.Available(self.store.newest, self.store.oldest))]
+        return available + self.chain.add(party, host)
 
     def lost(self, incarnation: str) -> Outgoing:
         """Remove the subscribers of a worker whose connection has ended. If they are alive, they join again."""
         out: Outgoing = []
         for party in [party for party in self.taken if party.incarnation == incarnation]:
-            if party in self._every:
-                self._absent[party] = self.taken[party], 0
-            out += [*self._remove(party), (party, messages.JoinAgain())]
+            if self.taken[party].every:
+                self._absent[party] = self.taken[party].number, 0
+            out += [*self._remove(party), (party, transfer.JoinAgain())]
         return out
 
     def on_tick(self) -> Outgoing:
@@ -90,29 +79,25 @@ class PublisherProtocol:
         return self._announce(self.store.newest)
 
     def close(self) -> Outgoing:
-        return [(party, messages.Closed()) for party in self.taken]
+        return [(party, transfer.Closed()) for party in self.taken]
 
     def behind(self, number: int) -> list[EndpointAddress]:
         """Return the subscribers whose users have read neither that version nor a later one."""
-        return [party for party, taken in self.taken.items() if taken < number]
-
-    def _set_progress(self, party: EndpointAddress, taken: int, every: bool) -> None:
-        self.taken[party] = taken
-        (self._every.add if every else self._every.discard)(party)
+        return [party for party, taken in self.taken.items() if taken.number < number]
 
     def _remove(self, party: EndpointAddress) -> Outgoing:
         del self.taken[party]
-        self._every.discard(party)
-        return self.store.forget(party) + self._chain.remove(party) + self._announce(self.store.newest)
+        return self.store.forget(party) + self.chain.remove(party) + self._announce(self.store.newest)
 
     def _announce(self, newest: int) -> Outgoing:
         """Send the range of available versions to all subscribers, if it has changed."""
-        last = [*(self.taken[party] for party in self._every), *(taken for taken, _ in self._absent.values())]
+        last = [each.number for each in self.taken.values() if each.every]
+        last += [taken for taken, _ in self._absent.values()]
         wanted = min(last, default=newest - 1) + 1
         oldest = min(newest, max(wanted, newest - self._keep + 1))
         before = self.store.newest, self.store.oldest
         out = self.store.set_available(newest, oldest)
-        now = messages.Available(self.store.newest, self.store.oldest)
+        now = transfer.Available(self.store.newest, self.store.oldest)
         return out + [(party, now) for party in self.taken] if now != before else out
 
 
@@ -128,9 +113,6 @@ class RelayChain:
         self._told: dict[EndpointAddress, tuple[EndpointAddress, bool]] = {}  # by reader: its current source
         self._count = 0  # number of messages
 
-    def __contains__(self, party: EndpointAddress) -> bool:
-        return party in self._host_of
-
     @property
     def leaves_the_host(self) -> bool:
         """True if a subscriber is on another host."""
@@ -138,7 +120,7 @@ class RelayChain:
 
     def add(self, party: EndpointAddress, host: str) -> Outgoing:
         """Add a subscriber, or send its source to one that joins again."""
-        if party not in self:
+        if party not in self._host_of:
             self._host_of[party] = host
             self._hosts.setdefault(host, []).append(party)
         self._told.pop(party, None)
@@ -175,7 +157,7 @@ class RelayChain:
             if self._told.get(party) != route:
                 self._told[party] = route
                 self._count += 1
-                out.append((party, messages.FetchFrom(self._count, *route)))
+                out.append((party, transfer.FetchFrom(self._count, *route)))
         return out
 
     def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:

@@ -10,26 +10,32 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from time import monotonic
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.ext.calls import Agent
 from telegrad.ext.processes import forks
+from telegrad.ext.texts import Wait
 from telegrad.ext.workers import Identity
-from telegrad.weights.transfer.deltas import DeltaCache
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import (
+from telegrad.weights.deltas import DeltaCache
+from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer import (
     EndpointAddress,
     JoinAgain,
     Outgoing,
     Unsubscribe,
+    VersionOpened,
     WeightPiece,
-    WholeVersion,
 )
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
+
+T = TypeVar("T")
+M = TypeVar("M", PublisherProtocol, SubscriberProtocol)
 
 
 class Envelope(NamedTuple):
@@ -41,24 +47,16 @@ class Envelope(NamedTuple):
     tensors: Sequence[Tensor] = ()
 
 
-class Machine(Protocol):
-    store: VersionStore
-
-    def receive(self, sender: EndpointAddress, message: Any) -> Outgoing: ...
-
-    def lost(self, incarnation: str) -> Outgoing: ...
-
-
-class Endpoint:
-    def __init__(self, service: WeightsService, me: EndpointAddress, machine: Machine) -> None:
+class Endpoint(Generic[M]):
+    def __init__(self, service: WeightsService, me: EndpointAddress, machine: M) -> None:
         self.me = me
+        self.machine = machine
         self.changed = threading.Condition()  # guards the machine, and all fields below
         self.memory: dict[int, Tensor] = {}  # by version number
         self.deltas = DeltaCache()  # between versions
         self.changes = 0  # how often waiting threads were woken
         self.has_left = False  # its memory was dropped, and messages are ignored
         self._service = service
-        self._machine = machine
 
     def update(self, act: Callable[[], Outgoing]) -> None:
         """Call `act`, which changes the machine, under the lock, and send the messages that it returns."""
@@ -67,14 +65,14 @@ class Endpoint:
                 return
             out = act()
             parcels = [(to, *self._with_bytes(message)) for to, message in out]
-            store = self._machine.store
+            store = self.machine.store
             for number in [number for number in self.memory if number not in store.info]:
                 del self.memory[number]
         for to, message, tensors in parcels:
-            self._service.send(self, to, message, tensors)
+            self._service.send(to, Envelope(to.number, self.me.number, message, tensors))
 
     def take(self, sender: EndpointAddress, message: Any, tensors: Sequence[Tensor]) -> None:
-        self.update(lambda: self._machine.receive(sender, message))
+        self.update(lambda: self.machine.receive(sender, message))
         self.wake_waiters()
 
     def wake_waiters(self) -> None:
@@ -85,17 +83,35 @@ class Endpoint:
 
     def lost(self, incarnation: str) -> None:
         """Notify the machine that a connection with that worker has ended."""
-        self.update(lambda: self._machine.lost(incarnation))
+        self.update(lambda: self.machine.lost(incarnation))
         self.wake_waiters()
 
     def on_tick(self) -> None:
         """Repeat requests that may have been lost; called each second."""
+        self.update(self.machine.on_tick)
 
     def close(self) -> None:
         """Close the endpoint."""
 
+    def wait_until(self, check: Callable[[], T | None], wait: Wait, limit: float) -> T | None:
+        """Call `check` now and after each change; return its first result that is not None.
+
+        Return None after `limit` seconds; 0 for no limit.
+        """
+        until = monotonic() + limit if limit > 0 else float("inf")
+        with wait, self._service.agent.waiting():
+            while True:
+                heard = self.changes
+                found = check()
+                left = until - monotonic()
+                if found is not None or left <= 0:
+                    return found
+                wait.look()
+                with self.changed:
+                    self.changed.wait_for(lambda heard=heard: self.changes != heard, min(left, TICK))  # type: ignore[misc]
+
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
-        if isinstance(message, WholeVersion):
+        if isinstance(message, VersionOpened) and message.whole:
             return message, (self.memory[message.number],)
         if isinstance(message, WeightPiece):
             whole = self.piece(message)
@@ -107,7 +123,7 @@ class Endpoint:
         return message, ()
 
     def piece(self, message: WeightPiece) -> Tensor:
-        length = self._machine.store.info[message.number].piece
+        length = self.machine.store.info[message.number].piece
         return self.memory[message.number][message.piece * length : (message.piece + 1) * length]
 
 
@@ -115,12 +131,12 @@ class WeightsService:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.changed = threading.Condition()  # guards all fields below; `_endpoints` is also read without the lock
-        self._endpoints: dict[int, Endpoint] = {}  # by endpoint number
-        self.published: dict[str, Endpoint] = {}  # by name
+        self._endpoints: dict[int, Endpoint[Any]] = {}  # by endpoint number
+        self.published: dict[str, Endpoint[Any]] = {}  # by name
         self._subscribers = itertools.count(1)
         self._publishers = itertools.count(-1, -1)
         self._due = 0.0  # next time to check; used by the timer thread only
-        agent.on(Envelope, self._take)
+        agent.on(Envelope, self._deliver)
         agent.lost.append(self._lost)
         agent.ticking.append(self._tick)
 
@@ -129,7 +145,7 @@ class WeightsService:
         number = next(self._publishers if publishes else self._subscribers)
         return EndpointAddress(self.agent.name, self.agent.incarnation, number)
 
-    def add(self, endpoint: Endpoint, name: str = "") -> None:
+    def add(self, endpoint: Endpoint[Any], name: str = "") -> None:
         """Deliver messages to an endpoint from now on. A publisher is registered under its name.
 
         Raises:
@@ -145,12 +161,12 @@ class WeightsService:
             self._endpoints[endpoint.me.number] = endpoint
             self.changed.notify_all()
 
-    def remove(self, endpoint: Endpoint, name: str = "") -> None:
+    def remove(self, endpoint: Endpoint[Any], name: str = "") -> None:
         with self.changed:
             self.published.pop(name, None)
             self._endpoints.pop(endpoint.me.number, None)
 
-    def close_later(self, endpoint: Endpoint) -> None:
+    def close_later(self, endpoint: Endpoint[Any]) -> None:
         """Close an endpoint whose user has dropped it.
 
         This is done on another thread, since the current one may hold any lock.
@@ -158,27 +174,21 @@ class WeightsService:
         if not forks.is_inherited(self):
             self.agent.later(lambda _: endpoint.close(), None)
 
-    def send(self, endpoint: Endpoint, to: EndpointAddress, message: Any, tensors: Sequence[Tensor] = ()) -> None:
-        self._send(to, Envelope(to.number, endpoint.me.number, message, tensors))
-
-    def _send(self, to: EndpointAddress, envelope: Envelope) -> None:
+    def send(self, to: EndpointAddress, envelope: Envelope) -> None:
         agent = self.agent
         if to.incarnation == agent.incarnation:
-            agent.later(lambda envelope: self._deliver(agent.name, agent.incarnation, envelope), envelope)
+            agent.later(lambda envelope: self._deliver(agent.me.identity, envelope), envelope)
             return
         with suppress(TelegradError):  # the worker is lost: its endpoints join again, or time out
             agent.notify(to.worker, envelope._replace(tensors=()), to.incarnation, envelope.tensors, as_arguments=True)
 
-    def _take(self, sender: Identity, envelope: Envelope) -> None:
-        self._deliver(sender.name, sender.incarnation, envelope)
-
-    def _deliver(self, worker: str, incarnation: str, envelope: Envelope) -> None:
-        sender = EndpointAddress(worker, incarnation, envelope.sender)
+    def _deliver(self, worker: Identity, envelope: Envelope) -> None:
+        sender = EndpointAddress(worker.name, worker.incarnation, envelope.sender)
         endpoint = self._endpoints.get(envelope.to)
         if endpoint is not None:
             endpoint.take(sender, envelope.message, envelope.tensors)
         elif not isinstance(envelope.message, Unsubscribe | JoinAgain):
-            self._send(sender, Envelope(sender.number, envelope.to, Unsubscribe()))
+            self.send(sender, Envelope(sender.number, envelope.to, Unsubscribe()))
 
     def _lost(self, who: Identity, _: PeerError) -> None:
         for endpoint in list(self._endpoints.values()):

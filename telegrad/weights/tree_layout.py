@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from telegrad.errors import InvalidArgument, TelegradError
+from telegrad.errors import InvalidArgument, TelegradError, UsageError
 from telegrad.ext.values import (
     CONJ,
     DTYPES,
@@ -38,11 +37,11 @@ from telegrad.ext.values import (
     pack,
     repeats,
 )
-from telegrad.weights.transfer.rounding import Rounding, named, publish_dtype
 
 ALIGNED = 64  # bytes in a cache line
 TRIES = 3  # attempts to copy a changing source before it is refused
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Rounding = torch.dtype | Callable[[str, Tensor], torch.dtype | None] | None
+
 _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
     *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
     Tensor.is_inference,
@@ -105,24 +104,11 @@ class Layout:
         self.description = description
         self.size: int
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
-        self._body, views, self._slots, self.size = pickle.loads(description)
+        self._body, views, self.slots, self.size = pickle.loads(description)
         self.views: list[TensorView] = [TensorView(*view) for view in views]
         self._views = Views(self.views)
-        self.checked: Any = None  # targets that any version may be copied into: see `weight_version.load`
+        self.checked: Any = None  # targets that any version may be copied into: see `_load` in `weight_version.py`
         self._names: list[dict[str, int] | None] = []  # empty until they are computed
-
-    def rows(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
-        """Return the bytes of slots between two positions, as rows of integers of the elements' size."""
-        found = []
-        for first, size, itemsize in self._slots[
-            bisect_right(self._slots, start, key=lambda slot: slot[0] + slot[1]) :
-        ]:
-            if first >= end:
-                break
-            part = memory[max(first, start) : min(first + size, end)]
-            width = min(itemsize, 8)
-            found.append(part.view(_INTEGERS[1 if max(first, start) % width or len(part) % width else width]))
-        return found
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
         """Return the published tensors in the memory of a version."""
@@ -172,10 +158,7 @@ class Snapshot(NamedTuple):
         for _ in range(TRIES):
             before = _versions(self.tensors)
             with torch.no_grad():
-                sources = [
-                    self.tensors[number] if part is None else self._part(number, *part)
-                    for number, part, _ in self.copies
-                ]
+                sources = [_part(self.tensors[number], part) for number, part, _ in self.copies]
                 torch._foreach_copy_(self.places.of(memory), sources)
             if _versions(self.tensors) == before:
                 return
@@ -184,9 +167,12 @@ class Snapshot(NamedTuple):
             "mix several steps: publish between the steps, or give a function that returns a copy made under a lock"
         )
 
-    def _part(self, number: int, shape: tuple[int, ...], strides: Strides, skip: int) -> Tensor:
-        tensor = bare(self.tensors[number])
-        return tensor.as_strided(shape, strides, int(tensor.storage_offset()) + skip)
+
+def _part(tensor: Tensor, part: tuple[tuple[int, ...], Strides, int] | None) -> Tensor:
+    if part is None:
+        return tensor
+    shape, strides, skip = part
+    return bare(tensor).as_strided(shape, strides, int(tensor.storage_offset()) + skip)
 
 
 class Snapshots:
@@ -235,14 +221,15 @@ class Snapshots:
         members: list[list[int]] = [[] for _ in blobs]
         for number, (_, _, _, blob, *_) in enumerate(specs):
             members[blob].append(number)
-        types = self._types(tree, tensors)
+        names: dict[Any, list[str]] = {}  # by tensor, if the type depends on the name
+        for name, tensor in named(tree) if callable(self._rounding) else ():
+            names.setdefault(_identity(tensor), []).append(name)
         views: list[Any] = [None] * len(tensors)
         slots: list[tuple[int, int, int]] = []
         copies: list[Copy] = []
         end = 0
         for blob, group in zip(blobs, members, strict=True):
-            own = {tensors[number].dtype for number in group}
-            to = self._rounded_to(group, own, types, tensors)
+            to = self._rounded_to([tensors[number] for number in group], names)
             for number in group:
                 name, shape, flags, _, offset, strides = (*specs[number], 0, None)[:6]
                 dtype = to or DTYPES[name]
@@ -263,41 +250,48 @@ class Snapshots:
             description = pickle.dumps(shape, 5)
             self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
 
-    def _types(self, tree: Any, tensors: Sequence[Tensor]) -> list[set[torch.dtype]] | None:
-        """Return the types in which each tensor is to be published, by all of its names. None if nothing is rounded."""
-        if self._rounding is None:
-            return None
-        names: dict[Any, list[str]] = {}
-        if callable(self._rounding):
-            for name, tensor in named(tree):
-                names.setdefault(_identity(tensor), []).append(name)
-        return [
-            {publish_dtype(self._rounding, name, tensor) for name in names.get(_identity(tensor), [""])}
-            for tensor in tensors
-        ]
-
-    def _rounded_to(
-        self,
-        numbers: Sequence[int],
-        own: set[torch.dtype],
-        types: list[set[torch.dtype]] | None,
-        tensors: Sequence[Tensor],
-    ) -> torch.dtype | None:
+    def _rounded_to(self, tensors: Sequence[Tensor], names: Mapping[Any, list[str]]) -> torch.dtype | None:
         """Return the type of all tensors in one slot, or None if they have several types and keep them.
 
         Raises:
             InvalidArgument: they would get several types, and so could not share memory.
         """
-        wanted = own if types is None else set().union(*(types[number] for number in numbers))
+        own = {tensor.dtype for tensor in tensors}
+        wanted = {
+            publish_dtype(self._rounding, name, tensor)
+            for tensor in tensors
+            for name in (names and names.get(_identity(tensor))) or [""]
+        }
         if len(own) == len(wanted) == 1:
-            return next(iter(wanted))
+            return wanted.pop()
         # a single type for all leaves tensors unchanged that cannot have it
         if wanted == own or not callable(self._rounding):
             return None
         raise InvalidArgument(
-            f"tensors of shape {', '.join(str(tuple(tensors[number].shape)) for number in numbers)} share memory, and "
-            f"are to be published as {', '.join(sorted(map(str, wanted)))}: give one type for all of them"
+            f"tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in tensors)} share memory, and are to be "
+            f"published as {', '.join(sorted(map(str, wanted)))}: give one type for all of them"
         )
+
+
+def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
+    """Return the type in which the tensor of that name is published.
+
+    Only real floating-point tensors are rounded. A type applies to larger types only; a function decides for each
+    tensor.
+
+    Raises:
+        UsageError: the type is not a floating-point type.
+    """
+    if rounding is None or not tensor.is_floating_point():
+        return tensor.dtype
+    chosen = rounding if isinstance(rounding, torch.dtype) else rounding(name, tensor)
+    if chosen is None or (chosen is rounding and chosen.itemsize >= tensor.itemsize):
+        return tensor.dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise UsageError(
+            f"{name!r} cannot be published as {chosen}: weights are rounded to floating numbers, such as torch.bfloat16"
+        )
+    return chosen
 
 
 class _AsBlobs:
@@ -353,6 +347,21 @@ def groups_of(tensors: Sequence[Tensor]) -> list[list[int]]:
             start = tensor.data_ptr()
             spans.setdefault(tensor.device, []).append((start, start + size, number))
     return [group for each in spans.values() for _, _, group in joined(each) if len(group) > 1]
+
+
+def named(tree: Any, name: str = "", kind: type = Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a tree of dictionaries, lists and tuples, with their paths, such as `layers.0.weight`.
+
+    Args:
+        tree: the tree to search.
+        name: the path of `tree`.
+        kind: the class of the leaves to yield.
+    """
+    if isinstance(tree, kind):
+        yield name, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from named(part, f"{name}.{key}" if name else str(key), kind)
 
 
 def bare(tensor: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""The transfer of versions of weights: memory layout, deltas, chains of subscribers, messages."""
