@@ -18,9 +18,8 @@ from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.reading.process_report import inspect
 from telegrad.reporting import debug_server
 from telegrad.reporting.debug_server import DebugAddress, ask_all
-from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
 from telegrad.reporting.dump import LARGEST
-from telegrad.reporting.worker_state import WorkerState
+from telegrad.reporting.worker_state import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, decode
 
 if TYPE_CHECKING:
     from telegrad.reporting.introspection import Introspection

@@ -30,7 +30,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.ext.processes import HAS_UNIX, Thread
-from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
+from telegrad.reporting.worker_state import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
 
 __all__ = [
     "ACCOUNT",

@@ -27,8 +27,8 @@ from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import TopView
 from telegrad.reporting import debug_server
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
-from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
 from telegrad.reporting.observer import Observer
+from telegrad.reporting.worker_state import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
 from tests.cluster import PATIENCE
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, is_root
