@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
 from telegrad.ext.processes import loopback
-from telegrad.insight.reading.history import Source
+from telegrad.insight.history import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
 from telegrad.reporting.debug_server import HAS_DEBUG_SERVERS
 

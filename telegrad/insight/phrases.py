@@ -89,6 +89,11 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def function_label(name: str) -> str:
+    """Return the name of a function without its object: "to_here" of "to_here() of <RRef 1.2 on 'worker1'>"."""
+    return name.partition("() of ")[0]
+
+
 def line(at: SourceLine) -> str:
     return f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")
 

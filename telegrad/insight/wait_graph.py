@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.history import GroupSnapshot
 from telegrad.reporting import worker_state as states
 from telegrad.reporting.worker_state import CallIn, CallOut, ThreadState, WorkerState
 

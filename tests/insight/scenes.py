@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.history import GroupSnapshot
 from telegrad.reporting.worker_state import (
     LEAVING,
     QUEUED,

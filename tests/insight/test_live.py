@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.events import BACKWARD_PASS, CALLED, CONNECTED, RAN, STAGED, STEPPED, Event
 from telegrad.errors import UsageError
 from telegrad.insight import top
-from telegrad.insight.reading.history import (
+from telegrad.insight.history import (
     BOUNDS,
     KEPT,
     MOST,
@@ -20,12 +20,16 @@ from telegrad.insight.reading.history import (
     GroupHistory,
     GroupSnapshot,
     Rate,
+    detail,
     functions,
+    gantt,
+    lanes,
     percentile,
+    snapshot,
+    spend,
+    training,
 )
-from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
-from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
-from telegrad.insight.top import TopView
+from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, duration, lines, of_group, texts
 from telegrad.reporting.worker_state import RUNNING
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account

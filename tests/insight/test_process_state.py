@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from telegrad.insight.reading import process_report
-from telegrad.insight.reading.process_report import inspect
+from telegrad.insight import seen_groups
+from telegrad.insight.seen_groups import inspect
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the kernel tells nothing of others here")
 
@@ -42,5 +42,5 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
 
 def test_long_lines_of_stacks_take_no_time() -> None:
     begun = time.monotonic()
-    assert process_report._where('File "' * (process_report.LARGEST // 6)) == ""
+    assert seen_groups._where('File "' * (seen_groups.MOST_OF_STACKS // 6)) == ""
     assert time.monotonic() - begun < 10

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from telegrad._core import events
 from telegrad.errors import UsageError
-from telegrad.insight.export.event_counters import BOUNDS, MOST, OTHER, EventCounters
-from telegrad.insight.prometheus import ServedMetrics, register, serve_metrics
+from telegrad.insight.prometheus import BOUNDS, MOST, OTHER, EventCounters, ServedMetrics, register, serve_metrics
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up

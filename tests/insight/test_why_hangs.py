@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import NOTE, Finding
-from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server

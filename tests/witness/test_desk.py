@@ -20,8 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight.reading.history import GroupHistory, GroupSnapshot
-from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad.insight.history import GroupHistory, GroupSnapshot, detail, snapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import TopView

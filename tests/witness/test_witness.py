@@ -24,8 +24,7 @@ from telegrad._core.host.private_files import Folder
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.reading.process_report import inspect
-from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect
 from telegrad.reporting import debug_server, dump
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
