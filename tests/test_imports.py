@@ -58,11 +58,10 @@ ORDER = [
     "directories",
     "insight",
     "compat",
-    "supervision",
     "launch",
 ]
 EXTENSIONS = {"groups", "publishing", "reporting", "pipeline", "weights", "checkpoint", "directories", "insight"}
-EXTENSIONS |= {"supervision", "launch"}
+EXTENSIONS |= {"launch"}
 MOST_FILES = 15  # in a folder
 PURE = [
     "_core/wire/messages.py",
@@ -111,9 +110,8 @@ PURE = [
     "insight/report.py",
     "insight/history.py",
     "insight/chrome_trace.py",
-    "supervision/lines.py",
-    "supervision/roles.py",
-    "supervision/policy.py",
+    "launch/roles.py",
+    "launch/policy.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -285,7 +283,7 @@ def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> N
     modules = (
         "launch.local",
         "launch.worker_command",
-        "supervision.supervisor",
+        "launch.supervisor",
         "insight.command",
         "insight.seen_groups",
     )

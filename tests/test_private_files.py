@@ -103,9 +103,9 @@ ELSEWHERE = {
     ("_core/stores/file_store.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
     ("insight/seen_groups.py", "open"),  # to read, what may have become a pipe
-    ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
-    ("supervision/output.py", "symlink_to"),  # under a random name
-    ("supervision/supervisor.py", "mkdtemp"),  # private, with a random name
+    ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
+    ("launch/output.py", "symlink_to"),  # under a random name
+    ("launch/supervisor.py", "mkdtemp"),  # private, with a random name
 }
 
 
@@ -135,7 +135,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "insight/seen_groups.py",
         "insight/web.py",
     ),
-    *("supervision/run_command.py", "_core/memory/heap.py", "_core/transport/process_state.py"),
+    *("launch/run_command.py", "_core/memory/heap.py", "_core/transport/process_state.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 

@@ -1,4 +1,4 @@
-"""`telegrad top`: the current state of a group's workers in a terminal, and the tables that the dashboard shows, too."""
+"""`telegrad top`: the current state of a group's workers in a terminal; and the tables of the dashboard."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
-from telegrad.supervision.lines import LONGEST, LineBuffer
+from telegrad.launch.output import LONGEST, LineBuffer
 
 if TYPE_CHECKING:
     from typing import Self

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.supervision.policy import (
+from telegrad.launch.policy import (
     ENDED,
     ENDING,
     LONG,
@@ -28,7 +28,7 @@ from telegrad.supervision.policy import (
     SendSignal,
     StartProcess,
 )
-from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Role, RunConfig
+from telegrad.launch.roles import END, POLICIES, RESTART_ROLE, Role, RunConfig
 
 GRACE = 10.0
 SEED = os.environ.get("TELEGRAD_SEED")

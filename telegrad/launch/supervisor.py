@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from time import monotonic
 from typing import IO
@@ -34,15 +34,13 @@ from telegrad.ext.processes import (
     listening_address,
     new_session_options,
     shared_cores,
+    signal_at_parents_end,
     socket_address,
 )
 from telegrad.ext.texts import format_duration
-from telegrad.supervision import children
-from telegrad.supervision.children import Child
-from telegrad.supervision.lines import LineBuffer
-from telegrad.supervision.output import STREAMS, Output
-from telegrad.supervision.policy import Action, EndServing, Log, Policy, SendSignal, StartProcess
-from telegrad.supervision.roles import RunConfig, WorkerSlot
+from telegrad.launch.output import STREAMS, LineBuffer, Output
+from telegrad.launch.policy import Action, EndServing, Log, Policy, SendSignal, StartProcess
+from telegrad.launch.roles import RunConfig, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
@@ -51,8 +49,57 @@ LAST_WORDS = 1.0  # seconds for the storekeeper to end
 MOST_PIECES = 16  # maximum number of reads from an ended worker: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
 CROWD = 1024  # connections that wait until the store is served
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of our launcher
+PIECE = 1 << 16  # bytes
+_RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Source = tuple[str, str]  # a process and one of its streams
+
+
+class Child:
+    """A child process with its own session and process group, which ends with this process, as do all processes that it
+    starts."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._process = subprocess.Popen(
+            [_found(command[0], environment), *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            preexec_fn=_before(os.getpid()),
+            **new_session_options(),
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        self.pid = self._process.pid
+        self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe, False)
+
+    def code(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._process.poll()
+
+    def tell(self, number: int) -> None:
+        """Send a signal to the process, but not to its children."""
+        self._process.send_signal(number)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Kill the rest of the group, and close the pipes. Call it after the process ended."""
+        self.signal(signal.SIGKILL)
+        for stream in self._streams.values():
+            stream.close()
 
 
 class Supervisor:
@@ -116,7 +163,7 @@ class Supervisor:
             if isinstance(key.data, tuple):
                 self._read(key.data)
             elif key.data == "signals":
-                os.read(key.fd, children.PIECE)
+                os.read(key.fd, PIECE)
             else:
                 self._hear_storekeeper()
         self._heed_signals()
@@ -189,7 +236,7 @@ class Supervisor:
         """Read a stream; return True if it had data. At its end, stop watching it."""
         name, stream = source
         pipe = self._children[name].pipes[stream]
-        data = children.read(pipe)
+        data = _available(pipe)
         if data:
             self._output.raw(name, data)
             self._print(name, stream, self._lines[source].feed(data, monotonic()))
@@ -224,7 +271,7 @@ class Supervisor:
         listener = self._listener
         self._storekeeper = process = subprocess.Popen(
             [
-                *(sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper"),
+                *(sys.executable, *SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
                 *([str(listener.fileno()), self._host] if listener is not None else []),
             ],
             stdin=subprocess.PIPE,
@@ -249,7 +296,7 @@ class Supervisor:
             self._to_storekeeper.flush()
 
     def _hear_storekeeper(self) -> None:
-        data = children.read(self._from_storekeeper.fileno())
+        data = _available(self._from_storekeeper.fileno())
         if data:
             self._ready = True
         elif data is not None:
@@ -324,3 +371,35 @@ def _key_for_children(is_alone: bool) -> str:
         create_once(os.path.join(folder, FILE), new_key() + b"\n")
         return folder
     return ""
+
+
+def _available(pipe: int) -> bytes | None:
+    """Return the available data; b"" at the end of the pipe, None if there is none now."""
+    try:
+        return os.read(pipe, PIECE)
+    except BlockingIOError:
+        return None
+
+
+def _found(program: str, environment: Mapping[str, str]) -> str:
+    """Return the path of a program; `python` is this process's interpreter."""
+    if program == "python":
+        return sys.executable
+    found = shutil.which(program, path=environment.get("PATH"))
+    if found is None:
+        raise FileNotFoundError(f"no program {program!r} was found that can be run")
+    return found
+
+
+def _before(parent: int) -> Callable[[], None]:
+    """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
+
+    def prepare() -> None:
+        for number in _RESET:
+            signal.signal(number, signal.SIG_DFL)  # SIGINT is ignored if this process was started in the background
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal_at_parents_end(signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(1)
+
+    return prepare

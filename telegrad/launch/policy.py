@@ -22,7 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 from telegrad.ext.processes import describe_exit
-from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
+from telegrad.launch.roles import END, RESTART_ROLE, Role, WorkerSlot
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # minimum seconds between two starts, by quick failures in a row
