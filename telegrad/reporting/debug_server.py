@@ -30,23 +30,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.ext.processes import HAS_UNIX, Thread
-from telegrad.reporting.worker_state import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
-
-__all__ = [
-    "ACCOUNT",
-    "DUMP",
-    "EVENTS",
-    "GROUP",
-    "GROUP_EVENTS",
-    "DebugAddress",
-    "DebugServer",
-    "ask",
-    "ask_all",
-    "places",
-]
+from telegrad.reporting.worker_state import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"
-HAS_DEBUG_SERVERS = HAS_UNIX
 PATIENCE = 2.0  # seconds to receive a question, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
@@ -81,7 +67,7 @@ class DebugServer:
         """`answer(topic, after)` returns a value that JSON can encode."""
         self._answer = answer
         self._socket: socket.socket | None = None
-        if not HAS_DEBUG_SERVERS:
+        if not HAS_UNIX:
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -135,7 +121,7 @@ def places() -> list[DebugAddress]:
 
     Sockets of other users with names like a worker's are skipped, with a warning.
     """
-    if not HAS_DEBUG_SERVERS:
+    if not HAS_UNIX:
         return []
     me, until = os.geteuid(), monotonic() + FINDING
     named = [(place, inode) for place, inode in _named() if me in (0, place.user)]
@@ -159,48 +145,32 @@ def places() -> list[DebugAddress]:
     return [place for turn in each_first for place in turn if place is not None]
 
 
-def ask(place: DebugAddress, topic: str, after: Any = None, patience: float = PATIENCE) -> Any:
-    """Return the answer of a worker.
-
-    Raises:
-        OSError: the worker did not answer within `patience` seconds.
-        Malformed: the answer is invalid.
-    """
-    answer = ask_all([place], topic, after, patience)[place]
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
 def ask_all(
     asked: Iterable[DebugAddress], topic: str, after: Any = None, patience: float = PATIENCE
 ) -> dict[DebugAddress, Any]:
     """Return the answers of workers within `patience` seconds in all; an OSError or Malformed for each that failed."""
     asked = list(dict.fromkeys(asked))
+    told: dict[DebugAddress, Any] = dict.fromkeys(asked, TimeoutError("it did not answer in time"))
     question = json.dumps({"topic": topic, "after": after}).encode() + b"\n"
-    with _Questions(topic, question) as questions:
-        told = questions.put(asked, monotonic() + patience)
-    late = TimeoutError("it did not answer in time")
-    return {place: _decoded(place, topic, told.get(place, late)) for place in asked}
-
-
-def _decoded(place: DebugAddress, topic: str, line: bytes | Exception) -> Any:
-    if isinstance(line, Exception):
-        return line
-    try:
-        return decode(topic, line)
-    except Malformed as error:
-        return Malformed(f"process {place.pid} sent an invalid answer: {error}")
+    with _Questions(question, OF_A_GROUP if topic in (GROUP, GROUP_EVENTS) else LARGEST) as questions:
+        told |= questions.put(asked, monotonic() + patience)
+    for place, line in told.items():
+        if isinstance(line, bytes):
+            try:
+                told[place] = decode(topic, line)
+            except Malformed as error:
+                told[place] = Malformed(f"process {place.pid} sent an invalid answer: {error}")
+    return told
 
 
 class _Questions:
     """One question to many workers, asked by one thread. Use it in a `with`."""
 
-    def __init__(self, topic: str, question: bytes) -> None:
-        self._is_of_groups = topic in (GROUP, GROUP_EVENTS)
+    def __init__(self, question: bytes, most: int) -> None:
         self._question = question
+        self._most = most  # bytes of one answer of this user
         self._selector = selectors.DefaultSelector()
-        self._talks: dict[DebugAddress, _Query] = {}
+        self._talks: dict[DebugAddress, tuple[socket.socket, bytearray]] = {}  # and the answers received so far
         self._told: dict[DebugAddress, bytes | Exception] = {}
         self._read: Counter[int] = Counter()  # bytes of all answers kept, by user
 
@@ -208,8 +178,8 @@ class _Questions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for talk in self._talks.values():
-            talk.socket.close()
+        for sock, _answer in self._talks.values():
+            sock.close()
         self._selector.close()
 
     def put(self, asked: Iterable[DebugAddress], until: float) -> dict[DebugAddress, bytes | Exception]:
@@ -218,71 +188,59 @@ class _Questions:
         while (waiting or self._talks) and (left := until - monotonic()) > 0:
             for _ in range(min(len(waiting), AT_ONCE - len(self._talks))):
                 place = waiting.popleft()
-                if not self._begin(place):
-                    waiting.append(place)
+                try:
+                    self._begin(place)
+                except OSError as error:
+                    if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
+                        waiting.append(place)  # its accept queue is full, or this process is out of descriptors
+                    else:
+                        self._told[place] = error
             if not self._talks:
                 time.sleep(AGAIN * bool(waiting))
             for key, _ in self._selector.select(min(left, AGAIN) if waiting else left) if self._talks else ():
                 self._go_on(key.data)
         return self._told
 
-    def _begin(self, place: DebugAddress) -> bool:
-        """Connect and send the question. Return False if it has to be tried again later."""
-        try:
-            sock = _connected(place)
-        except OSError as error:
-            if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
-                return False  # the worker's accept queue is full, or this process is out of descriptors
-            self._told[place] = error
-            return True
+    def _begin(self, place: DebugAddress) -> None:
+        """Connect and send the question."""
+        sock = _connected(place)
         try:
             peer = _peer_at(sock)
             if peer.user != place.user:
                 raise PermissionError(f"its socket belongs to user {peer.user}")
             if sock.send(self._question) < len(self._question):
                 raise OSError(EMSGSIZE, "the question does not fit into the buffer of its socket")
-        except OSError as error:
+        except OSError:
             sock.close()
-            self._told[place] = error
-            return True
-        self._talks[place] = talk = _Query(place, sock)
-        self._selector.register(sock, selectors.EVENT_READ, talk)
-        return True
+            raise
+        self._talks[place] = sock, bytearray()
+        self._selector.register(sock, selectors.EVENT_READ, place)
 
-    def _go_on(self, talk: _Query) -> None:
+    def _go_on(self, place: DebugAddress) -> None:
+        sock, answer = self._talks[place]
         try:
-            part = talk.socket.recv(1 << 18)
+            part = sock.recv(1 << 18)
             if not part:
                 raise ConnectionError("it ended before its answer was complete")
-            talk.answer += part
-            self._limit(talk, len(part))
+            answer += part
+            self._limit(place, len(answer), len(part))
             if not part.endswith(b"\n"):
                 return
-            told: bytes | Exception = bytes(talk.answer)
+            self._told[place] = bytes(answer)
         except BlockingIOError:
             return
         except (OSError, Malformed) as error:
-            self._read[talk.place.user] -= len(talk.answer)
-            told = error
-        self._told[talk.place] = told
-        self._selector.unregister(talk.socket)
-        self._talks.pop(talk.place).socket.close()
+            self._read[place.user] -= len(answer)
+            self._told[place] = error
+        self._selector.unregister(sock)
+        self._talks.pop(place)[0].close()
 
-    def _limit(self, talk: _Query, more: int) -> None:
-        own = talk.place.user == os.geteuid()
-        self._read[talk.place.user] += more
-        most = OF_A_GROUP if own and self._is_of_groups else LARGEST
-        if len(talk.answer) > most or self._read[talk.place.user] > (OF_A_GROUP if own else LARGEST):
-            raise Malformed(f"process {talk.place.pid}, or all processes of its user, sent more than {most >> 20} MiB")
-
-
-class _Query:
-    """A connection with a question sent, and the part of the answer received so far."""
-
-    def __init__(self, place: DebugAddress, sock: socket.socket) -> None:
-        self.place = place
-        self.socket = sock
-        self.answer = bytearray()
+    def _limit(self, place: DebugAddress, size: int, more: int) -> None:
+        own = place.user == os.geteuid()
+        self._read[place.user] += more
+        most = self._most if own else LARGEST
+        if size > most or self._read[place.user] > (OF_A_GROUP if own else LARGEST):
+            raise Malformed(f"process {place.pid}, or all processes of its user, sent more than {most >> 20} MiB")
 
 
 # Sockets and their users

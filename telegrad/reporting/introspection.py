@@ -21,7 +21,7 @@ from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
 from telegrad.reporting import dump
 from telegrad.reporting.debug_server import DebugServer
 from telegrad.reporting.dump import Dumper, Signalled, recorder
-from telegrad.reporting.observer import Observer, Parts
+from telegrad.reporting.observer import Observer
 from telegrad.reporting.worker_state import (
     ACCOUNT,
     CALL,
@@ -149,7 +149,7 @@ class Introspection(WorkerExtension):
         self._closed = False
 
     def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
-        self.observer.watch(Parts(worker.agent, worker.references, worker.conductor, rank, size, place))
+        self.observer.watch(worker, rank, size, place)
         self._inquiry = StateQueries(worker.agent, self._answer)
 
     def on_join(self, worker: Worker) -> None:

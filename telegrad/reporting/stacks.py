@@ -70,19 +70,14 @@ def _stack_of(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-def line_of(frame: FrameType) -> SourceLine:
-    """Return the current line of a frame."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, number).strip()
-    return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
-
-
 def user_line(frames: list[FrameType]) -> SourceLine | None:
     """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
     for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):
-            if not is_foreign(frame.f_code.co_filename):
-                return line_of(frame)
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            if not is_foreign(file):
+                text = linecache.getline(file, number).strip()
+                return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
     return None
 
 
@@ -109,17 +104,13 @@ def is_users(frame: FrameType) -> bool:
     return not is_library(frame.f_code.co_filename)
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith((_OWN, "<frozen"))
-
-
 def _is_installed(file: str) -> bool:
     return any(folder in file for folder in _INSTALLED)
 
 
 def _is_pythons(file: str) -> bool:
     """Return True for a file of Python itself or of this package."""
-    return _is_own(file) or (file.startswith(_STANDARD) and not _is_installed(file))
+    return file.startswith((_OWN, "<frozen")) or (file.startswith(_STANDARD) and not _is_installed(file))
 
 
 def is_library(file: str) -> bool:

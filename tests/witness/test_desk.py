@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.sockets import HAS_UNIX
 from telegrad.insight.history import GroupHistory, GroupSnapshot, detail, snapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
@@ -32,7 +33,7 @@ from tests.cluster import PATIENCE
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, is_root
 
-pytestmark = pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
+pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")
 ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
 Talk = Callable[[socket.socket], object]
 
