@@ -110,7 +110,6 @@ PURE = [
     "insight/report.py",
     "insight/history.py",
     "insight/chrome_trace.py",
-    "launch/roles.py",
     "launch/policy.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}

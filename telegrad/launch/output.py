@@ -86,7 +86,9 @@ class Output:
             file.write(data)
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
-        """Write a worker's lines to this program's stream."""
+        """Write a worker's lines, if any, to this program's stream."""
+        if not lines:
+            return
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._last.setdefault(name, deque(maxlen=LAST_LINES)).extend(lines)
         prefix = f"\033[{colour}m[{name}]\033[0m " if self._coloured[stream] else f"[{name}] "

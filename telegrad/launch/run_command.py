@@ -11,7 +11,7 @@ from typing import Any
 from telegrad.errors import UsageError
 from telegrad.ext.processes import loopback
 from telegrad.launch.output import Output
-from telegrad.launch.roles import POLICIES, read
+from telegrad.launch.policy import POLICIES, read
 from telegrad.launch.supervisor import Supervisor
 
 WRONG = 2  # the exit code for wrong arguments, or an address that cannot be used

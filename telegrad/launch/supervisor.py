@@ -39,8 +39,7 @@ from telegrad.ext.processes import (
 )
 from telegrad.ext.texts import format_duration
 from telegrad.launch.output import STREAMS, LineBuffer, Output
-from telegrad.launch.policy import Action, EndServing, Log, Policy, SendSignal, StartProcess
-from telegrad.launch.roles import RunConfig, WorkerSlot
+from telegrad.launch.policy import Action, EndServing, Log, Policy, RunConfig, SendSignal, StartProcess, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
@@ -65,7 +64,7 @@ class Child:
         Raises:
             OSError: it cannot be started.
         """
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [_found(command[0], environment), *command[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -74,21 +73,13 @@ class Child:
             preexec_fn=_before(os.getpid()),
             **new_session_options(),
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
-        self.pid = self._process.pid
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+        self.pid = self.process.pid
         self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
-
-    def code(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        return self._process.poll()
-
-    def tell(self, number: int) -> None:
-        """Send a signal to the process, but not to its children."""
-        self._process.send_signal(number)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and its whole group."""
@@ -168,13 +159,13 @@ class Supervisor:
                 self._hear_storekeeper()
         self._heed_signals()
         for name, child in list(self._children.items()):
-            if (code := child.code()) is not None:
+            if (code := child.process.poll()) is not None:
                 self._bury(name, child)
                 self._do(self._policy.ended(name, code, monotonic()))
         now = monotonic()
         self._do(self._policy.look(now))
         for (name, stream), lines in self._lines.items():
-            self._print(name, stream, lines.look(now))
+            self._output.lines(name, stream, lines.look(now))
 
     def _heed_signals(self) -> None:
         while self._signals:
@@ -186,7 +177,7 @@ class Supervisor:
                 self._output.say(self._status())
             elif number == FORWARDED:
                 for child in self._children.values():
-                    child.tell(number)
+                    child.process.send_signal(number)  # not to its children
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -202,10 +193,10 @@ class Supervisor:
 
     def _status(self) -> str:
         lines = []
-        for one in self._policy.statuses():
+        for one in self._policy.slots.values():
             process = f", process {self._children[one.name].pid}" if one.name in self._children else ""
             lasts = format_duration(monotonic() - one.since)
-            lines.append(f"{one.name} {one.state} for {lasts}, restarts: {one.restarts}{process}")
+            lines.append(f"{one.name} {one.state} for {lasts}, restarts: {max(0, one.starts - 1)}{process}")
         return "\n".join(lines)
 
     # Workers
@@ -239,15 +230,11 @@ class Supervisor:
         data = _available(pipe)
         if data:
             self._output.raw(name, data)
-            self._print(name, stream, self._lines[source].feed(data, monotonic()))
+            self._output.lines(name, stream, self._lines[source].feed(data, monotonic()))
         elif data is not None:
             self._selector.unregister(pipe)
             del self._children[name].pipes[stream]
         return bool(data)
-
-    def _print(self, name: str, stream: str, lines: list[bytes]) -> None:
-        if lines:
-            self._output.lines(name, stream, lines)
 
     def _bury(self, name: str, child: Child) -> None:
         """Handle the end of a process: read the rest of its output from the pipes."""
@@ -258,7 +245,7 @@ class Supervisor:
                     break
             if stream in child.pipes:
                 self._selector.unregister(child.pipes[stream])
-            self._print(name, stream, self._lines.pop((name, stream)).flush())
+            self._output.lines(name, stream, self._lines.pop((name, stream)).flush())
         child.close()
         del self._children[name]
         self._tell_storekeeper(f"-{child.pid}")
