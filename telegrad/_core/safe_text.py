@@ -2,7 +2,7 @@
 
 Terminals obey control characters, and bidirectional marks make a line look like another one. Function names, exception
 texts, paths and host names from other processes can contain them. They are escaped once: where
-`reporting/worker_state.py` decodes an answer, and where a record enters the log.
+`reporting/__init__.py` decodes an answer, and where a record enters the log.
 """
 
 from __future__ import annotations

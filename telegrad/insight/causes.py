@@ -31,34 +31,9 @@ from telegrad.insight.phrases import (
     who,
 )
 from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
-from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
+from telegrad.reporting import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
-
-# The title and the detail lines, by kind of node and of finding.
-TEXTS = {
-    (CALL, "underway"): (
-        "{to} has no record of a call of {function} that {worker} made {ago} ago.",
-        "{to} answers (it is {phase}): it seems that the call has not arrived, because no connection can be made, or "
-        "that its answer is still on the way",
-    ),
-    (CALL, "turn"): ("{calls} not started{age}, although slots are free: other calls go first, it seems.",),
-    (CALL, "value"): (
-        "{worker} waits for a value of {to} that has not been created{age}; nothing there seems to create it.",
-    ),
-    (CALL, "unfinished"): (
-        "{calls} returned a future or a coroutine that has not finished{age}.",
-        "{to} has no call of its own that this waits for: a future was never set, it seems, or the coroutine "
-        "awaits something else",
-    ),
-    (CALL, "busy"): ("{calls} not finished{age}; the thread that runs it is not known.",),
-    (WORKER, "silent"): ("{worker} does not answer: {silent}.",),
-    (WORKER, "gone"): ("{worker} is no longer in the group ({gone}), and others still wait for it.",),
-    (WORKER, "unknown"): (
-        "Others wait for {worker}, and no worker of that name has joined.",
-        "These workers have: {names}",
-    ),
-}
 
 _MEETS = re.compile(
     r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
@@ -239,7 +214,7 @@ class Causes:
                 details, weight = self._main_of(first.worker), NOTE if leaving else None
             elif first.kind in (CALL, WORKER):
                 workers = [first.to or first.worker]
-                title, *details = (text.format(**self._words(first, len(nodes))) for text in TEXTS[first.kind, kind])
+                title, *details = self._texts(kind, first, len(nodes))
             else:
                 title = f"A backward pass waits for {several(workers)}, where no thread works on it, it seems."
                 details = self._main_of(workers[0])
@@ -280,16 +255,34 @@ class Causes:
             return {"future": "unfinished", "value": "value", "backward": "backward"}.get(what, "wait")
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
 
-    def _words(self, node: Node, count: int) -> dict[str, object]:
-        """Return the values for the placeholders in `TEXTS`."""
-        graph, age, function = self._graph, self._graph.age(node), self._graph.function(node)
-        calls = f"{count} calls of {function} on {node.to} have" if count > 1 else f"{function} on {node.to} has"
-        return {
-            **node._asdict(), "function": function, "calls": calls, "age": lasting(age), "ago": seconds(age),
-            "phase": graph.accounts[node.to]["phase"] if node.to else "", "gone": graph.gone.get(node.worker),
-            "silent": graph.sight.silent.get(node.worker, "nothing is known about it"),
-            "names": several(sorted(graph.accounts)),
-        }  # fmt: skip
+    def _texts(self, kind: str, node: Node, count: int) -> list[str]:
+        """Return the title and details for calls or a worker, from which nothing leads on."""
+        graph, to, worker, age = self._graph, node.to, node.worker, lasting(self._graph.age(node))
+        function = graph.function(node)
+        calls = f"{count} calls of {function} on {to} have" if count > 1 else f"{function} on {to} has"
+        match kind:
+            case "underway":
+                title = f"{to} has no record of a call of {function} that {worker} made {seconds(graph.age(node))} ago."
+                hint = f"{to} answers (it is {graph.accounts[to]['phase']}): it seems that the call has not arrived,"
+                return [title, f"{hint} because no connection can be made, or that its answer is still on the way"]
+            case "turn":
+                return [f"{calls} not started{age}, although slots are free: other calls go first, it seems."]
+            case "value":
+                title = f"{worker} waits for a value of {to} that has not been created{age}; nothing there seems to"
+                return [f"{title} create it."]
+            case "unfinished":
+                hint = f"{to} has no call of its own that this waits for: a future was never set, it seems, or the"
+                title = f"{calls} returned a future or a coroutine that has not finished{age}."
+                return [title, f"{hint} coroutine awaits something else"]
+            case "busy":
+                return [f"{calls} not finished{age}; the thread that runs it is not known."]
+            case "silent":
+                why = graph.sight.silent.get(worker, "nothing is known about it")
+                return [f"{worker} does not answer: {why}."]
+            case "gone":
+                return [f"{worker} is no longer in the group ({graph.gone[worker]}), and others still wait for it."]
+        title = f"Others wait for {worker}, and no worker of that name has joined."
+        return [title, f"These workers have: {several(sorted(graph.accounts))}"]
 
     def _thread(self, kind: str, first: Node, nodes: list[Node]) -> tuple[str, list[str], int | None]:
         """Return the title and details for threads at the same line, and a weight if it differs from the kind's."""

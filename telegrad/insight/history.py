@@ -14,7 +14,7 @@ from itertools import islice, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from telegrad.ext.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
-from telegrad.reporting.worker_state import QUEUED, WorkerState, counts
+from telegrad.reporting import QUEUED, WorkerState, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
@@ -52,14 +52,6 @@ class Source(Protocol):
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         """Return the events of each worker after its time in `after`, on the worker's own clock; oldest first."""
-
-
-class Memory(NamedTuple):
-    """The memory of a worker at one moment, in bytes."""
-
-    time: float
-    resident: int
-    shared: int
 
 
 class Recent(NamedTuple):
@@ -104,7 +96,8 @@ class GroupHistory:
         self.before: GroupSnapshot | None = None
         self.sight = GroupSnapshot((), {})
         self.last: dict[str, WorkerState] = {}  # the latest state of each worker, including silent ones
-        self.memory: dict[str, deque[Memory]] = defaultdict(lambda: deque(maxlen=LOOKS))
+        # Times, and the resident bytes of each worker's process.
+        self.memory: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=LOOKS))
         self.trouble = ""  # why the latest query failed; "" if it did not
         self._events: dict[str, dict[str, deque[Event]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
         self._shifts: dict[str, tuple[object, float]] = {}  # by worker: its process, and its clock's zero on our clock
@@ -132,7 +125,7 @@ class GroupHistory:
             if self._shifts.get(name, ("",))[0] != process:  # a new process has a new clock
                 self._shifts[name] = process, account["time"] - account["clock"] - self.epoch
                 self._after[name] = account["clock"] - SECONDS
-            self.memory[name].append(Memory(self.now, account["memory"], account["shared"]))
+            self.memory[name].append((self.now, account["memory"]))
         self.last = {name: account for name, account in self.last.items() if name in sight.silent} | accounts
         return dict(self._after)
 
@@ -440,10 +433,7 @@ def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:
 
 def _rounded(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
     """Return rows with times rounded to microseconds, since times are most of the data; infinite times become None."""
-    return [[_short(value) for value in row] for row in rows]
-
-
-def _short(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    return round(value, 6) if math.isfinite(value) else None
+    return [
+        [(round(each, 6) if math.isfinite(each) else None) if isinstance(each, float) else each for each in row]
+        for row in rows
+    ]

@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting.worker_state import QUEUED, SourceLine, ThreadState
+from telegrad.reporting import QUEUED, SourceLine, ThreadState
 
 NOTE = 10  # findings of this weight and below are not hangs
 

@@ -20,8 +20,8 @@ from telegrad.ext.processes import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
+from telegrad.reporting import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.reporting.introspection import introspection_of
-from telegrad.reporting.worker_state import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.version import VERSION
 
 try:

@@ -29,7 +29,7 @@ from telegrad.insight.phrases import (
     status,
 )
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.reporting.worker_state import JOINING, LEAVING, QUEUED, RUNNING, WaitState, WorkerState, counts
+from telegrad.reporting import JOINING, LEAVING, QUEUED, RUNNING, WaitState, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
 COLUMNS = 100

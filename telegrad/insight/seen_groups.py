@@ -21,11 +21,10 @@ from telegrad.ext.processes import STOPPED, state_of, stopped
 from telegrad.ext.texts import safe
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import several
-from telegrad.reporting import debug_server
+from telegrad.reporting import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, ask_all
 from telegrad.reporting.dump import LARGEST
 from telegrad.reporting.stacks import is_library
-from telegrad.reporting.worker_state import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, decode
 
 if TYPE_CHECKING:
     from telegrad.reporting.introspection import Introspection

@@ -15,7 +15,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
 from telegrad.ext.texts import safe
 from telegrad.insight.history import GroupHistory, Source, functions
-from telegrad.reporting.worker_state import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
+from telegrad.reporting import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
 
 LEAST = 0.2  # minimum seconds between two queries
 NOTES = 3  # maximum number of lines with problems

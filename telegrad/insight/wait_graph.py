@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from telegrad import reporting as states
 from telegrad.insight.history import GroupSnapshot
-from telegrad.reporting import worker_state as states
-from telegrad.reporting.worker_state import CallIn, CallOut, ThreadState, WorkerState
+from telegrad.reporting import CallIn, CallOut, ThreadState, WorkerState
 
 CALL, THREAD = "call", "thread"
 SLOTS = "slots"  # the wait until one of a worker's slots is free

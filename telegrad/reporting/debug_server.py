@@ -30,7 +30,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.ext.processes import HAS_UNIX, Thread
-from telegrad.reporting.worker_state import GROUP, GROUP_EVENTS, Malformed, decode
+from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"
 PATIENCE = 2.0  # seconds to receive a question, and to send the answer

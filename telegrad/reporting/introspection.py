@@ -18,11 +18,7 @@ from telegrad.ext.events import Event
 from telegrad.ext.processes import Thread
 from telegrad.ext.texts import safe
 from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
-from telegrad.reporting import dump
-from telegrad.reporting.debug_server import DebugServer
-from telegrad.reporting.dump import Dumper, Signalled, recorder
-from telegrad.reporting.observer import Observer
-from telegrad.reporting.worker_state import (
+from telegrad.reporting import (
     ACCOUNT,
     CALL,
     DUMP,
@@ -34,7 +30,11 @@ from telegrad.reporting.worker_state import (
     WorkerState,
     checked,
     decode,
+    dump,
 )
+from telegrad.reporting.debug_server import DebugServer
+from telegrad.reporting.dump import Dumper, Signalled, recorder
+from telegrad.reporting.observer import Observer
 
 PATIENCE = 1.5  # seconds
 AT_ONCE = 0.1  # seconds, for the question about a call that timed out

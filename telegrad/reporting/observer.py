@@ -18,9 +18,7 @@ from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
-from telegrad.reporting import stacks
-from telegrad.reporting.dump import recorder
-from telegrad.reporting.worker_state import (
+from telegrad.reporting import (
     JOINING,
     MEETINGS,
     MEMBER,
@@ -34,7 +32,9 @@ from telegrad.reporting.worker_state import (
     WaitState,
     WorkerState,
     listed,
+    stacks,
 )
+from telegrad.reporting.dump import recorder
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 

@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 
 from telegrad.ext.processes import in_child, renewed
-from telegrad.reporting.worker_state import SourceLine
+from telegrad.reporting import SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep

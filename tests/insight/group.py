@@ -9,7 +9,7 @@ from benchmarks.schedule_simulation import simulate
 from telegrad._core.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
 from telegrad.insight.history import GroupSnapshot
 from telegrad.pipeline.pipeline_schedule import plan
-from telegrad.reporting.worker_state import RUNNING, WorkerState
+from telegrad.reporting import RUNNING, WorkerState
 from tests.insight import accounts
 from tests.insight.accounts import START
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.insight.history import GroupSnapshot
-from telegrad.reporting.worker_state import (
+from telegrad.reporting import (
     LEAVING,
     QUEUED,
     RUNNING,

@@ -20,7 +20,6 @@ from telegrad.insight.history import (
     GroupHistory,
     GroupSnapshot,
     Rate,
-    detail,
     functions,
     gantt,
     lanes,
@@ -29,8 +28,8 @@ from telegrad.insight.history import (
     spend,
     training,
 )
-from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, duration, lines, of_group, texts
-from telegrad.reporting.worker_state import RUNNING
+from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, detail, duration, lines, of_group, texts
+from telegrad.reporting import RUNNING
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account
 
@@ -112,7 +111,7 @@ def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
     )
     history = history_of(one, two)
     assert (history.before, history.sight) == (one, two)
-    assert [each.resident for each in history.memory["a"]] == [1, 2]
+    assert [resident for _, resident in history.memory["a"]] == [1, 2]
     history.add(GroupSnapshot([], {"a": "does not answer"}))
     assert (history.now, history.sight.silent, list(history.last)) == (1, {"a": "does not answer"}, ["a"])
     history.add(GroupSnapshot([account("c", START + 2)], {}))

@@ -21,14 +21,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from telegrad._core.sockets import HAS_UNIX
-from telegrad.insight.history import GroupHistory, GroupSnapshot, detail, snapshot
+from telegrad.insight.history import GroupHistory, GroupSnapshot, snapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
-from telegrad.insight.top import TopView
-from telegrad.reporting import debug_server
+from telegrad.insight.top import TopView, detail
+from telegrad.reporting import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.observer import Observer
-from telegrad.reporting.worker_state import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
 from tests.cluster import PATIENCE
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, is_root

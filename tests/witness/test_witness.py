@@ -26,10 +26,20 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect
-from telegrad.reporting import debug_server, dump
+from telegrad.reporting import (
+    DUMP,
+    MEMBER,
+    MOST_ALIKE,
+    QUEUED,
+    RUNNING,
+    UNFINISHED,
+    WorkerState,
+    counts,
+    debug_server,
+    dump,
+)
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
-from telegrad.reporting.worker_state import DUMP, MEMBER, MOST_ALIKE, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
