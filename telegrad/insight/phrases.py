@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting import QUEUED, SourceLine, ThreadState
+from telegrad.reporting import QUEUED, ThreadState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -94,13 +94,12 @@ def function_label(name: str) -> str:
     return name.partition("() of ")[0]
 
 
-def line(at: SourceLine) -> str:
-    return f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")
-
-
 def lines_of(thread: ThreadState | None) -> list[str]:
     """Return the line that a thread executes, if it is known."""
-    return [line(thread["at"])] if thread is not None and thread["at"] is not None else []
+    at = thread["at"] if thread is not None else None
+    if at is None:
+        return []
+    return [f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")]
 
 
 def thread_state(thread: ThreadState) -> str:

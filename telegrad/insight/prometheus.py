@@ -163,11 +163,26 @@ def own_account() -> WorkerState:
     return introspection_of(current.joined()).account()
 
 
-class Metrics(Collector):
-    def __init__(self, account: Callable[[], WorkerState]) -> None:
+class RegisteredCollector(Collector):
+    """Metrics in a registry, until `close`."""
+
+    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
         """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
         self.counters = EventCounters()
         self._account = account
+        self._registry = registry
+        try:
+            registry.register(self)
+        except ValueError:
+            raise UsageError(
+                "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
+                "pass another registry"
+            ) from None
+        events.add(self.counters)
+
+    def close(self) -> None:
+        events.remove(self.counters)
+        self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
         return self._of_events()
@@ -252,26 +267,6 @@ def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence
     return family
 
 
-class RegisteredCollector:
-    """Metrics in a registry, until `close`."""
-
-    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.metrics = Metrics(account)
-        try:
-            registry.register(self.metrics)
-        except ValueError:
-            raise UsageError(
-                "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
-                "pass another registry"
-            ) from None
-        events.add(self.metrics.counters)
-
-    def close(self) -> None:
-        events.remove(self.metrics.counters)
-        self._registry.unregister(self.metrics)
-
-
 def register(
     registry: CollectorRegistry = REGISTRY, account: Callable[[], WorkerState] = own_account
 ) -> RegisteredCollector:
@@ -302,19 +297,16 @@ class ServedMetrics(RegisteredCollector):
         super().__init__(account, registry)
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-            self._server = BoundedServer(
-                str(address), port, type("_MetricsHandler", (_MetricsHandler,), {"registry": registry})
-            )
-        except (OSError, OverflowError) as error:
+            self._server = BoundedServer(str(address), port, _MetricsHandler.factory(registry))
+        except BaseException as error:
             super().close()
+            if not isinstance(error, OSError | OverflowError):
+                raise
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
                 f"metrics cannot be served at {host}:{port} ({why}): each worker of a host needs a port of its own, or "
                 "0 for a free one"
             ) from None
-        except BaseException:
-            super().close()
-            raise
         self.host, self.port = host, self._server.port
         self._server.start("telegrad metrics")
 

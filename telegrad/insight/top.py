@@ -145,10 +145,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}" if minutes < 6000 else f"{minutes // 1440}d"
 
 
-def _used(slots: tuple[int, int]) -> str:
-    return f"{slots[0]}/{slots[1]}"
-
-
+_used = "{0[0]}/{0[1]}".format  # of slots, busy and all
 WORKERS: Columns = {
     "worker": str, "rank": count, "phase": str, "in/s": count, "out/s": count, "flight": count, "run": count,
     "queue": count, "slots": _used, "sent/s": amount, "got/s": amount, "shared": amount, "owned": count,

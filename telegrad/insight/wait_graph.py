@@ -170,7 +170,7 @@ class WaitGraph(GroupIndex):
         self._edges: dict[Node, list[Edge]] = {}
         self._late = self._not_in_shutdown()
         self.starts = self._long_waits()
-        self.nodes = search(self.starts, self._following)
+        self.nodes = search(self.starts, lambda node: [edge.to for edge in self.edges(node)])
         self.into: dict[Node, list[tuple[Node, Edge]]] = defaultdict(list)
         for node in self.nodes:
             for edge in self.edges(node):
@@ -222,9 +222,6 @@ class WaitGraph(GroupIndex):
             for node in lot & blocked.keys():
                 del blocked[node]
         return found
-
-    def _following(self, node: Node) -> list[Node]:
-        return [edge.to for edge in self.edges(node)]
 
     # Long waits
 
@@ -389,7 +386,12 @@ class WaitGraph(GroupIndex):
         lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
         if lock is None or at is None:
             return []
-        others = [other for other in self.threads_of(node.worker) if other != node and self._may_hold(other, lock)]
+        others = [
+            other
+            for other in self.threads_of(node.worker)
+            if (thread := self.threads[other])["at"] is not None and other != node
+            if lock_of(thread) != lock and self.wait(other) not in AT_REST
+        ]
         waiting = [
             other for other in others if node in search([other], lambda each: [edge.to for edge in self._direct(each)])
         ]
@@ -397,10 +399,6 @@ class WaitGraph(GroupIndex):
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
         guesses = waiting or near or others
         return _guesses("lock", guesses) if len(guesses) <= MOST_GUESSES else []
-
-    def _may_hold(self, other: Node, lock: str) -> bool:
-        thread = self.threads[other]
-        return thread["at"] is not None and lock_of(thread) != lock and self.wait(other) not in AT_REST
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
         """Return the threads of a worker that run user functions called from code that matches a pattern."""

@@ -69,7 +69,8 @@ class Output:
             OSError: it cannot be made.
         """
         self.folder = _fresh(folder)
-        self._coloured = {stream: _takes_colours(descriptor) for stream, descriptor in STREAMS.items()}
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._coloured = {stream: colours and os.isatty(descriptor) for stream, descriptor in STREAMS.items()}
         self._files: dict[str, RawIOBase] = {}
         self._colours: dict[str, int] = {NAME: _OURS}
         self._last: dict[str, deque[bytes]] = {}
@@ -134,7 +135,3 @@ def _write(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select((), (descriptor,), ())
-
-
-def _takes_colours(descriptor: int) -> bool:
-    return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -87,8 +87,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """Kill the rest of the group, and close the pipes. Call it after the process ended."""
-        self.signal(signal.SIGKILL)
+        """Close the pipes. Call it after the process ended."""
         for stream in self._streams.values():
             stream.close()
 

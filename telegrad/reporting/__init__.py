@@ -252,16 +252,8 @@ def _dict_of(check: _Check) -> _Check:
     return checked
 
 
-def _one_of(checks: list[_Check]) -> _Check:
-    def checked(value: Any, where: str) -> Any:
-        for check in checks[:-1]:
-            try:
-                return check(value, where)
-            except Malformed:
-                pass
-        return checks[-1](value, where)
-
-    return checked
+def _optional(check: _Check) -> _Check:
+    return lambda value, where: None if value is None else check(value, where)
 
 
 def _fields(checks: dict[str, _Check], required: frozenset[str]) -> _Check:
@@ -290,14 +282,19 @@ def _check_for(kind: Any) -> _Check:
     if origin is dict:
         return _dict_of(_check_for(inner[1]))
     if origin in (Union, types.UnionType):
-        return _one_of([_check_for(each) for each in inner])
+        return _optional(_check_for(inner[0]))  # of `X | None`
     checks = {name: _check_for(each) for name, each in typing.get_type_hints(kind).items()}
     return _fields(checks, kind.__required_keys__)
 
 
 # Events
 
-_SCALAR = _one_of([_number, _none, _text])
+
+def _scalar(value: Any, where: str) -> Any:
+    return _text(value, where) if isinstance(value, str) else _number(value, where)
+
+
+_SCALAR = _optional(_scalar)
 _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, as in `_core/events.py`
     events.CALLED: (_text, _integer, _text, _integer, _text),
     events.RAN: (_text, _integer, _text, _text),
