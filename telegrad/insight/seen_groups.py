@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import Event
@@ -214,36 +214,31 @@ def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:
         return {}
     looked = dict(islice(silent.items(), MOST_LOOKED_AT))
     with ThreadPoolExecutor(min(AT_ONCE, len(looked))) as pool:
-        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks).state), looked.values())
+        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks)), looked.values())
         return dict.fromkeys(silent, "it did not answer in time") | dict(zip(looked, states, strict=True))
 
 
 # Inspect a process of this host that does not answer
 
 
-class ProcessState(NamedTuple):
-    state: str  # for users
-    stacks: str  # of all threads, as Python's faulthandler writes them; empty if unavailable
-
-
-def inspect(pid: int, stacks: int) -> ProcessState:
-    """Inspect a process for WATCH seconds. `stacks` is its descriptor of the file for its stacks, or -1."""
+def inspect(pid: int, stacks: int) -> str:
+    """Return the state of a process, which takes WATCH seconds. `stacks` is its descriptor of the file for its stacks,
+    or -1."""
     first = state_of(pid)
     if first is None:
-        return ProcessState("its process has ended", "")
+        return "its process has ended"
     state, used = first
     if state in STOPPED:
-        return ProcessState(stopped(pid), "")
+        return stopped(pid)
     if state == "Z":
-        return ProcessState("its process has ended, and its parent has not waited for it", "")
-    written = _stacks_of(pid, stacks) if stacks >= 0 else ""
+        return "its process has ended, and its parent has not waited for it"
+    where = _where(stacks_of(pid, stacks)) if stacks >= 0 else ""
     time.sleep(WATCH)
     later = state_of(pid)
     if later is None:
-        return ProcessState("its process has ended", written)
+        return "its process has ended"
     does = "is busy" if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK") else "sleeps"
-    where = _where(written)
-    return ProcessState(f"its process ({pid}) {does}, and one of its threads holds the interpreter{where}", written)
+    return f"its process ({pid}) {does}, and one of its threads holds the interpreter{where}"
 
 
 def _where(stacks: str) -> str:
@@ -257,8 +252,9 @@ def _where(stacks: str) -> str:
     return ""
 
 
-def _stacks_of(pid: int, descriptor: int) -> str:
-    """Make a process write its stacks; return them, or "" if it fails. This works while its interpreter is held."""
+def stacks_of(pid: int, descriptor: int) -> str:
+    """Make a process write its stacks; return them as faulthandler writes them, or "" if it fails. This works while its
+    interpreter is held."""
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         found = os.stat(path)

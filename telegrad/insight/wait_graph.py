@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from telegrad import reporting as states
 from telegrad.insight.history import GroupSnapshot
-from telegrad.reporting import CallIn, CallOut, ThreadState, WorkerState
+from telegrad.reporting import CallIn, CallOut, PassOut, ThreadState, WorkerState
 
 CALL, THREAD = "call", "thread"
 SLOTS = "slots"  # the wait until one of a worker's slots is free
@@ -75,6 +75,7 @@ class GroupIndex:
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
         self.calls_in: dict[Node, CallIn] = {}
+        self.passes: dict[Node, PassOut] = {}
         self.serves: dict[Node, Node] = {}  # the call that a thread runs
         self.awaits: dict[Node, list[Node]] = defaultdict(list)  # the calls that a thread waits for
         self.unattended: dict[str, list[Node]] = {}  # by caller, calls for which no thread waits; oldest first
@@ -84,6 +85,8 @@ class GroupIndex:
                 self.threads[node] = thread
                 if thread["name"] == "MainThread":
                     self.mains[me] = node
+            for each in account["passes"]:
+                self.passes[Node(PASS, me, each["number"], context=each["context"])] = each
             for out in account["calls_out"]:
                 call = Node(CALL, me, out["number"], out["to"])
                 self.calls_out[call] = out
@@ -230,13 +233,7 @@ class WaitGraph(GroupIndex):
         calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
         threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
         waited_for = {edge.to for thread in threads for edge in self.edges(thread)}
-        passes = [
-            node
-            for name, account in self.accounts.items()
-            for each in account["passes"]
-            if (node := Node(PASS, name, each["number"], context=each["context"])) not in waited_for
-            and each["age"] >= self.long
-        ]
+        passes = [node for node, each in self.passes.items() if node not in waited_for and each["age"] >= self.long]
         return [*calls, *threads, *passes]
 
     def _is_long(self, node: Node) -> bool:
@@ -302,7 +299,7 @@ class WaitGraph(GroupIndex):
             hopeful = at is not None and _WAITS_FOR_FUTURES.search(at["text"])
             return _guesses("future", self._unattended(me, since)) if hopeful else []
         if what == "backward":
-            passes = [Node(PASS, me, each["number"], context=each["context"]) for each in self.accounts[me]["passes"]]
+            passes = [each for each in self.passes if each.worker == me]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
         if what == "value" and set(wait["on"]) <= {me}:
             running = (call for call in self.came(me, states.RUNNING) if call != self.serves.get(node))
@@ -317,10 +314,7 @@ class WaitGraph(GroupIndex):
 
     def _of_pass(self, node: Node) -> list[Edge]:
         """Return the edges of a pass to the workers that run code in it; the others may be waiting for these."""
-        passes = self.accounts[node.worker]["passes"]
-        owing = next(
-            each["owing"] for each in passes if (each["context"], each["number"]) == (node.context, node.number)
-        )
+        owing = self.passes[node]["owing"]
         silent = [name for name in owing if name not in self.accounts]
         busy = [name for name in owing if name in self.accounts and self._inside(name, _AUTOGRAD)]
         nodes = [Node(WORKER, name) for name in silent]

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from telegrad.insight import seen_groups
-from telegrad.insight.seen_groups import inspect
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the kernel tells nothing of others here")
 
@@ -31,7 +30,7 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
         with subprocess.Popen(program, pass_fds=[opened], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert inspect(process.pid, opened).stacks == ""
+            assert seen_groups.stacks_of(process.pid, opened) == ""
             assert process.poll() is None
             assert process.stdin is not None
             process.stdin.close()

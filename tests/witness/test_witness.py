@@ -25,7 +25,7 @@ from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect, stacks_of
 from telegrad.reporting import (
     DUMP,
     MEMBER,
@@ -272,7 +272,7 @@ def _own_look() -> dict[str, str]:
 
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
-    assert inspect(1 << 22, -1).state == "its process has ended"
+    assert inspect(1 << 22, -1) == "its process has ended"
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
@@ -344,7 +344,7 @@ def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -
         before = program.run(_stacks_file)
         assert program.run(_write_stacks_to_self)
         program.run(_use_signal)
-        assert inspect(program.pid, before).stacks == ""
+        assert stacks_of(program.pid, before) == ""
         assert not program.run(_has_heard)
         program.run(rpc.shutdown)
         program.kill(signal.SIGUSR2)
