@@ -17,11 +17,11 @@ from telegrad._core.processes import (
 from telegrad._core.sockets import HAS_UNIX, shut, tune_tcp
 from telegrad._core.stores.address import is_address, knock, listening_address, loopback
 from telegrad._core.threads import Background, Thread, run_in_thread
-from telegrad._core.transport.process_state import STOPPED, state_of, stopped
+from telegrad._core.transport.process_state import STOPPED, credentials, state_of, stopped
 
 __all__ = [
-    "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "describe_exit", "error_text",
-    "family_of", "forks", "in_child", "install", "instances", "interrupts", "is_address", "knock",
+    "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "credentials", "describe_exit",
+    "error_text", "family_of", "forks", "in_child", "install", "instances", "interrupts", "is_address", "knock",
     "listening_address", "loopback", "new_session_options", "quoted", "raised_by_handler", "renewed",
     "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "socket_address", "state_of", "stopped",
     "translate_error", "tune_tcp", "uninterrupted",

@@ -21,7 +21,6 @@ import re
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -29,7 +28,7 @@ from errno import EMFILE, EMSGSIZE
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.ext.processes import HAS_UNIX, Thread
+from telegrad.ext.processes import HAS_UNIX, Thread, credentials
 from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"
@@ -47,7 +46,6 @@ _NAME = re.compile(
 )
 
 log = logging.getLogger("telegrad")
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 class DebugAddress(NamedTuple):
@@ -110,7 +108,7 @@ class DebugServer:
 
     def _tell(self, asking: socket.socket) -> None:
         """Answer one question, unless another user asks."""
-        if _peer_at(asking).user in (os.geteuid(), 0):
+        if credentials(asking)[1] in (os.geteuid(), 0):
             asked = json.loads(_question(asking))
             asking.settimeout(PATIENCE)
             asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
@@ -131,11 +129,12 @@ def places() -> list[DebugAddress]:
         if monotonic() > until:
             log.warning("telegrad: %d sockets are named like those of workers; some were not queried", len(named))
             break
-        peer = _peer_of(place, inode)
-        if peer is not None and peer.user == place.user:
-            found[peer.user].append(place._replace(pid=peer.pid or place.pid))
-        elif peer is not None:
-            others.append(place)
+        if (peer := _peer_of(place, inode)) is not None:
+            pid, user = peer
+            if user == place.user:
+                found[user].append(place._replace(pid=pid or place.pid))
+            else:
+                others.append(place)
     if others:
         log.warning(
             "telegrad: %d sockets of other users are named like those of workers, such as %r: they are ignored",
@@ -205,9 +204,9 @@ class _Questions:
         """Connect and send the question."""
         sock = _connected(place)
         try:
-            peer = _peer_at(sock)
-            if peer.user != place.user:
-                raise PermissionError(f"its socket belongs to user {peer.user}")
+            _, user = credentials(sock)
+            if user != place.user:
+                raise PermissionError(f"its socket belongs to user {user}")
             if sock.send(self._question) < len(self._question):
                 raise OSError(EMSGSIZE, "the question does not fit into the buffer of its socket")
         except OSError:
@@ -246,33 +245,23 @@ class _Questions:
 # Sockets and their users
 
 
-class _Peer(NamedTuple):
-    pid: int  # 0: the process is in another PID namespace
-    user: int
-
-
-def _peer_at(sock: socket.socket) -> _Peer:
-    """Return the process at the other end of a Unix socket, as the kernel recorded it."""
-    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return _Peer(pid, user)
-
-
-def _peer_of(place: DebugAddress, inode: bytes) -> _Peer | None:
-    """Return the process that owns a socket; None if it has gone or cannot be seen."""
+def _peer_of(place: DebugAddress, inode: bytes) -> tuple[int, int] | None:
+    """Return the process that owns a socket (0 in another PID namespace) and its user; None if it has gone or cannot be
+    seen."""
     try:
         with _connected(place) as sock:
-            return _peer_at(sock)
+            return credentials(sock)
     except BlockingIOError:  # its queue is full, which any user can cause; /proc may still show the owner
         return _holder_of(place, inode)
     except OSError:
         return None
 
 
-def _holder_of(place: DebugAddress, inode: bytes) -> _Peer | None:
-    """Return the process that is named in the address, if it has the socket open."""
+def _holder_of(place: DebugAddress, inode: bytes) -> tuple[int, int] | None:
+    """Return the process that is named in the address and its user, if it has the socket open."""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{place.pid}/fd") as opened:
         if any(os.readlink(each.path) == f"socket:[{inode.decode()}]" for each in opened):
-            return _Peer(place.pid, os.stat(f"/proc/{place.pid}").st_uid)
+            return place.pid, os.stat(f"/proc/{place.pid}").st_uid
     return None
 
 

@@ -91,8 +91,7 @@ class Dumper:
         self._tell = tell
         self._next = 0.0  # earliest time of the next automatic dump
         self.failure = ""  # why the last dump could not be written
-        self._alarm = self._alarmed
-        instruments.alarms.append(self._alarm)
+        instruments.alarms.append(self._alarmed)
 
     def write(self, reason: str) -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
@@ -109,7 +108,7 @@ class Dumper:
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):
-            instruments.alarms.remove(self._alarm)
+            instruments.alarms.remove(self._alarmed)
 
     def _alarmed(self, reason: str) -> None:
         now = monotonic()
@@ -169,8 +168,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ring: deque[Event] = deque(maxlen=LAST)
-        # One bound method, because each access would make a new one, which `remove` would not find.
-        self._note = self._ring.append
         self._lock = renewed(threading.Lock())  # guards _users
         self._users = 0
 
@@ -179,20 +176,20 @@ class Recorder:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                instruments.add(self._note)
+                instruments.add(self._ring.append)
 
     def end(self) -> None:
         """Stop recording for one worker; recorded events stay."""
         with self._lock:
             self._users -= 1
             if not self._users:
-                instruments.remove(self._note)
+                instruments.remove(self._ring.append)
 
     def forget(self) -> None:
         """Drop the parent's events in a forked child, which has none of its workers."""
         self._users = 0
         self._ring.clear()
-        instruments.remove(self._note)
+        instruments.remove(self._ring.append)
 
     def events(self, after: float = 0.0) -> list[Event]:
         """Return the events that ended after that time of `perf_counter`, in the order in which they ended."""

@@ -143,7 +143,7 @@ class Introspection(WorkerExtension):
         self.observer = Observer(name)
         self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
-        self._dumper = Dumper(name, self._tell)
+        self._dumper = Dumper(name, lambda: {"account": self.account(), "events": recorder.events()})
         self._signalled = Signalled(lambda: self._dumper.write("received SIGUSR2"))
         self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
@@ -217,9 +217,6 @@ class Introspection(WorkerExtension):
             why_not = self._dumper.failure or f"{dump.VARIABLE}=off"
             return f"nothing was written: {why_not}" if path is None else os.fspath(path)
         return None
-
-    def _tell(self) -> dict[str, Any]:
-        return {"account": self.account(), "events": recorder.events()}
 
 
 def introspection_of(worker: Worker) -> Introspection:
