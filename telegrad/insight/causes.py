@@ -60,13 +60,12 @@ class Causes:
         for nodes in graph.cycles():
             oldest = max(range(len(nodes)), key=lambda at: graph.age(nodes[at]) * (nodes[at].kind == CALL))
             nodes = nodes[oldest:] + nodes[:oldest]
-            edges = [
-                next(edge for edge in graph.edges(node) if edge.to == after)
+            links = [
+                (node, next(edge for edge in graph.edges(node) if edge.to == after))
                 for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
             ]
-            links = list(zip(nodes, edges, strict=True))
             workers = sorted({node.worker for node in nodes})
-            seems = ", it seems" if any(edge.guess for edge in edges) else ""
+            seems = ", it seems" if any(edge.guess for _, edge in links) else ""
             details = [line for node, edge in links for line in self._link(node, edge)]
             full = [node.worker for node in nodes if node.kind == SLOTS]
             taker = next((node for node, edge in links if edge.why == "lock"), None)
@@ -80,7 +79,7 @@ class Causes:
             else:
                 whom = "wait for each other" if len(workers) > 1 else "waits for itself"
                 kind, title = "deadlock", f"Deadlock{seems}: {several(workers)} {whom}."
-            yield self._finding(kind, workers, title, details, circle=nodes)
+            yield self._finding(kind, workers, title, details, nodes)
 
     def _link(self, node: Node, edge: Edge) -> list[str]:
         if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
@@ -153,7 +152,7 @@ class Causes:
                 details.append(f"{name} is no longer in the group: {graph.gone[name]}")
             else:
                 details += self._main_of(name) or [f"{name} runs no line of the program: it is idle"]
-        return self._finding("barrier", missing, title, details, nodes, weight=weight)
+        return self._finding("barrier", missing, title, details, nodes, weight)
 
     # Slots, and limits of calls in flight
 
@@ -218,7 +217,7 @@ class Causes:
             else:
                 title = f"A backward pass waits for {several(workers)}, where no thread works on it, it seems."
                 details = self._main_of(workers[0])
-            yield self._finding(kind, workers, title, details, nodes, weight=weight)
+            yield self._finding(kind, workers, title, details, nodes, weight)
 
     def _alike(self, nodes: Iterable[Node]) -> dict[tuple[str, str], list[Node]]:
         """Group the nodes by kind of finding, and by what makes them one finding."""
@@ -344,16 +343,16 @@ class Causes:
     def _finding(
         self,
         kind: str,
-        workers: Sequence[str],
+        workers: list[str],
         title: str,
         details: list[str],
-        roots: Sequence[Node] = (),
-        circle: Sequence[Node] = (),
+        causes: list[Node],
         weight: int | None = None,
     ) -> Finding:
-        graph, causes = self._graph, [*circle, *roots]
+        graph = self._graph
         self._causes.update(causes)
-        apart = {*circle, *(node for node in roots if node.kind != CALL)}
+        in_circle = kind.endswith("deadlock")
+        apart = {node for node in causes if node.kind != CALL or in_circle}
         waiters = [node for node in graph.waiting_for(causes) if node not in apart]
         threads = [node for node in causes if node.kind == THREAD]
         threads += filter(None, (node if node.kind == THREAD else graph.waiter(node) for node in waiters[:FEW]))

@@ -115,9 +115,7 @@ class GroupIndex:
         return [Node(CALL, call["caller"], call["number"], name) for call in calls if call["state"] in states]
 
     def queued(self, name: str) -> int:
-        return sum(
-            1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == states.QUEUED
-        )
+        return states.counts(self.accounts[name]["calls_in"], lambda call: call["state"])[states.QUEUED]
 
     def holders(self, name: str) -> list[Node]:
         """Return the threads that hold a slot; a thread that waits for a call has released its slot."""
