@@ -97,8 +97,7 @@ class ClockComparison:
             return chrome_trace.estimate(self._exchanges[clock])
         if name == current.agent().name:
             return ClockOffset(0.0, 0.0, how=chrome_trace.REFERENCE)
-        same = clock == _which_clock()
-        return ClockOffset(0.0, 0.0, how=chrome_trace.SAME if same else chrome_trace.UNKNOWN)
+        return ClockOffset(0.0, 0.0, how=chrome_trace.SAME if clock == _which_clock() else chrome_trace.UNKNOWN)
 
 
 def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:

@@ -190,8 +190,7 @@ def groups_here() -> dict[str, HostGroup]:
 def others_of(accounts: Iterable[WorkerState]) -> set[str]:
     """Return the members known to these workers, except these workers."""
     accounts = list(accounts)
-    known = {name for account in accounts for name in account["members"]}
-    return known - {account["worker"] for account in accounts}
+    return {name for account in accounts for name in account["members"]} - {account["worker"] for account in accounts}
 
 
 def _sight(accounts: Sequence[WorkerState], silent: Mapping[str, str], here: Collection[str]) -> GroupSnapshot:

@@ -236,8 +236,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if not (dashboard.is_called(self.headers.get("Host", "")) and dashboard.lets_in(token, cookies)):
             self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
         elif path == "/data":
-            seconds = _number(query.get("seconds", [""])[0])
-            data = dashboard.data(seconds, query.get("worker", [""])[0])
+            data = dashboard.data(_number(query.get("seconds", [""])[0]), query.get("worker", [""])[0])
             self._answer(200, json.dumps(data).encode(), "application/json")
         elif path == "/why":
             self._answer(200, dashboard.why().encode())

@@ -285,8 +285,7 @@ class Policy:
 
     @property
     def code(self) -> int | None:
-        over = all(one.state == ENDED for one in self.slots.values())
-        return self._ending if over else None
+        return self._ending if all(one.state == ENDED for one in self.slots.values()) else None
 
     @property
     def due(self) -> float:
@@ -325,8 +324,7 @@ class Policy:
 
     def could_not_start(self, name: str, why: str, now: float) -> list[Action]:
         """Handle that a worker's command cannot be run, now or later."""
-        one = self.slots[name]
-        one.become(ENDED, now)
+        self.slots[name].become(ENDED, now)
         if self._ending is not None:
             return self._end_serving(now)
         return self._fail(f"{name} could not be started: {why}", NOT_FOUND, now, name)
@@ -368,15 +366,13 @@ class Policy:
         return [SendSignal(one.name, number)]
 
     def _after_failure(self, one: SlotState, code: int, now: float) -> list[Action]:
-        lasted = now - one.begun
-        how = f"{one.name} ended with {describe_exit(code)} after {lasted:.1f} s"
+        how = f"{one.name} ended with {describe_exit(code)} after {now - one.begun:.1f} s"
         if one.role.on_failure == END:
             return self._fail(how, code, now, one.name)
         due = one.budget.spend(one.begun, now)
         if due is None:
             often = f"{one.role.restarts} restarts within {one.role.within:g} s are used up"
-            why = f"{how}, and {often if one.role.restarts else 'is not restarted'}"
-            return self._fail(why, code, now, one.name)
+            return self._fail(f"{how}, and {often if one.role.restarts else 'is not restarted'}", code, now, one.name)
         later = f" in {due - now:.1f} s" if due > now else ""
         if one.role.on_failure == RESTART_ROLE:
             text = f"{how}; all workers of role {one.role.name!r} are restarted{later} ({one.budget})"

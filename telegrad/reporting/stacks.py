@@ -85,8 +85,7 @@ def stack_lines(frames: list[FrameType]) -> list[str]:
     """Return a stack as text; a very deep stack is cut in the middle."""
     lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames]
     if len(lines) > MOST_FRAMES:
-        left_out = len(lines) - MOST_FRAMES
-        lines = [*lines[: MOST_FRAMES // 2], f"... {left_out} more ...", *lines[-MOST_FRAMES // 2 :]]
+        lines = [*lines[: MOST_FRAMES // 2], f"... {len(lines) - MOST_FRAMES} more ...", *lines[-MOST_FRAMES // 2 :]]
     return lines
 
 
