@@ -320,9 +320,8 @@ def gantt(events: Events) -> dict[str, Any] | None:
         for event in own:
             if event[0] == STAGED:
                 _, begun, ended, batch, kind, stage, number = event  # the kinds of pipeline_schedule.py
-                name = " ".join(map(str, batch)) if isinstance(batch, tuple | list) else str(batch)
                 bar = {"worker": worker, "kind": kind, "stage": stage, "number": number, "begun": begun, "ended": ended}
-                batches[name].append(bar)
+                batches[batch].append(bar)
     if not batches:
         return None
     latest = sorted(batches.items(), key=lambda item: -max(bar["ended"] for bar in item[1]))[:3]

@@ -36,8 +36,6 @@ from telegrad.reporting import (
 )
 from telegrad.reporting.dump import recorder
 
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
 
 class Observer:
     """Observes one worker. All methods may be called from any thread."""
@@ -231,7 +229,7 @@ def _resident() -> int:
     """Return the resident bytes of the process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGE
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 

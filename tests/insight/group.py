@@ -77,7 +77,7 @@ class Group:
         for worker, spans in zip(WORKERS, _TIMELINE.spans, strict=True):
             for action, start, end in spans:
                 times = begun + start * scale, begun + end * scale
-                found[worker].append((STAGED, *times, ("p", number), action.kind, *action[1:]))
+                found[worker].append((STAGED, *times, f"p {number}", action.kind, *action[1:]))
             call = (begun, begun + self.step * 0.8)
             failure = "ValueError" if number % 40 == 7 and worker == "stage2" else ""
             if worker != "trainer":

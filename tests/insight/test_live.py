@@ -43,7 +43,7 @@ def called(begun: float, ended: float, function: str = "f", failure: str = "") -
 
 
 def staged(batch: int, begun: float, kind: str = "forward") -> Event:
-    return (STAGED, begun, begun + 1, ("p", batch), kind, 0, 0)
+    return (STAGED, begun, begun + 1, f"p {batch}", kind, 0, 0)
 
 
 def history_of(*sights: GroupSnapshot) -> GroupHistory:
