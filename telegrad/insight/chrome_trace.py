@@ -52,8 +52,6 @@ Placed = tuple[Mapping[str, Any], float, float]  # an event of torch's profiler,
 
 
 class WorkerTrace(NamedTuple):
-    """The data of one worker."""
-
     events: Sequence[Event]
     clock: ClockOffset
     profile: Mapping[str, Any] | None = None  # the output of `torch.profiler.profile.export_chrome_trace`

@@ -28,7 +28,6 @@ NONE_HERE = 2  # the exit code if there is no worker
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; return its exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):

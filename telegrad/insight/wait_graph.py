@@ -178,7 +178,6 @@ class WaitGraph(GroupIndex):
                 self.into[edge.to].append((node, edge))
 
     def edges(self, node: Node) -> list[Edge]:
-        """Return the edges to all nodes that a node waits for."""
         found = self._edges.get(node)
         if found is None:
             found = self._edges[node] = self._direct(node) or self._to_holders(node)

@@ -171,7 +171,6 @@ class Dashboard:
             return self._shown[seconds] | ({"worker": detail(self._history, worker)} if worker else {})
 
     def why(self) -> str:
-        """Return an explanation why the group waits."""
         with self._lock:
             self._ask()
             sight = self._history.sight

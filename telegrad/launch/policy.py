@@ -79,8 +79,6 @@ class WorkerSlot(NamedTuple):
 
 
 class RunConfig(NamedTuple):
-    """The configuration of a run."""
-
     roles: tuple[Role, ...]
     logs: str = "logs"
     grace: float = 10.0  # seconds for workers to end after they were asked to
@@ -247,8 +245,6 @@ class _RestartBudget:
 
 
 class SlotState:
-    """The state of one worker."""
-
     def __init__(self, slot: WorkerSlot, budget: _RestartBudget) -> None:
         self.name = slot.name
         self.role = slot.role

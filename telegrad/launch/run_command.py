@@ -37,7 +37,6 @@ exit codes:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit code."""
     options, command = _split(arguments)
     given = _parser().parse_args(options)
     if command:

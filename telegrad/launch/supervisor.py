@@ -93,8 +93,6 @@ class Child:
 
 
 class Supervisor:
-    """Supervises one run."""
-
     def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
         """On the first host, listen at the store's address.
 

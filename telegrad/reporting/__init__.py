@@ -107,8 +107,6 @@ class PassOut(TypedDict):
 
 
 class WorkerState(TypedDict):
-    """The state of a worker."""
-
     worker: str
     rank: int
     group: str  # the same for all members of the group, and for no other group

@@ -49,8 +49,6 @@ log = logging.getLogger("telegrad")
 
 
 class DebugAddress(NamedTuple):
-    """The address of a worker's debug server."""
-
     address: str  # without the leading zero byte
     pid: int
     stacks: int  # the file descriptor to which that process writes its stacks on a signal; -1: none
@@ -79,7 +77,6 @@ class DebugServer:
             listening.close()
 
     def close(self) -> None:
-        """Stop answering."""
         listening, self._socket = self._socket, None
         if listening is not None:
             with contextlib.suppress(OSError):

@@ -83,8 +83,6 @@ def _remove_old(folder: Folder, newest: str) -> None:
 
 
 class Dumper:
-    """Writes the dump files of one worker."""
-
     def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
         """`tell` returns the content of a dump."""
         self.worker = worker

@@ -137,8 +137,6 @@ class StateQueries:
 
 
 class Introspection(WorkerExtension):
-    """The introspection of one worker."""
-
     def __init__(self, name: str) -> None:
         self.observer = Observer(name)
         self._inquiry: StateQueries | None = None  # None until there is an agent
@@ -161,7 +159,6 @@ class Introspection(WorkerExtension):
             before.close()  # closed after the new one is open, so that programs of this host always find the worker
 
     def account(self) -> WorkerState:
-        """Return the state of this worker."""
         return self.observer.account()
 
     def look(self) -> tuple[list[WorkerState], dict[str, str]]:
@@ -220,7 +217,6 @@ class Introspection(WorkerExtension):
 
 
 def introspection_of(worker: Worker) -> Introspection:
-    """Return the introspection of a worker of this process."""
     return worker.extensions.of_kind(Introspection)
 
 

@@ -76,7 +76,6 @@ class Observer:
         self.enter(MEMBER)
 
     def account(self) -> WorkerState:
-        """Return the current state of the worker."""
         now = perf_counter()
         threads, calls_in, waiting = self._threads(now)
         told = WorkerState(
