@@ -84,8 +84,10 @@ class StateQueries:
         most."""
         until = monotonic() + patience
         number = next(self._numbers)
-        answers, came = self._rounds[number] = {}, threading.Event()
+        answers: dict[str, bytes] = {}
         silent: dict[str, str] = {}
+        came = threading.Event()
+        self._rounds[number] = answers, came
         waited = set()
         try:
             for name in names:
