@@ -85,8 +85,8 @@ def counted(names: Iterable[str]) -> str:
     return several(f"{name} ({count})" if count > 1 else name for name, count in Counter(names).most_common())
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def plural(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def function_label(name: str) -> str:
