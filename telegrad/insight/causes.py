@@ -355,7 +355,7 @@ class Causes:
         apart = {node for node in causes if node.kind != CALL or in_circle}
         waiters = [node for node in graph.waiting_for(causes) if node not in apart]
         threads = [node for node in causes if node.kind == THREAD]
-        threads += filter(None, (node if node.kind == THREAD else graph.waiter(node) for node in waiters[:FEW]))
+        threads += filter(None, (node if node.kind == THREAD else graph.waiters.get(node) for node in waiters[:FEW]))
         return Finding(
             kind,
             WEIGHTS[kind] if weight is None else weight,
@@ -388,7 +388,7 @@ class Causes:
         """Return the key of similar waits: the same target from one line of any worker, or from one worker without a
         line."""
         graph = self._graph
-        waiter = node if node.kind == THREAD else graph.waiter(node)
+        waiter = node if node.kind == THREAD else graph.waiters.get(node)
         at = graph.threads[waiter]["at"] if waiter is not None else None
         where = (at["file"], at["line"]) if at is not None else node.worker
         if node.kind == THREAD:

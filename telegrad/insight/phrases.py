@@ -174,7 +174,7 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
     out, came = group.calls_out.get(node), group.calls_in.get(node)
     what = f"{group.function(node)} on {node.to}"
     where = ", where it is queued" if came is not None and came["state"] == QUEUED else ""
-    if (waiter := group.waiter(node)) is not None:
+    if (waiter := group.waiters.get(node)) is not None:
         return [f"{who(group, waiter)} waits for {what}{lasting(age)}{where}", *lines_of(group.threads[waiter])]
     ago = f" {seconds(age)} ago" if age else ""
     alone = ", and no thread waits for it" if out is not None and out["thread"] is None else ""

@@ -72,17 +72,21 @@ class GroupIndex:
             if name not in self.accounts  # else it was restarted
         }
         self.threads: dict[Node, ThreadState] = {}
+        self.threads_of: dict[str, list[Node]] = defaultdict(list)  # by worker
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
+        self.calls_of: dict[str, list[Node]] = defaultdict(list)  # by caller
         self.calls_in: dict[Node, CallIn] = {}
         self.passes: dict[Node, PassOut] = {}
         self.serves: dict[Node, Node] = {}  # the call that a thread runs
         self.awaits: dict[Node, list[Node]] = defaultdict(list)  # the calls that a thread waits for
+        self.waiters: dict[Node, Node] = {}  # the thread that waits for a call, if known
         self.unattended: dict[str, list[Node]] = {}  # by caller, calls for which no thread waits; oldest first
         for me, account in self.accounts.items():
             for thread in account["threads"]:
                 node = Node(THREAD, me, thread["number"])
                 self.threads[node] = thread
+                self.threads_of[me].append(node)
                 if thread["name"] == "MainThread":
                     self.mains[me] = node
             for each in account["passes"]:
@@ -90,24 +94,19 @@ class GroupIndex:
             for out in account["calls_out"]:
                 call = Node(CALL, me, out["number"], out["to"])
                 self.calls_out[call] = out
+                self.calls_of[me].append(call)
                 if out["thread"] is not None:
-                    self.awaits[Node(THREAD, me, out["thread"])].append(call)
+                    waiter = Node(THREAD, me, out["thread"])
+                    self.awaits[waiter].append(call)
+                    if waiter in self.threads:
+                        self.waiters[call] = waiter
             for came in account["calls_in"]:
                 call = Node(CALL, came["caller"], came["number"], me)
                 self.calls_in[call] = came
                 if came["thread"] is not None:
                     self.serves[Node(THREAD, me, came["thread"])] = call
-            alone = [call for call in self.calls(me) if self.calls_out[call]["thread"] is None]
+            alone = [call for call in self.calls_of[me] if self.calls_out[call]["thread"] is None]
             self.unattended[me] = sorted(alone, key=self.age, reverse=True)
-
-    def calls(self, caller: str, to: str | None = None) -> list[Node]:
-        """Return the calls that a worker made, or those to one callee."""
-        calls = (Node(CALL, caller, out["number"], out["to"]) for out in self.accounts[caller]["calls_out"])
-        return [call for call in calls if to in (None, call.to)]
-
-    def threads_of(self, name: str) -> list[Node]:
-        account = self.accounts.get(name)
-        return [Node(THREAD, name, thread["number"]) for thread in account["threads"]] if account is not None else []
 
     def came(self, name: str, *states: str) -> list[Node]:
         """Return the incoming calls of a worker that are in one of these states."""
@@ -126,12 +125,6 @@ class GroupIndex:
         """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
         wait = self.threads[thread]["wait"] if thread is not None else None
         return wait["what"] if wait is not None else ""
-
-    def waiter(self, call: Node) -> Node | None:
-        """Return the thread that waits for a call, if known."""
-        out = self.calls_out.get(call)
-        thread = Node(THREAD, call.worker, out["thread"]) if out is not None and out["thread"] is not None else None
-        return thread if thread in self.threads else None
 
     def age(self, node: Node) -> float:
         """Return the seconds that a node has waited; 0 if unknown."""
@@ -274,7 +267,7 @@ class WaitGraph(GroupIndex):
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full else _guesses("turn", self._ahead_of(call))
         if came["thread"] is not None and (thread := Node(THREAD, call.to, came["thread"])) in self.threads:
             return [Edge(thread, "runs")]
-        for thread in self.threads_of(call.worker):  # in a meeting the caller knows the missing workers
+        for thread in self.threads_of[call.worker]:  # in a meeting the caller knows the missing workers
             wait = self.threads[thread]["wait"]
             if wait is not None and wait["what"] in states.MEETINGS and wait["about"] == came["function"]:
                 return [Edge(thread, "meeting")]
@@ -302,8 +295,8 @@ class WaitGraph(GroupIndex):
             running = (call for call in self.came(me, states.RUNNING) if call != self.serves.get(node))
             return [Edge(call, "value", True) for call in running]
         if what == "room":
-            out = [max(calls, key=self.age) for to in wait["on"] if (calls := self.calls(me, to))]
-            return [Edge(call, "room") for call in out]
+            out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
+            return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
         if what not in (*_FOR_WORKERS, *AT_REST):
             return _guesses("future", self._unattended(me, since))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
@@ -324,7 +317,7 @@ class WaitGraph(GroupIndex):
         if account is None:
             return []
         if account["phase"] == states.LEAVING:
-            calls = [*self.calls(name), *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
+            calls = [*self.calls_of[name], *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
             return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
         return [Edge(self.mains[name], "shutdown")] if name in self.mains else []
 
@@ -379,7 +372,7 @@ class WaitGraph(GroupIndex):
             return []
         others = [
             other
-            for other in self.threads_of(node.worker)
+            for other in self.threads_of[node.worker]
             if (thread := self.threads[other])["at"] is not None and other != node
             if lock_of(thread) != lock and self.wait(other) not in AT_REST
         ]
@@ -395,7 +388,7 @@ class WaitGraph(GroupIndex):
         """Return the threads of a worker that run user functions called from code that matches a pattern."""
         return [
             node
-            for node in self.threads_of(name)
+            for node in self.threads_of[name]
             if self.threads[node]["at"] is not None
             and not self.wait(node)
             and any(map(code.search, self.threads[node]["stack"]))
