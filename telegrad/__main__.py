@@ -74,7 +74,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
-        from telegrad.supervision import run_command as run
+        from telegrad.launch import run_command as run
 
         _let_operators_sleep()
         return run.main(arguments[1:])

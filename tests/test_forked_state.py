@@ -23,7 +23,7 @@ from telegrad._core import events
 from telegrad._core.calls import call_context
 from telegrad._core.reactor import reactor
 from telegrad.autograd import guard
-from telegrad.insight.export.event_counters import EventCounters
+from telegrad.insight.prometheus import EventCounters
 from telegrad.optim.owner import guards_of, holding
 from telegrad.pipeline import comparison, exporting
 from telegrad.pipeline.stage import Stage

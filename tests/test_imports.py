@@ -53,15 +53,12 @@ ORDER = [
     "weights",
     "checkpoint",
     "directories",
-    "insight/reading",
-    "insight/export",
     "insight",
     "compat",
-    "supervision",
     "launch",
 ]
 EXTENSIONS = {"groups", "publishing", "reporting", "pipeline", "weights", "checkpoint", "directories", "insight"}
-EXTENSIONS |= {"supervision", "launch"}
+EXTENSIONS |= {"launch"}
 MOST_FILES = 15  # in a folder
 PURE = [
     "_core/wire/messages.py",
@@ -102,15 +99,10 @@ PURE = [
     "insight/wait_graph.py",
     "insight/phrases.py",
     "insight/causes.py",
-    "insight/joins.py",
     "insight/report.py",
-    "insight/reading/history.py",
-    "insight/reading/snapshot.py",
-    "insight/export/clock_offsets.py",
-    "insight/export/chrome_trace.py",
-    "supervision/lines.py",
-    "supervision/roles.py",
-    "supervision/policy.py",
+    "insight/history.py",
+    "insight/chrome_trace.py",
+    "launch/policy.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -282,7 +274,7 @@ def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> N
     modules = (
         "launch.local",
         "launch.worker_command",
-        "supervision.supervisor",
+        "launch.supervisor",
         "insight.command",
         "insight.seen_groups",
     )

@@ -34,7 +34,7 @@ WHOLE = """
 import os, signal, sys, time
 import telegrad
 from beside import twice
-from telegrad.supervision import lines
+from telegrad.launch import lines
 
 class Point:
     def __init__(self, x):

@@ -102,10 +102,10 @@ ELSEWHERE = {
     ("checkpoint/folders.py", "open"),  # a folder, for its fsync
     ("_core/stores/file_store.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
-    ("insight/reading/process_report.py", "open"),  # to read, what may have become a pipe
-    ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
-    ("supervision/output.py", "symlink_to"),  # under a random name
-    ("supervision/supervisor.py", "mkdtemp"),  # private, with a random name
+    ("insight/seen_groups.py", "open"),  # to read, what may have become a pipe
+    ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
+    ("launch/output.py", "symlink_to"),  # under a random name
+    ("launch/supervisor.py", "mkdtemp"),  # private, with a random name
 }
 
 
@@ -132,10 +132,10 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "_core/stores/address.py",
         "_core/host/host_memory.py",
         "insight/collect.py",
-        "insight/reading/process_report.py",
+        "insight/seen_groups.py",
         "insight/web.py",
     ),
-    *("supervision/run_command.py", "_core/host/host_memory.py", "_core/transport/silence.py"),
+    *("launch/run_command.py", "_core/host/host_memory.py", "_core/transport/silence.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 

@@ -99,12 +99,13 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_NOBODY = (1 << 32) - 1  # the user if there is no process
 
 
 def process_at(sock: socket.socket) -> int:
     """Return the process at the other end of a Unix socket; 0 if it is not visible from here, or is this process."""
-    pid, _ = _credentials(sock)
+    pid, _ = credentials(sock)
     return 0 if pid == os.getpid() else pid
 
 
@@ -114,18 +115,18 @@ def stranger_at(sock: socket.socket) -> str:
     An unknown user counts as another user, too. Root is no exception: a process of root is another user's to a worker
     that does not run as root, and a worker of root accepts code from root only.
     """
-    _, user = _credentials(sock)
+    _, user = credentials(sock)
     mine = os.geteuid()
     if user == mine:
         return ""
     return f"uid {user}, while this worker has uid {mine}" if user >= 0 else "an unknown user"
 
 
-def _credentials(sock: socket.socket) -> tuple[int, int]:
+def credentials(sock: socket.socket) -> tuple[int, int]:
     """Return the process and user of the other end when it connected or began to listen; 0 and -1 if unknown."""
     try:
         said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except (AttributeError, OSError):
         return 0, -1
     pid, user, _ = _CREDENTIALS.unpack(said)
-    return pid, user
+    return pid, user if user != _NOBODY else -1

@@ -1,8 +1,8 @@
 """Texts for users: hints, and text from other processes made safe for terminals, logs and pages.
 
 Terminals obey control characters, and bidirectional marks make a line look like another one. Function names, exception
-texts, paths and host names from other processes can contain them. They are escaped once: where `reporting/decoding.py`
-decodes an answer, and where a record enters the log.
+texts, paths and host names from other processes can contain them. They are escaped once: where
+`reporting/__init__.py` decodes an answer, and where a record enters the log.
 """
 
 from __future__ import annotations

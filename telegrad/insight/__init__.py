@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pathlib
 
+    from telegrad.insight.autograd_graph import GradientGraph, graph
     from telegrad.insight.collect import trace, tracing
-    from telegrad.insight.export.autograd_graph import GradientGraph, graph
     from telegrad.insight.seen_groups import OwnGroup
     from telegrad.insight.web import Dashboard
 
 __all__ = ["GradientGraph", "dashboard", "dump", "graph", "group", "trace", "tracing", "why"]
 
-_GRAPH = "telegrad.insight.export.autograd_graph"
+_GRAPH = "telegrad.insight.autograd_graph"
 _COLLECT = "telegrad.insight.collect"
 _HOME = {"GradientGraph": _GRAPH, "graph": _GRAPH, "trace": _COLLECT, "tracing": _COLLECT}
 

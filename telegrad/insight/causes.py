@@ -31,34 +31,9 @@ from telegrad.insight.phrases import (
     who,
 )
 from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
-from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
+from telegrad.reporting import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
-
-# The title and the detail lines, by kind of node and of finding.
-TEXTS = {
-    (CALL, "underway"): (
-        "{to} has no record of a call of {function} that {worker} made {ago} ago.",
-        "{to} answers (it is {phase}): it seems that the call has not arrived, because no connection can be made, or "
-        "that its answer is still on the way",
-    ),
-    (CALL, "turn"): ("{calls} not started{age}, although slots are free: other calls go first, it seems.",),
-    (CALL, "value"): (
-        "{worker} waits for a value of {to} that has not been created{age}; nothing there seems to create it.",
-    ),
-    (CALL, "unfinished"): (
-        "{calls} returned a future or a coroutine that has not finished{age}.",
-        "{to} has no call of its own that this waits for: a future was never set, it seems, or the coroutine "
-        "awaits something else",
-    ),
-    (CALL, "busy"): ("{calls} not finished{age}; the thread that runs it is not known.",),
-    (WORKER, "silent"): ("{worker} does not answer: {silent}.",),
-    (WORKER, "gone"): ("{worker} is no longer in the group ({gone}), and others still wait for it.",),
-    (WORKER, "unknown"): (
-        "Others wait for {worker}, and no worker of that name has joined.",
-        "These workers have: {names}",
-    ),
-}
 
 _MEETS = re.compile(
     r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
@@ -85,13 +60,12 @@ class Causes:
         for nodes in graph.cycles():
             oldest = max(range(len(nodes)), key=lambda at: graph.age(nodes[at]) * (nodes[at].kind == CALL))
             nodes = nodes[oldest:] + nodes[:oldest]
-            edges = [
-                next(edge for edge in graph.edges(node) if edge.to == after)
+            links = [
+                (node, next(edge for edge in graph.edges(node) if edge.to == after))
                 for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
             ]
-            links = list(zip(nodes, edges, strict=True))
             workers = sorted({node.worker for node in nodes})
-            seems = ", it seems" if any(edge.guess for edge in edges) else ""
+            seems = ", it seems" if any(edge.guess for _, edge in links) else ""
             details = [line for node, edge in links for line in self._link(node, edge)]
             full = [node.worker for node in nodes if node.kind == SLOTS]
             taker = next((node for node, edge in links if edge.why == "lock"), None)
@@ -105,7 +79,7 @@ class Causes:
             else:
                 whom = "wait for each other" if len(workers) > 1 else "waits for itself"
                 kind, title = "deadlock", f"Deadlock{seems}: {several(workers)} {whom}."
-            yield self._finding(kind, workers, title, details, circle=nodes)
+            yield self._finding(kind, workers, title, details, nodes)
 
     def _link(self, node: Node, edge: Edge) -> list[str]:
         if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
@@ -178,7 +152,7 @@ class Causes:
                 details.append(f"{name} is no longer in the group: {graph.gone[name]}")
             else:
                 details += self._main_of(name) or [f"{name} runs no line of the program: it is idle"]
-        return self._finding("barrier", missing, title, details, nodes, weight=weight)
+        return self._finding("barrier", missing, title, details, nodes, weight)
 
     # Slots, and limits of calls in flight
 
@@ -239,11 +213,11 @@ class Causes:
                 details, weight = self._main_of(first.worker), NOTE if leaving else None
             elif first.kind in (CALL, WORKER):
                 workers = [first.to or first.worker]
-                title, *details = (text.format(**self._words(first, len(nodes))) for text in TEXTS[first.kind, kind])
+                title, *details = self._texts(kind, first, len(nodes))
             else:
                 title = f"A backward pass waits for {several(workers)}, where no thread works on it, it seems."
                 details = self._main_of(workers[0])
-            yield self._finding(kind, workers, title, details, nodes, weight=weight)
+            yield self._finding(kind, workers, title, details, nodes, weight)
 
     def _alike(self, nodes: Iterable[Node]) -> dict[tuple[str, str], list[Node]]:
         """Group the nodes by kind of finding, and by what makes them one finding."""
@@ -280,16 +254,34 @@ class Causes:
             return {"future": "unfinished", "value": "value", "backward": "backward"}.get(what, "wait")
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
 
-    def _words(self, node: Node, count: int) -> dict[str, object]:
-        """Return the values for the placeholders in `TEXTS`."""
-        graph, age, function = self._graph, self._graph.age(node), self._graph.function(node)
-        calls = f"{count} calls of {function} on {node.to} have" if count > 1 else f"{function} on {node.to} has"
-        return {
-            **node._asdict(), "function": function, "calls": calls, "age": lasting(age), "ago": seconds(age),
-            "phase": graph.accounts[node.to]["phase"] if node.to else "", "gone": graph.gone.get(node.worker),
-            "silent": graph.sight.silent.get(node.worker, "nothing is known about it"),
-            "names": several(sorted(graph.accounts)),
-        }  # fmt: skip
+    def _texts(self, kind: str, node: Node, count: int) -> list[str]:
+        """Return the title and details for calls or a worker, from which nothing leads on."""
+        graph, to, worker, age = self._graph, node.to, node.worker, lasting(self._graph.age(node))
+        function = graph.function(node)
+        calls = f"{count} calls of {function} on {to} have" if count > 1 else f"{function} on {to} has"
+        match kind:
+            case "underway":
+                title = f"{to} has no record of a call of {function} that {worker} made {seconds(graph.age(node))} ago."
+                hint = f"{to} answers (it is {graph.accounts[to]['phase']}): it seems that the call has not arrived,"
+                return [title, f"{hint} because no connection can be made, or that its answer is still on the way"]
+            case "turn":
+                return [f"{calls} not started{age}, although slots are free: other calls go first, it seems."]
+            case "value":
+                title = f"{worker} waits for a value of {to} that has not been created{age}; nothing there seems to"
+                return [f"{title} create it."]
+            case "unfinished":
+                hint = f"{to} has no call of its own that this waits for: a future was never set, it seems, or the"
+                title = f"{calls} returned a future or a coroutine that has not finished{age}."
+                return [title, f"{hint} coroutine awaits something else"]
+            case "busy":
+                return [f"{calls} not finished{age}; the thread that runs it is not known."]
+            case "silent":
+                why = graph.sight.silent.get(worker, "nothing is known about it")
+                return [f"{worker} does not answer: {why}."]
+            case "gone":
+                return [f"{worker} is no longer in the group ({graph.gone[worker]}), and others still wait for it."]
+        title = f"Others wait for {worker}, and no worker of that name has joined."
+        return [title, f"These workers have: {several(sorted(graph.accounts))}"]
 
     def _thread(self, kind: str, first: Node, nodes: list[Node]) -> tuple[str, list[str], int | None]:
         """Return the title and details for threads at the same line, and a weight if it differs from the kind's."""
@@ -351,19 +343,19 @@ class Causes:
     def _finding(
         self,
         kind: str,
-        workers: Sequence[str],
+        workers: list[str],
         title: str,
         details: list[str],
-        roots: Sequence[Node] = (),
-        circle: Sequence[Node] = (),
+        causes: list[Node],
         weight: int | None = None,
     ) -> Finding:
-        graph, causes = self._graph, [*circle, *roots]
+        graph = self._graph
         self._causes.update(causes)
-        apart = {*circle, *(node for node in roots if node.kind != CALL)}
+        in_circle = kind.endswith("deadlock")
+        apart = {node for node in causes if node.kind != CALL or in_circle}
         waiters = [node for node in graph.waiting_for(causes) if node not in apart]
         threads = [node for node in causes if node.kind == THREAD]
-        threads += filter(None, (node if node.kind == THREAD else graph.waiter(node) for node in waiters[:FEW]))
+        threads += filter(None, (node if node.kind == THREAD else graph.waiters.get(node) for node in waiters[:FEW]))
         return Finding(
             kind,
             WEIGHTS[kind] if weight is None else weight,
@@ -396,7 +388,7 @@ class Causes:
         """Return the key of similar waits: the same target from one line of any worker, or from one worker without a
         line."""
         graph = self._graph
-        waiter = node if node.kind == THREAD else graph.waiter(node)
+        waiter = node if node.kind == THREAD else graph.waiters.get(node)
         at = graph.threads[waiter]["at"] if waiter is not None else None
         where = (at["file"], at["line"]) if at is not None else node.worker
         if node.kind == THREAD:

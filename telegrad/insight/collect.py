@@ -25,10 +25,9 @@ from telegrad.ext.calls import profiling, user_name
 from telegrad.ext.files import replacing
 from telegrad.ext.processes import renewed
 from telegrad.ext.workers import current
-from telegrad.insight.export import chrome_trace, clock_offsets
-from telegrad.insight.export.chrome_trace import WorkerTrace
-from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
-from telegrad.insight.reading.history import Source
+from telegrad.insight import chrome_trace
+from telegrad.insight.chrome_trace import ClockOffset, Exchange, WorkerTrace
+from telegrad.insight.history import Source
 from telegrad.insight.seen_groups import own_group
 from telegrad.rpc import rpc_async, rpc_sync, workers
 
@@ -95,11 +94,10 @@ class ClockComparison:
         """Return the offset of a worker's clock relative to this worker's."""
         clock = self._clocks.get(name)
         if clock in self._exchanges:
-            return clock_offsets.estimate(self._exchanges[clock])
+            return chrome_trace.estimate(self._exchanges[clock])
         if name == current.agent().name:
-            return ClockOffset(0.0, 0.0, how=clock_offsets.REFERENCE)
-        same = clock == _which_clock()
-        return ClockOffset(0.0, 0.0, how=clock_offsets.SAME if same else clock_offsets.UNKNOWN)
+            return ClockOffset(0.0, 0.0, how=chrome_trace.REFERENCE)
+        return ClockOffset(0.0, 0.0, how=chrome_trace.SAME if clock == _which_clock() else chrome_trace.UNKNOWN)
 
 
 def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def end_profile() -> bytes:
 
 def _make_marks() -> None:
     for _ in range(MARKS):
-        with record_function(clock_offsets.mark(perf_counter())):
+        with record_function(chrome_trace.mark(perf_counter())):
             pass
 
 

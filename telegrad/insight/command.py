@@ -19,17 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
-from telegrad.ext.processes import loopback
-from telegrad.insight.reading.history import Source
+from telegrad.ext.processes import HAS_UNIX, loopback
+from telegrad.insight.history import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
-from telegrad.reporting.debug_server import HAS_DEBUG_SERVERS
 
 LONGEST = 20.0  # seconds, after which no further group is queried
 NONE_HERE = 2  # the exit code if there is no worker
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; return its exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):
@@ -184,7 +182,7 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 
 def _nobody() -> int:
     where = "run the command on a worker's host, as the same user and in the same container"
-    if not HAS_DEBUG_SERVERS:
+    if not HAS_UNIX:
         where = (
             "workers can be queried from outside on Linux only; in a program, telegrad.insight queries its own group"
         )

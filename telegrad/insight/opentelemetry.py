@@ -18,7 +18,7 @@ import torch
 
 from telegrad.ext.calls import ASYNC_MARK, CallEvent, Deferred, Future, Signal, call_context, profiling, user_name
 from telegrad.ext.values import first_line
-from telegrad.insight.export.event_counters import function_label
+from telegrad.insight.phrases import function_label
 from telegrad.version import VERSION
 
 try:

@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting.worker_state import QUEUED, SourceLine, ThreadState
+from telegrad.reporting import QUEUED, ThreadState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -85,17 +85,21 @@ def counted(names: Iterable[str]) -> str:
     return several(f"{name} ({count})" if count > 1 else name for name, count in Counter(names).most_common())
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def plural(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
-def line(at: SourceLine) -> str:
-    return f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")
+def function_label(name: str) -> str:
+    """Return the name of a function without its object: "to_here" of "to_here() of <RRef 1.2 on 'worker1'>"."""
+    return name.partition("() of ")[0]
 
 
 def lines_of(thread: ThreadState | None) -> list[str]:
     """Return the line that a thread executes, if it is known."""
-    return [line(thread["at"])] if thread is not None and thread["at"] is not None else []
+    at = thread["at"] if thread is not None else None
+    if at is None:
+        return []
+    return [f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")]
 
 
 def thread_state(thread: ThreadState) -> str:
@@ -170,7 +174,7 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
     out, came = group.calls_out.get(node), group.calls_in.get(node)
     what = f"{group.function(node)} on {node.to}"
     where = ", where it is queued" if came is not None and came["state"] == QUEUED else ""
-    if (waiter := group.waiter(node)) is not None:
+    if (waiter := group.waiters.get(node)) is not None:
         return [f"{who(group, waiter)} waits for {what}{lasting(age)}{where}", *lines_of(group.threads[waiter])]
     ago = f" {seconds(age)} ago" if age else ""
     alone = ", and no thread waits for it" if out is not None and out["thread"] is None else ""

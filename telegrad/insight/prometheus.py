@@ -6,18 +6,22 @@ Events are counted as they happen, by `EventCounters`; everything else is read a
 from __future__ import annotations
 
 import socket
-from collections import Counter
+import threading
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from telegrad.errors import TelegradError, UsageError
-from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, events
-from telegrad.ext.processes import loopback
+from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, Event, events
+from telegrad.ext.processes import loopback, renewed
 from telegrad.ext.workers import current
-from telegrad.insight.export.event_counters import EventCounters
-from telegrad.insight.export.serving import BoundedServer
+from telegrad.insight.phrases import function_label
+from telegrad.insight.web import BoundedServer
+from telegrad.reporting import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.reporting.introspection import introspection_of
-from telegrad.reporting.worker_state import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.version import VERSION
 
 try:
@@ -33,6 +37,25 @@ try:
 except ImportError as error:
     raise ImportError("metrics for Prometheus need its client: pip install 'telegrad[prometheus]'") from error
 
+
+OTHER = "other"
+OK = "ok"  # the outcome of a successful event
+MOST = {"function": 100, "peer": 256, "outcome": 32, "optimizer": 100}
+MOST_FOUND = 10_000
+BOUNDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+# By kind of event: its labels, and the getter of its kind and of their values.
+KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    CALLED: (("function", "peer", "outcome"), itemgetter(0, 5, 3, 7)),
+    RAN: (("function", "peer", "outcome"), itemgetter(0, 5, 3, 6)),
+    CONNECTED: (("how",), itemgetter(0, 4)),
+    LOST: (("peer",), itemgetter(0, 3)),
+    MADE: (("peer",), itemgetter(0, 3)),
+    FREED: ((), itemgetter(slice(0, 1))),
+    BACKWARD_PASS: (("outcome",), itemgetter(0, 5)),
+    STAGED: (("stage", "action"), itemgetter(0, 5, 4)),
+    STEPPED: (("optimizer",), itemgetter(0, 4)),
+}
 
 CALL = ("function", "peer", "outcome")
 COUNT, SUM, SIZE, DURATION = "count", "sum", "size", "duration"
@@ -56,6 +79,81 @@ OF_EVENTS = (
 )
 
 
+class Histogram:
+    """The durations and sizes of events."""
+
+    __slots__ = ("counts", "size", "sum")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)  # up to each bound and above the previous one; the last has no bound
+        self.sum = 0.0
+        self.size = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, seconds: float, size: int = 0) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.sum += seconds
+        self.size += size
+
+    def join(self, other: Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+        self.size += other.size
+
+    def buckets(self) -> list[tuple[str, float]]:
+        return list(zip((*map(str, BOUNDS), "+Inf"), map(float, accumulate(self.counts)), strict=True))
+
+
+class EventCounters:
+    """Histograms of events, by kind and labels."""
+
+    def __init__(self) -> None:
+        # Guards all below. Reentrant: a signal handler that makes calls may interrupt a thread that holds it.
+        self.lock = renewed(threading.RLock())
+        self.events: dict[str, defaultdict[tuple[str, ...], Histogram]] = {
+            kind: defaultdict(Histogram) for kind in KINDS
+        }
+        # A cache of the same histograms, by the raw values of events.
+        self._found: dict[tuple[Any, ...], Histogram] = {}
+        self._known: defaultdict[str, set[str]] = defaultdict(set)  # by label, the names that are not "other"
+
+    def __call__(self, event: Event) -> None:
+        kind = event[0]
+        if (labels := KINDS.get(kind)) is not None:
+            key = labels[1](event)
+            with self.lock:
+                found = self._found.get(key) or self._find(key)
+                found.add(event[2] - event[1], event[6] if kind == CALLED else 0)
+
+    def by(self, kind: str, names: Sequence[str]) -> dict[tuple[str, ...], Histogram]:
+        """Merge the histograms of a kind that have the same values of some labels."""
+        places = [KINDS[kind][0].index(name) for name in names]
+        found: defaultdict[tuple[str, ...], Histogram] = defaultdict(Histogram)
+        for labels, each in self.events[kind].items():
+            found[tuple(labels[place] for place in places)].join(each)
+        return found
+
+    def _find(self, key: tuple[Any, ...]) -> Histogram:
+        if len(self._found) >= MOST_FOUND:
+            self._found.clear()
+        kind, *values = key
+        labels = tuple(map(self._label, KINDS[kind][0], values))
+        return self._found.setdefault(key, self.events[kind][labels])
+
+    def _label(self, name: str, value: Any) -> str:
+        if value == "":
+            return OK
+        text, known = function_label(str(value)), self._known[name]
+        if text not in known:
+            if name in MOST and len(known) >= MOST[name]:
+                return OTHER
+            known.add(text)
+        return text
+
+
 def own_account() -> WorkerState:
     """Return the state of this process's worker.
 
@@ -65,11 +163,26 @@ def own_account() -> WorkerState:
     return introspection_of(current.joined()).account()
 
 
-class Metrics(Collector):
-    def __init__(self, account: Callable[[], WorkerState]) -> None:
+class RegisteredCollector(Collector):
+    """Metrics in a registry, until `close`."""
+
+    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
         """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
         self.counters = EventCounters()
         self._account = account
+        self._registry = registry
+        try:
+            registry.register(self)
+        except ValueError:
+            raise UsageError(
+                "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
+                "pass another registry"
+            ) from None
+        events.add(self.counters)
+
+    def close(self) -> None:
+        events.remove(self.counters)
+        self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
         return self._of_events()
@@ -154,26 +267,6 @@ def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence
     return family
 
 
-class RegisteredCollector:
-    """Metrics in a registry, until `close`."""
-
-    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.metrics = Metrics(account)
-        try:
-            registry.register(self.metrics)
-        except ValueError:
-            raise UsageError(
-                "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
-                "pass another registry"
-            ) from None
-        events.add(self.metrics.counters)
-
-    def close(self) -> None:
-        events.remove(self.metrics.counters)
-        self._registry.unregister(self.metrics)
-
-
 def register(
     registry: CollectorRegistry = REGISTRY, account: Callable[[], WorkerState] = own_account
 ) -> RegisteredCollector:
@@ -204,19 +297,16 @@ class ServedMetrics(RegisteredCollector):
         super().__init__(account, registry)
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-            self._server = BoundedServer(
-                str(address), port, type("_MetricsHandler", (_MetricsHandler,), {"registry": registry})
-            )
-        except (OSError, OverflowError) as error:
+            self._server = BoundedServer(str(address), port, _MetricsHandler.factory(registry))
+        except BaseException as error:
             super().close()
+            if not isinstance(error, OSError | OverflowError):
+                raise
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
                 f"metrics cannot be served at {host}:{port} ({why}): each worker of a host needs a port of its own, or "
                 "0 for a free one"
             ) from None
-        except BaseException:
-            super().close()
-            raise
         self.host, self.port = host, self._server.port
         self._server.start("telegrad metrics")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
+import signal
+import stat
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 from telegrad.errors import UsageError
 from telegrad.ext.events import Event
 from telegrad.ext.files import open_regular
+from telegrad.ext.processes import STOPPED, state_of, stopped
 from telegrad.ext.texts import safe
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import several
-from telegrad.insight.reading.history import GroupSnapshot
-from telegrad.insight.reading.process_report import inspect
-from telegrad.reporting import debug_server
+from telegrad.reporting import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, ask_all
-from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
 from telegrad.reporting.dump import LARGEST
-from telegrad.reporting.worker_state import WorkerState
+from telegrad.reporting.stacks import is_library
 
 if TYPE_CHECKING:
     from telegrad.reporting.introspection import Introspection
@@ -31,6 +35,14 @@ PATIENCE = 1.0  # seconds for all workers of a group
 SOON = 0.3  # the same, if they are asked again anyway
 OF_ALL = 5.0  # the same, if one worker asks the others
 MOST = 2 * LARGEST  # bytes of a file: the state alone may exceed LARGEST
+WATCH = 0.1  # seconds over which CPU use is measured
+WRITING = 0.5  # maximum seconds for a process to write its stacks
+MOST_OF_STACKS = 1 << 18  # maximum bytes of stacks that are read
+LONGEST_LINE = 1000  # characters; longer lines are skipped
+_STACKS = "/memfd:stacks-of-telegrad (deleted)"
+# Innermost files of waiting threads.
+_WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 class OwnGroup:
@@ -178,8 +190,7 @@ def groups_here() -> dict[str, HostGroup]:
 def others_of(accounts: Iterable[WorkerState]) -> set[str]:
     """Return the members known to these workers, except these workers."""
     accounts = list(accounts)
-    known = {name for account in accounts for name in account["members"]}
-    return known - {account["worker"] for account in accounts}
+    return {name for account in accounts for name in account["members"]} - {account["worker"] for account in accounts}
 
 
 def _sight(accounts: Sequence[WorkerState], silent: Mapping[str, str], here: Collection[str]) -> GroupSnapshot:
@@ -202,5 +213,62 @@ def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:
         return {}
     looked = dict(islice(silent.items(), MOST_LOOKED_AT))
     with ThreadPoolExecutor(min(AT_ONCE, len(looked))) as pool:
-        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks).state), looked.values())
+        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks)), looked.values())
         return dict.fromkeys(silent, "it did not answer in time") | dict(zip(looked, states, strict=True))
+
+
+# Inspect a process of this host that does not answer
+
+
+def inspect(pid: int, stacks: int) -> str:
+    """Return the state of a process, which takes WATCH seconds. `stacks` is its descriptor of the file for its stacks,
+    or -1."""
+    first = state_of(pid)
+    if first is None:
+        return "its process has ended"
+    state, used = first
+    if state in STOPPED:
+        return stopped(pid)
+    if state == "Z":
+        return "its process has ended, and its parent has not waited for it"
+    where = _where(stacks_of(pid, stacks)) if stacks >= 0 else ""
+    time.sleep(WATCH)
+    later = state_of(pid)
+    if later is None:
+        return "its process has ended"
+    does = "is busy" if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK") else "sleeps"
+    return f"its process ({pid}) {does}, and one of its threads holds the interpreter{where}"
+
+
+def _where(stacks: str) -> str:
+    """Return the line of the user's program of a thread that does not wait, and so may hold the interpreter."""
+    for thread in stacks.split("\n\n"):
+        lines = (line for line in thread.splitlines() if len(line) <= LONGEST_LINE)
+        frames = [match.groupdict() for line in lines if (match := _FRAME.search(line))]  # innermost first
+        own = [frame for frame in frames if not is_library(frame["file"])]
+        if own and not frames[0]["file"].endswith(_WAITING):
+            return ", at {file}:{line} in {function}".format(**own[0])
+    return ""
+
+
+def stacks_of(pid: int, descriptor: int) -> str:
+    """Make a process write its stacks; return them as faulthandler writes them, or "" if it fails. This works while its
+    interpreter is held."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        found = os.stat(path)
+        if os.readlink(path) != _STACKS or not stat.S_ISREG(found.st_mode):
+            return ""  # the program no longer handles this signal with Telegrad
+        before = found.st_size
+        os.kill(pid, signal.SIGUSR2)
+        until = time.monotonic() + WRITING
+        size, seen = before, -1
+        while time.monotonic() < until and (size == before or size != seen):
+            seen = size
+            time.sleep(0.01)
+            size = os.stat(path).st_size
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            file.seek(before)
+            return file.read(MOST_OF_STACKS).decode(errors="replace")
+    except OSError:
+        return ""

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from telegrad.insight.reading.history import GroupSnapshot
-from telegrad.reporting import worker_state as states
-from telegrad.reporting.worker_state import CallIn, CallOut, ThreadState, WorkerState
+from telegrad import reporting as states
+from telegrad.insight.history import GroupSnapshot
+from telegrad.reporting import CallIn, CallOut, PassOut, ThreadState, WorkerState
 
 CALL, THREAD = "call", "thread"
 SLOTS = "slots"  # the wait until one of a worker's slots is free
@@ -72,39 +72,41 @@ class GroupIndex:
             if name not in self.accounts  # else it was restarted
         }
         self.threads: dict[Node, ThreadState] = {}
+        self.threads_of: dict[str, list[Node]] = defaultdict(list)  # by worker
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
+        self.calls_of: dict[str, list[Node]] = defaultdict(list)  # by caller
         self.calls_in: dict[Node, CallIn] = {}
+        self.passes: dict[Node, PassOut] = {}
         self.serves: dict[Node, Node] = {}  # the call that a thread runs
         self.awaits: dict[Node, list[Node]] = defaultdict(list)  # the calls that a thread waits for
+        self.waiters: dict[Node, Node] = {}  # the thread that waits for a call, if known
         self.unattended: dict[str, list[Node]] = {}  # by caller, calls for which no thread waits; oldest first
         for me, account in self.accounts.items():
             for thread in account["threads"]:
                 node = Node(THREAD, me, thread["number"])
                 self.threads[node] = thread
+                self.threads_of[me].append(node)
                 if thread["name"] == "MainThread":
                     self.mains[me] = node
+            for each in account["passes"]:
+                self.passes[Node(PASS, me, each["number"], context=each["context"])] = each
             for out in account["calls_out"]:
                 call = Node(CALL, me, out["number"], out["to"])
                 self.calls_out[call] = out
+                self.calls_of[me].append(call)
                 if out["thread"] is not None:
-                    self.awaits[Node(THREAD, me, out["thread"])].append(call)
+                    waiter = Node(THREAD, me, out["thread"])
+                    self.awaits[waiter].append(call)
+                    if waiter in self.threads:
+                        self.waiters[call] = waiter
             for came in account["calls_in"]:
                 call = Node(CALL, came["caller"], came["number"], me)
                 self.calls_in[call] = came
                 if came["thread"] is not None:
                     self.serves[Node(THREAD, me, came["thread"])] = call
-            alone = [call for call in self.calls(me) if self.calls_out[call]["thread"] is None]
+            alone = [call for call in self.calls_of[me] if self.calls_out[call]["thread"] is None]
             self.unattended[me] = sorted(alone, key=self.age, reverse=True)
-
-    def calls(self, caller: str, to: str | None = None) -> list[Node]:
-        """Return the calls that a worker made, or those to one callee."""
-        calls = (Node(CALL, caller, out["number"], out["to"]) for out in self.accounts[caller]["calls_out"])
-        return [call for call in calls if to in (None, call.to)]
-
-    def threads_of(self, name: str) -> list[Node]:
-        account = self.accounts.get(name)
-        return [Node(THREAD, name, thread["number"]) for thread in account["threads"]] if account is not None else []
 
     def came(self, name: str, *states: str) -> list[Node]:
         """Return the incoming calls of a worker that are in one of these states."""
@@ -112,9 +114,7 @@ class GroupIndex:
         return [Node(CALL, call["caller"], call["number"], name) for call in calls if call["state"] in states]
 
     def queued(self, name: str) -> int:
-        return sum(
-            1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == states.QUEUED
-        )
+        return states.counts(self.accounts[name]["calls_in"], lambda call: call["state"])[states.QUEUED]
 
     def holders(self, name: str) -> list[Node]:
         """Return the threads that hold a slot; a thread that waits for a call has released its slot."""
@@ -125,12 +125,6 @@ class GroupIndex:
         """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
         wait = self.threads[thread]["wait"] if thread is not None else None
         return wait["what"] if wait is not None else ""
-
-    def waiter(self, call: Node) -> Node | None:
-        """Return the thread that waits for a call, if known."""
-        out = self.calls_out.get(call)
-        thread = Node(THREAD, call.worker, out["thread"]) if out is not None and out["thread"] is not None else None
-        return thread if thread in self.threads else None
 
     def age(self, node: Node) -> float:
         """Return the seconds that a node has waited; 0 if unknown."""
@@ -170,14 +164,13 @@ class WaitGraph(GroupIndex):
         self._edges: dict[Node, list[Edge]] = {}
         self._late = self._not_in_shutdown()
         self.starts = self._long_waits()
-        self.nodes = search(self.starts, self._following)
+        self.nodes = search(self.starts, lambda node: [edge.to for edge in self.edges(node)])
         self.into: dict[Node, list[tuple[Node, Edge]]] = defaultdict(list)
         for node in self.nodes:
             for edge in self.edges(node):
                 self.into[edge.to].append((node, edge))
 
     def edges(self, node: Node) -> list[Edge]:
-        """Return the edges to all nodes that a node waits for."""
         found = self._edges.get(node)
         if found is None:
             found = self._edges[node] = self._direct(node) or self._to_holders(node)
@@ -223,9 +216,6 @@ class WaitGraph(GroupIndex):
                 del blocked[node]
         return found
 
-    def _following(self, node: Node) -> list[Node]:
-        return [edge.to for edge in self.edges(node)]
-
     # Long waits
 
     def _long_waits(self) -> list[Node]:
@@ -233,13 +223,7 @@ class WaitGraph(GroupIndex):
         calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
         threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
         waited_for = {edge.to for thread in threads for edge in self.edges(thread)}
-        passes = [
-            node
-            for name, account in self.accounts.items()
-            for each in account["passes"]
-            if (node := Node(PASS, name, each["number"], context=each["context"])) not in waited_for
-            and each["age"] >= self.long
-        ]
+        passes = [node for node, each in self.passes.items() if node not in waited_for and each["age"] >= self.long]
         return [*calls, *threads, *passes]
 
     def _is_long(self, node: Node) -> bool:
@@ -283,7 +267,7 @@ class WaitGraph(GroupIndex):
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full else _guesses("turn", self._ahead_of(call))
         if came["thread"] is not None and (thread := Node(THREAD, call.to, came["thread"])) in self.threads:
             return [Edge(thread, "runs")]
-        for thread in self.threads_of(call.worker):  # in a meeting the caller knows the missing workers
+        for thread in self.threads_of[call.worker]:  # in a meeting the caller knows the missing workers
             wait = self.threads[thread]["wait"]
             if wait is not None and wait["what"] in states.MEETINGS and wait["about"] == came["function"]:
                 return [Edge(thread, "meeting")]
@@ -305,14 +289,14 @@ class WaitGraph(GroupIndex):
             hopeful = at is not None and _WAITS_FOR_FUTURES.search(at["text"])
             return _guesses("future", self._unattended(me, since)) if hopeful else []
         if what == "backward":
-            passes = [Node(PASS, me, each["number"], context=each["context"]) for each in self.accounts[me]["passes"]]
+            passes = [each for each in self.passes if each.worker == me]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
         if what == "value" and set(wait["on"]) <= {me}:
             running = (call for call in self.came(me, states.RUNNING) if call != self.serves.get(node))
             return [Edge(call, "value", True) for call in running]
         if what == "room":
-            out = [max(calls, key=self.age) for to in wait["on"] if (calls := self.calls(me, to))]
-            return [Edge(call, "room") for call in out]
+            out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
+            return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
         if what not in (*_FOR_WORKERS, *AT_REST):
             return _guesses("future", self._unattended(me, since))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
@@ -320,10 +304,7 @@ class WaitGraph(GroupIndex):
 
     def _of_pass(self, node: Node) -> list[Edge]:
         """Return the edges of a pass to the workers that run code in it; the others may be waiting for these."""
-        passes = self.accounts[node.worker]["passes"]
-        owing = next(
-            each["owing"] for each in passes if (each["context"], each["number"]) == (node.context, node.number)
-        )
+        owing = self.passes[node]["owing"]
         silent = [name for name in owing if name not in self.accounts]
         busy = [name for name in owing if name in self.accounts and self._inside(name, _AUTOGRAD)]
         nodes = [Node(WORKER, name) for name in silent]
@@ -336,7 +317,7 @@ class WaitGraph(GroupIndex):
         if account is None:
             return []
         if account["phase"] == states.LEAVING:
-            calls = [*self.calls(name), *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
+            calls = [*self.calls_of[name], *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
             return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
         return [Edge(self.mains[name], "shutdown")] if name in self.mains else []
 
@@ -389,7 +370,12 @@ class WaitGraph(GroupIndex):
         lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
         if lock is None or at is None:
             return []
-        others = [other for other in self.threads_of(node.worker) if other != node and self._may_hold(other, lock)]
+        others = [
+            other
+            for other in self.threads_of[node.worker]
+            if (thread := self.threads[other])["at"] is not None and other != node
+            if lock_of(thread) != lock and self.wait(other) not in AT_REST
+        ]
         waiting = [
             other for other in others if node in search([other], lambda each: [edge.to for edge in self._direct(each)])
         ]
@@ -398,15 +384,11 @@ class WaitGraph(GroupIndex):
         guesses = waiting or near or others
         return _guesses("lock", guesses) if len(guesses) <= MOST_GUESSES else []
 
-    def _may_hold(self, other: Node, lock: str) -> bool:
-        thread = self.threads[other]
-        return thread["at"] is not None and lock_of(thread) != lock and self.wait(other) not in AT_REST
-
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
         """Return the threads of a worker that run user functions called from code that matches a pattern."""
         return [
             node
-            for node in self.threads_of(name)
+            for node in self.threads_of[name]
             if self.threads[node]["at"] is not None
             and not self.wait(node)
             and any(map(code.search, self.threads[node]["stack"]))

@@ -1,1 +1,1 @@
-"""Workers started by this program (`telegrad.local`), and the program of workers without their own. An extension."""
+"""Start workers: `telegrad.local`, `telegrad run`, and `telegrad worker` for workers without a program of their own."""

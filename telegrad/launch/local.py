@@ -39,7 +39,7 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
-from telegrad.supervision.lines import LONGEST, LineBuffer
+from telegrad.launch.output import LONGEST, LineBuffer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,8 +88,7 @@ class LocalGroup:
             options += ["--main", programs.to_text(main)] if main.guarded else []
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
-                    own = ["--role", role, "--rank", str(rank), *options]
-                    self._workers.append(_Worker(name, own, self))
+                    self._workers.append(_Worker(name, ["--role", role, "--rank", str(rank), *options], self))
                 self._join(listener, rpc_timeout)
             except BaseException:
                 self._end_workers()
@@ -120,10 +119,9 @@ class LocalGroup:
             self._store = store
             if self._called_off:
                 call_off(store, size, self._called_off)
-        options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
         enter_group(
             self.driver,
-            options,
+            rpc.TelegradOptions(rpc_timeout=rpc_timeout),
             lambda timeout: RendezvousStore(
                 store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)
             ),

@@ -1,1 +1,340 @@
-"""Introspection of a worker: its current state and its recent events. An extension."""
+"""Introspection of a worker. This file describes the report of its state at one moment: plain values, sent as JSON and
+read without torch.
+
+An answer comes from another process, which may run another version or not be a worker at all; a file may be damaged. So
+all answers pass through `decode`, which checks their form and sizes and sanitizes their texts. Code that uses the
+result can rely on these types, and print each text.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from math import isfinite
+from typing import Any, TypedDict, TypeVar, Union
+
+from telegrad.ext.events import Event, events
+from telegrad.ext.texts import safe
+
+JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
+# States of an incoming call; UNFINISHED: the function has returned a future or a coroutine that is not done yet.
+RUNNING, QUEUED, UNFINISHED = "running", "queued", "going on"
+MOST_ALIKE = 256  # maximum number of similar calls in a list
+
+ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
+CALL = "call"
+FILE = "file"  # the content of a file that `reporting/dump.py` writes
+
+LONGEST_TEXT = 4096  # characters; longer texts are cut
+MOST_ITEMS = 100_000  # in one list or dictionary
+LARGEST_NUMBER = 1 << 64
+
+_Check = Callable[[Any, str], Any]
+
+
+class SourceLine(TypedDict):
+    """The line of a program that a thread executes."""
+
+    file: str
+    line: int
+    function: str
+    text: str  # the source line, if it can be read
+
+
+class _Alike(TypedDict, total=False):
+    more: int  # number of younger calls like this one that are not listed
+
+
+class CallOut(_Alike):
+    """An outgoing call of this worker without a response."""
+
+    to: str
+    number: int  # identifies the call at the callee, together with the caller's name
+    function: str
+    age: float  # seconds
+    timeout: float  # 0: none
+    thread: int | None  # the thread that waits for it; None if no thread waits
+
+
+class CallIn(_Alike):
+    """An incoming call that was not answered yet."""
+
+    caller: str
+    number: int
+    function: str  # may be empty if the call was not decoded yet
+    age: float  # seconds since it began to run; 0 while it waits
+    state: str
+    thread: int | None  # the thread that runs it
+
+
+# Functions that all workers of a group call, and that wait for each other.
+MEETINGS = ("barrier", "all_reduce", "process_group")
+
+
+class _Dated(TypedDict, total=False):
+    age: float  # seconds, if known
+
+
+class WaitState(_Dated):
+    """A wait of this package that a thread is in, except waits for calls, which `CallOut` lists."""
+
+    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or the called function
+    on: list[str]  # workers, by name; or "rank 2"
+    about: str  # further text for the user
+
+
+class ThreadState(TypedDict):
+    """A thread, except this package's idle threads."""
+
+    number: int
+    name: str
+    at: SourceLine | None  # the innermost line of the user's program; None if there is none
+    stack: list[str]  # all frames as "file:line function", innermost last
+    wait: WaitState | None
+    asleep: bool | None  # True if the kernel has it asleep; None if unknown
+
+
+class PassOut(TypedDict):
+    """A backward pass that this worker drives."""
+
+    context: int
+    number: int
+    age: float
+    owing: list[str]  # workers that have not finished their part
+
+
+class WorkerState(TypedDict):
+    worker: str
+    rank: int
+    group: str  # the same for all members of the group, and for no other group
+    pid: int
+    host: str
+    program: str  # the program that runs, for users
+    clock: float  # `perf_counter` at that moment
+    time: float  # wall-clock time in seconds
+    phase: str
+    phase_age: float
+    idle: float  # seconds since this worker's last own call, backward pass or step ended, as far as recorded
+    missing: list[str]  # workers it waits for while joining or leaving, by name, or "rank 2" if the name is unknown
+    place: str  # address of the store
+    size: int | None  # of the group; None: membership is dynamic
+    generation: int
+    members: dict[str, str]  # hosts of the known members, by name
+    gone: dict[str, str]  # members that died or left early, and why
+    threads: list[ThreadState]
+    calls_out: list[CallOut]
+    calls_in: list[CallIn]
+    slots: int  # calls that may run at once
+    busy: int
+    passes: list[PassOut]
+    contexts: int
+    references: dict[str, int]  # the counts of debug_info()
+    bytes_out: dict[str, int]  # of messages and tensors, by worker, since the start
+    bytes_in: dict[str, int]
+    calls_done: int  # calls served for other workers since the start
+    memory: int  # resident bytes of the process
+    shared: int  # bytes of shared memory that it has lent
+
+
+C = TypeVar("C", CallOut, CallIn)
+
+
+def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
+    """Return the calls that a thread waits for or runs, and up to MOST_ALIKE of each other kind; the last has the
+    number of the rest."""
+    found: list[C] = []
+    alike: dict[object, list[C]] = defaultdict(list)
+    for call in calls:
+        lot = alike[kin(call)]
+        if call["thread"] is not None:
+            found.append(call)
+        elif len(lot) < MOST_ALIKE:
+            found.append(call)
+            lot.append(call)
+        else:
+            lot[-1]["more"] = lot[-1].get("more", 0) + 1
+    return found
+
+
+def counts(calls: Iterable[C], by: Callable[[C], str]) -> Counter[str]:
+    """Return the number of calls per key, including those that are not listed."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        found[by(call)] += 1 + call.get("more", 0)
+    return found
+
+
+# Decoding
+
+
+class Malformed(ValueError):
+    """An answer that no worker sends."""
+
+
+def decode(topic: str, data: bytes) -> Any:
+    """Decode the answer to a question about `topic`.
+
+    Raises:
+        Malformed: the answer has another form.
+    """
+    try:
+        value = json.loads(data.decode(), parse_constant=_refuse)
+    except Malformed:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is not valid JSON: {safe(str(error))[:200]}") from None
+    return checked(topic, value)
+
+
+def checked(topic: str, value: Any) -> Any:
+    """Check an answer that is already parsed, or this worker's own; return it with sanitized texts.
+
+    Raises:
+        Malformed: the answer has another form.
+    """
+    check: _Check = _CHECKS.get(topic, _none)  # a worker answers null to an unknown topic
+    return check(value, topic)
+
+
+def _refuse(name: str) -> None:
+    raise Malformed(f"{name} is not a number")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{where} is not a string")
+    return safe(value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}...")
+
+
+def _integer(value: Any, where: str) -> int:
+    if not isinstance(value, int) or abs(value) > LARGEST_NUMBER:
+        raise Malformed(f"{where} is not an integer")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, float) and isfinite(value):
+        return value
+    return _integer(value, where)
+
+
+def _truth(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise Malformed(f"{where} is neither true nor false")
+    return value
+
+
+def _none(value: Any, where: str) -> None:
+    if value is not None:
+        raise Malformed(f"{where} has an unexpected type")
+
+
+def _list_of(check: _Check) -> _Check:
+    def checked(value: Any, where: str) -> list[Any]:
+        if not isinstance(value, list) or len(value) > MOST_ITEMS:
+            raise Malformed(f"{where} is not a list, or has more than {MOST_ITEMS} items")
+        return [check(each, where) for each in value]
+
+    return checked
+
+
+def _dict_of(check: _Check) -> _Check:
+    def checked(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > MOST_ITEMS:
+            raise Malformed(f"{where} is not a dictionary, or has more than {MOST_ITEMS} items")
+        return {_text(key, where): check(each, where) for key, each in value.items()}
+
+    return checked
+
+
+def _optional(check: _Check) -> _Check:
+    return lambda value, where: None if value is None else check(value, where)
+
+
+def _fields(checks: dict[str, _Check], required: frozenset[str]) -> _Check:
+    """Return a check of a TypedDict. It drops unknown fields, because newer versions send more."""
+
+    def checked(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Malformed(f"{where} is not a dictionary")
+        if missing := required - value.keys():
+            raise Malformed(f"{where} has no {min(missing)}")
+        return {name: check(value[name], f"{where}.{name}") for name, check in checks.items() if name in value}
+
+    return checked
+
+
+_PLAIN: dict[Any, _Check] = {str: _text, int: _integer, float: _number, bool: _truth, type(None): _none}
+
+
+def _check_for(kind: Any) -> _Check:
+    """Return the check for one of the types above."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return _list_of(_check_for(inner[0]))
+    if origin is dict:
+        return _dict_of(_check_for(inner[1]))
+    if origin in (Union, types.UnionType):
+        return _optional(_check_for(inner[0]))  # of `X | None`
+    checks = {name: _check_for(each) for name, each in typing.get_type_hints(kind).items()}
+    return _fields(checks, kind.__required_keys__)
+
+
+# Events
+
+
+def _scalar(value: Any, where: str) -> Any:
+    return _text(value, where) if isinstance(value, str) else _number(value, where)
+
+
+_SCALAR = _optional(_scalar)
+_AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, as in `_core/events.py`
+    events.CALLED: (_text, _integer, _text, _integer, _text),
+    events.RAN: (_text, _integer, _text, _text),
+    events.CONNECTED: (_text, _text),
+    events.LOST: (_text, _text),
+    events.JOINED: (_text, _integer, _SCALAR),
+    events.LEFT: (_text,),
+    events.MADE: (_text, _SCALAR),
+    events.FREED: (_SCALAR,),
+    events.BACKWARD_PASS: (_SCALAR, _SCALAR, _text),
+    events.BACKWARD_TASKS: (_SCALAR, _SCALAR, _SCALAR),
+    events.STAGED: (_SCALAR, _text, _integer, _integer),
+    events.STEPPED: (_SCALAR, _text),
+    events.NOTED: (_text, _text),
+}
+
+
+def _events(value: Any, where: str) -> list[Event]:
+    """Check events; drop unknown kinds."""
+    if not isinstance(value, list) or len(value) > MOST_ITEMS:
+        raise Malformed(f"{where} are not a list, or more than {MOST_ITEMS}")
+    found = []
+    for each in value:
+        if not isinstance(each, list | tuple) or not each or not isinstance(each[0], str):
+            raise Malformed(f"{where} have an item that is not an event")
+        checks = _AFTER_TIMES.get(each[0])
+        if checks is None:
+            continue
+        if len(each) < 3 + len(checks):
+            raise Malformed(f"{where} have an event with too few fields")
+        times = _number(each[1], where), _number(each[2], where)
+        found.append((each[0], *times, *(check(part, where) for check, part in zip(checks, each[3:], strict=False))))
+    return found
+
+
+_account = _check_for(WorkerState)
+_CHECKS: dict[str, _Check] = {
+    ACCOUNT: _account,
+    GROUP: _fields({"accounts": _list_of(_account), "silent": _dict_of(_text)}, frozenset(["accounts", "silent"])),
+    EVENTS: _events,
+    GROUP_EVENTS: _dict_of(_events),
+    DUMP: _text,
+    CALL: _text,
+    FILE: _fields({"reason": _text, "account": _account, "events": _events}, frozenset(["account", "events"])),
+}

@@ -21,7 +21,6 @@ import re
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -29,24 +28,10 @@ from errno import EMFILE, EMSGSIZE
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.ext.processes import HAS_UNIX, Thread
-from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
-
-__all__ = [
-    "ACCOUNT",
-    "DUMP",
-    "EVENTS",
-    "GROUP",
-    "GROUP_EVENTS",
-    "DebugAddress",
-    "DebugServer",
-    "ask",
-    "ask_all",
-    "places",
-]
+from telegrad.ext.processes import HAS_UNIX, Thread, credentials
+from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"
-HAS_DEBUG_SERVERS = HAS_UNIX
 PATIENCE = 2.0  # seconds to receive a question, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
@@ -61,12 +46,9 @@ _NAME = re.compile(
 )
 
 log = logging.getLogger("telegrad")
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 class DebugAddress(NamedTuple):
-    """The address of a worker's debug server."""
-
     address: str  # without the leading zero byte
     pid: int
     stacks: int  # the file descriptor to which that process writes its stacks on a signal; -1: none
@@ -81,7 +63,7 @@ class DebugServer:
         """`answer(topic, after)` returns a value that JSON can encode."""
         self._answer = answer
         self._socket: socket.socket | None = None
-        if not HAS_DEBUG_SERVERS:
+        if not HAS_UNIX:
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -95,7 +77,6 @@ class DebugServer:
             listening.close()
 
     def close(self) -> None:
-        """Stop answering."""
         listening, self._socket = self._socket, None
         if listening is not None:
             with contextlib.suppress(OSError):
@@ -124,7 +105,7 @@ class DebugServer:
 
     def _tell(self, asking: socket.socket) -> None:
         """Answer one question, unless another user asks."""
-        if _peer_at(asking).user in (os.geteuid(), 0):
+        if credentials(asking)[1] in (os.geteuid(), 0):
             asked = json.loads(_question(asking))
             asking.settimeout(PATIENCE)
             asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
@@ -135,7 +116,7 @@ def places() -> list[DebugAddress]:
 
     Sockets of other users with names like a worker's are skipped, with a warning.
     """
-    if not HAS_DEBUG_SERVERS:
+    if not HAS_UNIX:
         return []
     me, until = os.geteuid(), monotonic() + FINDING
     named = [(place, inode) for place, inode in _named() if me in (0, place.user)]
@@ -145,11 +126,12 @@ def places() -> list[DebugAddress]:
         if monotonic() > until:
             log.warning("telegrad: %d sockets are named like those of workers; some were not queried", len(named))
             break
-        peer = _peer_of(place, inode)
-        if peer is not None and peer.user == place.user:
-            found[peer.user].append(place._replace(pid=peer.pid or place.pid))
-        elif peer is not None:
-            others.append(place)
+        if (peer := _peer_of(place, inode)) is not None:
+            pid, user = peer
+            if user == place.user:
+                found[user].append(place._replace(pid=pid or place.pid))
+            else:
+                others.append(place)
     if others:
         log.warning(
             "telegrad: %d sockets of other users are named like those of workers, such as %r: they are ignored",
@@ -159,48 +141,32 @@ def places() -> list[DebugAddress]:
     return [place for turn in each_first for place in turn if place is not None]
 
 
-def ask(place: DebugAddress, topic: str, after: Any = None, patience: float = PATIENCE) -> Any:
-    """Return the answer of a worker.
-
-    Raises:
-        OSError: the worker did not answer within `patience` seconds.
-        Malformed: the answer is invalid.
-    """
-    answer = ask_all([place], topic, after, patience)[place]
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
 def ask_all(
     asked: Iterable[DebugAddress], topic: str, after: Any = None, patience: float = PATIENCE
 ) -> dict[DebugAddress, Any]:
     """Return the answers of workers within `patience` seconds in all; an OSError or Malformed for each that failed."""
     asked = list(dict.fromkeys(asked))
+    told: dict[DebugAddress, Any] = dict.fromkeys(asked, TimeoutError("it did not answer in time"))
     question = json.dumps({"topic": topic, "after": after}).encode() + b"\n"
-    with _Questions(topic, question) as questions:
-        told = questions.put(asked, monotonic() + patience)
-    late = TimeoutError("it did not answer in time")
-    return {place: _decoded(place, topic, told.get(place, late)) for place in asked}
-
-
-def _decoded(place: DebugAddress, topic: str, line: bytes | Exception) -> Any:
-    if isinstance(line, Exception):
-        return line
-    try:
-        return decode(topic, line)
-    except Malformed as error:
-        return Malformed(f"process {place.pid} sent an invalid answer: {error}")
+    with _Questions(question, OF_A_GROUP if topic in (GROUP, GROUP_EVENTS) else LARGEST) as questions:
+        told |= questions.put(asked, monotonic() + patience)
+    for place, line in told.items():
+        if isinstance(line, bytes):
+            try:
+                told[place] = decode(topic, line)
+            except Malformed as error:
+                told[place] = Malformed(f"process {place.pid} sent an invalid answer: {error}")
+    return told
 
 
 class _Questions:
     """One question to many workers, asked by one thread. Use it in a `with`."""
 
-    def __init__(self, topic: str, question: bytes) -> None:
-        self._is_of_groups = topic in (GROUP, GROUP_EVENTS)
+    def __init__(self, question: bytes, most: int) -> None:
         self._question = question
+        self._most = most  # bytes of one answer of this user
         self._selector = selectors.DefaultSelector()
-        self._talks: dict[DebugAddress, _Query] = {}
+        self._talks: dict[DebugAddress, tuple[socket.socket, bytearray]] = {}  # and the answers received so far
         self._told: dict[DebugAddress, bytes | Exception] = {}
         self._read: Counter[int] = Counter()  # bytes of all answers kept, by user
 
@@ -208,8 +174,8 @@ class _Questions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for talk in self._talks.values():
-            talk.socket.close()
+        for sock, _answer in self._talks.values():
+            sock.close()
         self._selector.close()
 
     def put(self, asked: Iterable[DebugAddress], until: float) -> dict[DebugAddress, bytes | Exception]:
@@ -218,103 +184,81 @@ class _Questions:
         while (waiting or self._talks) and (left := until - monotonic()) > 0:
             for _ in range(min(len(waiting), AT_ONCE - len(self._talks))):
                 place = waiting.popleft()
-                if not self._begin(place):
-                    waiting.append(place)
+                try:
+                    self._begin(place)
+                except OSError as error:
+                    if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
+                        waiting.append(place)  # its accept queue is full, or this process is out of descriptors
+                    else:
+                        self._told[place] = error
             if not self._talks:
                 time.sleep(AGAIN * bool(waiting))
             for key, _ in self._selector.select(min(left, AGAIN) if waiting else left) if self._talks else ():
                 self._go_on(key.data)
         return self._told
 
-    def _begin(self, place: DebugAddress) -> bool:
-        """Connect and send the question. Return False if it has to be tried again later."""
+    def _begin(self, place: DebugAddress) -> None:
+        """Connect and send the question."""
+        sock = _connected(place)
         try:
-            sock = _connected(place)
-        except OSError as error:
-            if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
-                return False  # the worker's accept queue is full, or this process is out of descriptors
-            self._told[place] = error
-            return True
-        try:
-            peer = _peer_at(sock)
-            if peer.user != place.user:
-                raise PermissionError(f"its socket belongs to user {peer.user}")
+            _, user = credentials(sock)
+            if user != place.user:
+                raise PermissionError(f"its socket belongs to user {user}")
             if sock.send(self._question) < len(self._question):
                 raise OSError(EMSGSIZE, "the question does not fit into the buffer of its socket")
-        except OSError as error:
+        except OSError:
             sock.close()
-            self._told[place] = error
-            return True
-        self._talks[place] = talk = _Query(place, sock)
-        self._selector.register(sock, selectors.EVENT_READ, talk)
-        return True
+            raise
+        self._talks[place] = sock, bytearray()
+        self._selector.register(sock, selectors.EVENT_READ, place)
 
-    def _go_on(self, talk: _Query) -> None:
+    def _go_on(self, place: DebugAddress) -> None:
+        sock, answer = self._talks[place]
         try:
-            part = talk.socket.recv(1 << 18)
+            part = sock.recv(1 << 18)
             if not part:
                 raise ConnectionError("it ended before its answer was complete")
-            talk.answer += part
-            self._limit(talk, len(part))
+            answer += part
+            self._limit(place, len(answer), len(part))
             if not part.endswith(b"\n"):
                 return
-            told: bytes | Exception = bytes(talk.answer)
+            self._told[place] = bytes(answer)
         except BlockingIOError:
             return
         except (OSError, Malformed) as error:
-            self._read[talk.place.user] -= len(talk.answer)
-            told = error
-        self._told[talk.place] = told
-        self._selector.unregister(talk.socket)
-        self._talks.pop(talk.place).socket.close()
+            self._read[place.user] -= len(answer)
+            self._told[place] = error
+        self._selector.unregister(sock)
+        self._talks.pop(place)[0].close()
 
-    def _limit(self, talk: _Query, more: int) -> None:
-        own = talk.place.user == os.geteuid()
-        self._read[talk.place.user] += more
-        most = OF_A_GROUP if own and self._is_of_groups else LARGEST
-        if len(talk.answer) > most or self._read[talk.place.user] > (OF_A_GROUP if own else LARGEST):
-            raise Malformed(f"process {talk.place.pid}, or all processes of its user, sent more than {most >> 20} MiB")
-
-
-class _Query:
-    """A connection with a question sent, and the part of the answer received so far."""
-
-    def __init__(self, place: DebugAddress, sock: socket.socket) -> None:
-        self.place = place
-        self.socket = sock
-        self.answer = bytearray()
+    def _limit(self, place: DebugAddress, size: int, more: int) -> None:
+        own = place.user == os.geteuid()
+        self._read[place.user] += more
+        most = self._most if own else LARGEST
+        if size > most or self._read[place.user] > (OF_A_GROUP if own else LARGEST):
+            raise Malformed(f"process {place.pid}, or all processes of its user, sent more than {most >> 20} MiB")
 
 
 # Sockets and their users
 
 
-class _Peer(NamedTuple):
-    pid: int  # 0: the process is in another PID namespace
-    user: int
-
-
-def _peer_at(sock: socket.socket) -> _Peer:
-    """Return the process at the other end of a Unix socket, as the kernel recorded it."""
-    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return _Peer(pid, user)
-
-
-def _peer_of(place: DebugAddress, inode: bytes) -> _Peer | None:
-    """Return the process that owns a socket; None if it has gone or cannot be seen."""
+def _peer_of(place: DebugAddress, inode: bytes) -> tuple[int, int] | None:
+    """Return the process that owns a socket (0 in another PID namespace) and its user; None if it has gone or cannot be
+    seen."""
     try:
         with _connected(place) as sock:
-            return _peer_at(sock)
+            return credentials(sock)
     except BlockingIOError:  # its queue is full, which any user can cause; /proc may still show the owner
         return _holder_of(place, inode)
     except OSError:
         return None
 
 
-def _holder_of(place: DebugAddress, inode: bytes) -> _Peer | None:
-    """Return the process that is named in the address, if it has the socket open."""
+def _holder_of(place: DebugAddress, inode: bytes) -> tuple[int, int] | None:
+    """Return the process that is named in the address and its user, if it has the socket open."""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{place.pid}/fd") as opened:
         if any(os.readlink(each.path) == f"socket:[{inode.decode()}]" for each in opened):
-            return _Peer(place.pid, os.stat(f"/proc/{place.pid}").st_uid)
+            return place.pid, os.stat(f"/proc/{place.pid}").st_uid
     return None
 
 

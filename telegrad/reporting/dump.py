@@ -1,4 +1,5 @@
-"""Write the state of a worker to a file: when one of its calls times out, when it loses a peer, and on SIGUSR2.
+"""Record the latest events of this process's workers, and write them and a worker's state to a file: when one of its
+calls times out, when it loses a peer, and on SIGUSR2.
 
 `TELEGRAD_DUMPS` names the folder, or is `off`; the default is a private folder of this user. Old files are removed. On
 SIGUSR2, unless the program uses that signal, the stacks of all threads are written as well. That works even while a
@@ -16,15 +17,19 @@ import pathlib
 import re
 import secrets
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from telegrad.ext.events import BACKWARD_PASS, CALLED, STEPPED, Event
 from telegrad.ext.events import events as instruments
 from telegrad.ext.files import Folder, open_folder, private_folder
-from telegrad.ext.processes import Thread, error_text, forks, interrupts
+from telegrad.ext.processes import Thread, error_text, forks, in_child, interrupts, renewed
 
+LAST = 10_000  # number of events kept
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
 KEPT = 32  # maximum number of files of this user in the folder
@@ -78,16 +83,13 @@ def _remove_old(folder: Folder, newest: str) -> None:
 
 
 class Dumper:
-    """Writes the dump files of one worker."""
-
     def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
         """`tell` returns the content of a dump."""
         self.worker = worker
         self._tell = tell
         self._next = 0.0  # earliest time of the next automatic dump
         self.failure = ""  # why the last dump could not be written
-        self._alarm = self._alarmed
-        instruments.alarms.append(self._alarm)
+        instruments.alarms.append(self._alarmed)
 
     def write(self, reason: str) -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
@@ -104,7 +106,7 @@ class Dumper:
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):
-            instruments.alarms.remove(self._alarm)
+            instruments.alarms.remove(self._alarmed)
 
     def _alarmed(self, reason: str) -> None:
         now = monotonic()
@@ -157,3 +159,45 @@ def _is_inherited(handler: Any) -> bool:
     """Return True if this process was forked from a worker that set this handler."""
     owner = getattr(handler, "__self__", None)
     return isinstance(owner, Signalled) and owner._depth != forks.depth
+
+
+class Recorder:
+    """One recorder for all workers of a process; most processes have one worker."""
+
+    def __init__(self) -> None:
+        self._ring: deque[Event] = deque(maxlen=LAST)
+        self._lock = renewed(threading.Lock())  # guards _users
+        self._users = 0
+
+    def begin(self) -> None:
+        """Start recording for one more worker."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                instruments.add(self._ring.append)
+
+    def end(self) -> None:
+        """Stop recording for one worker; recorded events stay."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                instruments.remove(self._ring.append)
+
+    def forget(self) -> None:
+        """Drop the parent's events in a forked child, which has none of its workers."""
+        self._users = 0
+        self._ring.clear()
+        instruments.remove(self._ring.append)
+
+    def events(self, after: float = 0.0) -> list[Event]:
+        """Return the events that ended after that time of `perf_counter`, in the order in which they ended."""
+        return [event for event in self._ring.copy() if event[2] > after]
+
+    def last_own(self) -> float:
+        """Return the end of the last event that this worker itself began; 0 if none is recorded."""
+        own = (CALLED, BACKWARD_PASS, STEPPED)
+        return next((event[2] for event in reversed(self._ring.copy()) if event[0] in own), 0.0)
+
+
+recorder = Recorder()
+in_child(recorder.forget)

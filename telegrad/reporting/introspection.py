@@ -2,56 +2,171 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
+from typing import Any, NamedTuple
 
+from telegrad.errors import TelegradError, UnknownWorker
+from telegrad.ext.calls import Agent
 from telegrad.ext.events import Event
-from telegrad.ext.workers import Worker, WorkerExtension, register
-from telegrad.reporting import dump
+from telegrad.ext.processes import Thread
+from telegrad.ext.texts import safe
+from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
+from telegrad.reporting import (
+    ACCOUNT,
+    CALL,
+    DUMP,
+    EVENTS,
+    GROUP,
+    GROUP_EVENTS,
+    LEAVING,
+    Malformed,
+    WorkerState,
+    checked,
+    decode,
+    dump,
+)
 from telegrad.reporting.debug_server import DebugServer
-from telegrad.reporting.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked
-from telegrad.reporting.dump import Dumper, Signalled
-from telegrad.reporting.observer import Observer, Parts
-from telegrad.reporting.recorder import recorder
-from telegrad.reporting.state_queries import StateQueries
-from telegrad.reporting.worker_state import LEAVING, WorkerState
+from telegrad.reporting.dump import Dumper, Signalled, recorder
+from telegrad.reporting.observer import Observer
+
+PATIENCE = 1.5  # seconds
+AT_ONCE = 0.1  # seconds, for the question about a call that timed out
+BETWEEN = 0.1  # minimum seconds between two such questions to one callee
+
+
+class Inspect(NamedTuple):
+    """A query of a worker's state; `topic` says which part."""
+
+    number: int
+    topic: str
+    after: float
+
+
+class Inspected(NamedTuple):
+    """The answer to an Inspect, as JSON."""
+
+    number: int
+    text: bytes
+
+
+class StateQueries:
+    """Queries between workers about their state. They wait neither for a slot nor for a user function to end."""
+
+    def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:
+        """`answer(topic, after)` returns a value that JSON can encode; it is called on its own thread."""
+        self._agent = agent
+        self._answer = answer
+        # When a callee may be asked again; unlocked, since an extra question is harmless.
+        self._next_word: dict[str, float] = {}
+        self._numbers = itertools.count(1)  # `next` is atomic
+        # The answers to each query, by worker, and an event that is set at each; no lock: each use is one operation of
+        # a dict.
+        self._rounds: dict[int, tuple[dict[str, bytes], threading.Event]] = {}
+        agent.on(Inspect, self._on_ask)
+        agent.on(Inspected, self._on_told)
+        agent.layers.last_word = self.last_word
+
+    def ask(
+        self,
+        names: Iterable[str],
+        topic: str,
+        after: Callable[[str], float] = lambda _: 0.0,
+        patience: float = PATIENCE,
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the answers of the workers, and why the others gave none. Block until all answered, for `patience` at
+        most."""
+        until = monotonic() + patience
+        number = next(self._numbers)
+        answers: dict[str, bytes] = {}
+        silent: dict[str, str] = {}
+        came = threading.Event()
+        self._rounds[number] = answers, came
+        waited = set()
+        try:
+            for name in names:
+                try:
+                    self._agent.notify(name, Inspect(number, topic, after(name)))
+                    silent[name] = f"it did not answer within {patience:g} s, although its connection is open"
+                    waited.add(name)
+                except UnknownWorker:
+                    silent[name] = "it left the group, or died"
+                except TelegradError as error:
+                    silent[name] = str(error)
+            while not waited <= answers.keys() and came.wait(max(0.0, until - monotonic())):
+                came.clear()
+        finally:
+            del self._rounds[number]
+        told: dict[str, Any] = {}
+        for name, text in answers.copy().items():
+            try:
+                told[name] = decode(topic, text)
+            except Malformed as error:
+                silent[name] = f"its answer is invalid: {error}"
+        return told, {name: safe(why) for name, why in silent.items() if name not in told}
+
+    def last_word(self, callee: Identity, number: int) -> str:
+        """Return the callee's state of a call from here, to append to a message; empty if it does not answer within
+        AT_ONCE."""
+        now = monotonic()
+        if now < self._next_word.get(callee.name, 0.0):
+            return ""  # many calls time out at once: only the first asks
+        self._next_word[callee.name] = now + BETWEEN
+        answers, _ = self.ask([callee.name], CALL, lambda _: number, AT_ONCE)
+        return str(answers.get(callee.name) or "")
+
+    def _on_ask(self, sender: Identity, message: Inspect) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be started: do not answer
+            Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
+
+    def _tell(self, sender: Identity, message: Inspect) -> None:
+        about = (sender.name, message.after) if message.topic == CALL else message.after
+        text = json.dumps(self._answer(message.topic, about)).encode()
+        with contextlib.suppress(TelegradError):  # the asking worker has gone
+            self._agent.notify(sender.name, Inspected(message.number, text), sender.incarnation)
+
+    def _on_told(self, sender: Identity, message: Inspected) -> None:
+        if (asked := self._rounds.get(message.number)) is not None:
+            answers, came = asked
+            answers[sender.name] = message.text
+            came.set()
 
 
 class Introspection(WorkerExtension):
-    """The introspection of one worker."""
-
     def __init__(self, name: str) -> None:
         self.observer = Observer(name)
-        self._name = name
         self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
-        self._dumper = Dumper(name, self._tell)
+        self._dumper = Dumper(name, lambda: {"account": self.account(), "events": recorder.events()})
         self._signalled = Signalled(lambda: self._dumper.write("received SIGUSR2"))
         self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
 
     def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
-        self.observer.watch(Parts(worker.agent, worker.references, worker.conductor, rank, size, place))
+        self.observer.watch(worker, rank, size, place)
         self._inquiry = StateQueries(worker.agent, self._answer)
 
     def on_join(self, worker: Worker) -> None:
-        name = worker.me.name
+        name, known_as = worker.me.name, self.observer.name
         self.observer.joined(name, worker.me.id, worker.membership.present)
-        if name != self._name:
-            self._name = self._dumper.worker = name
+        if name != known_as:
+            self._dumper.worker = name
             before, self._desk = self._desk, DebugServer(name, self._signalled.file, self._answer)
             before.close()  # closed after the new one is open, so that programs of this host always find the worker
 
     def account(self) -> WorkerState:
-        """Return the state of this worker."""
         return self.observer.account()
 
     def look(self) -> tuple[list[WorkerState], dict[str, str]]:
         """Return the state of all workers that answer, and why the others do not."""
         own: WorkerState = checked(ACCOUNT, self.account())
-        others = [name for name in own["members"] if name != self._name]
+        others = [name for name in own["members"] if name != self.observer.name]
         if self._inquiry is None or not others:
             return [own], {}
         answers, silent = self._inquiry.ask(others, ACCOUNT)
@@ -59,11 +174,12 @@ class Introspection(WorkerExtension):
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         """Return the events of each worker since the given time of its own clock."""
-        others = [member.name for member in self.observer.members() if member.name != self._name]
+        others = [member.name for member in self.observer.members() if member.name != self.observer.name]
         answers: dict[str, Any] = {}
         if self._inquiry is not None:
             answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))
-        return {self._name: checked(EVENTS, recorder.events(after.get(self._name, 0.0))), **answers}
+        name = self.observer.name
+        return {name: checked(EVENTS, recorder.events(after.get(name, 0.0))), **answers}
 
     def dump(self, reason: str = "a dump was requested") -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off or it failed."""
@@ -101,12 +217,8 @@ class Introspection(WorkerExtension):
             return f"nothing was written: {why_not}" if path is None else os.fspath(path)
         return None
 
-    def _tell(self) -> dict[str, Any]:
-        return {"account": self.account(), "events": recorder.events()}
-
 
 def introspection_of(worker: Worker) -> Introspection:
-    """Return the introspection of a worker of this process."""
     return worker.extensions.of_kind(Introspection)
 
 

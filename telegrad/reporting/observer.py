@@ -7,20 +7,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from time import perf_counter
-from types import FrameType
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+from types import CodeType, FrameType
+from typing import Any
 
-from telegrad.ext.calls import Agent, Incoming, inspection, user_name
+from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.graphs import Conductor
-from telegrad.ext.references import ReferenceTable
+from telegrad.ext.references import ValueSlot
+from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
-from telegrad.ext.workers import Member
-from telegrad.reporting import stacks
-from telegrad.reporting.recorder import recorder
-from telegrad.reporting.waits import wait_of, wait_on
-from telegrad.reporting.worker_state import (
+from telegrad.ext.workers import Leaving, Member, Membership, Worker
+from telegrad.reporting import (
     JOINING,
     MEETINGS,
     MEMBER,
@@ -34,29 +32,20 @@ from telegrad.reporting.worker_state import (
     WaitState,
     WorkerState,
     listed,
+    stacks,
 )
-
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
-class Parts(NamedTuple):
-    """The parts of a worker that was created."""
-
-    agent: Agent
-    references: ReferenceTable
-    conductor: Conductor
-    rank: int
-    size: int | None  # of the group that it joins
-    place: str  # address of that group's store
+from telegrad.reporting.dump import recorder
 
 
 class Observer:
     """Observes one worker. All methods may be called from any thread."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._parts: Parts | None = None
+        self.name = name
+        self._worker: Worker | None = None  # once it was created
         self._rank = -1
+        self._size: int | None = None  # of the group that it joins
+        self._place = ""  # address of that group's store
         self._begun = self._since = perf_counter()
         self.phase = JOINING
         # Returns the workers it waits for while joining or leaving.
@@ -66,15 +55,16 @@ class Observer:
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
-        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self._name)]
+        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self.name)]
 
     def _missing_here(self) -> list[str]:
         return [who for wait in self._joining() for who in wait.missing()]
 
-    def watch(self, parts: Parts) -> None:
+    def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""
-        self._rank, self._parts = parts.rank, parts
-        parts.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
+        self._rank, self._size, self._place = rank, size, place
+        worker.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
+        self._worker = worker
 
     def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
         """Set the phase of the worker's life."""
@@ -82,15 +72,14 @@ class Observer:
 
     def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
         """Enter the phase MEMBER, with the worker's name and rank in its group."""
-        self._name, self._rank, self.members = name, rank, members
+        self.name, self._rank, self.members = name, rank, members
         self.enter(MEMBER)
 
     def account(self) -> WorkerState:
-        """Return the current state of the worker."""
         now = perf_counter()
         threads, calls_in, waiting = self._threads(now)
         told = WorkerState(
-            worker=self._name,
+            worker=self.name,
             rank=self._rank,
             group="",
             pid=os.getpid(),
@@ -102,8 +91,8 @@ class Observer:
             phase_age=now - self._since,
             idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
-            place=next((wait.place for wait in self._joining()), ""),
-            size=None,
+            place=self._place or next((wait.place for wait in self._joining()), ""),
+            size=self._size,
             generation=0,
             members={member.name: member.host for member in self.members()},
             gone=dict(self.gone),
@@ -121,27 +110,26 @@ class Observer:
             memory=_resident(),
             shared=0,
         )
-        if self._parts is not None:
-            self._tell_of(self._parts, told, now, waiting)
+        if self._worker is not None:
+            self._tell_of(self._worker, told, now, waiting)
         return told
 
-    def _tell_of(self, parts: Parts, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
+    def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
-        agent, calls_in = parts.agent, told["calls_in"]
+        agent, calls_in = worker.agent, told["calls_in"]
         others = [_call_in(call, UNFINISHED, now, None) for call in inspection.calls_going_on(agent)]
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # Keep the first state seen, because a call may change its state meanwhile.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
         unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
         calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
-        told["place"], told["size"] = parts.place, parts.size
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
         told["calls_done"], told["shared"] = agent.served, inspection.shared(agent)
-        told["contexts"] = len(parts.conductor.contexts)
+        told["contexts"] = len(worker.conductor.contexts)
         told["passes"] = [
             PassOut(context=context, number=number, age=now - begun, owing=owing)
-            for context, number, begun, owing in parts.conductor.under_way()
+            for context, number, begun, owing in worker.conductor.under_way()
         ]
         calls_out = (
             CallOut(
@@ -157,7 +145,7 @@ class Observer:
         told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
             told["group"] = agent.keys.group[:12]
-            told["references"] = parts.references.counts()
+            told["references"] = worker.references.counts()
 
     def word_on(self, caller: str, number: int) -> str:
         """Return the state of an incoming call, to append to a message; empty if the call is unknown."""
@@ -188,12 +176,12 @@ class Observer:
         threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
+        worker = self._worker
         for thread in threading.enumerate():
             stack = found.get(thread.ident or 0)
             if stack is None:
                 continue
-            agent = self._parts.agent if self._parts is not None else None
-            stood = inspection.stands(stack, agent) if agent is not None else inspection.NOWHERE
+            stood = inspection.stands(stack, worker.agent) if worker is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
             calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
@@ -240,6 +228,82 @@ def _resident() -> int:
     """Return the resident bytes of the process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGE
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+# The waits of this package, except waits for calls, as found on the stack of a thread
+
+Missing = Callable[[], list[str]]
+Names = dict[str, Any]
+
+
+def wait_on(frames: Sequence[FrameType], missing: Missing) -> WaitState | None:
+    """Return the wait below the innermost user code. `missing` returns the workers that a joining or leaving worker
+    waits for.
+
+    If several waits are found, the outermost is returned, because it is the most specific.
+    """
+    last = None
+    for frame in reversed(frames):
+        if stacks.is_users(frame):
+            break
+        describe = _WAITS.get(frame.f_code)
+        found = describe(frame.f_locals, missing) if describe is not None else None
+        last = found or last
+    return last
+
+
+def wait_of(thread: int | None) -> WaitState | None:
+    """Return the wait of that thread that is announced to users, whatever function it is in."""
+    told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
+    if told is None:
+        return None
+    text = told.text()
+    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest names the missing workers
+    return WaitState(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
+
+
+def _parting(names: Names, missing: Missing) -> WaitState | None:
+    if names["serving"]:
+        return _serving(names, missing)
+    return WaitState(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
+
+
+def _serving(*_: object) -> WaitState:
+    return WaitState(what="serve", on=[], about="calls of others")  # blocks for as long as other workers need this one
+
+
+def _gathering(names: Names, _: Missing) -> WaitState:
+    wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
+    on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
+    about = f"{wanted} workers" if isinstance(wanted, int) else ""
+    age = monotonic() - names["wait"].begun if "wait" in names else 0.0
+    return WaitState(what="workers", on=on, about=about, age=age)
+
+
+def _future(names: Names, _: Missing) -> WaitState | None:
+    future = names["future"]
+    age = perf_counter() - names["begun"] if "begun" in names else 0.0
+    if isinstance(future, ValueSlot):
+        about = "the value of a reference of this worker, which has not been created yet"
+        return WaitState(what="value", on=[], about=about, age=age)
+    if isinstance(getattr(future, "call", None), PendingCall):
+        return None  # the list of calls has this one
+    return WaitState(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
+
+
+_WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {
+    join.join.__code__: lambda _, missing: WaitState(what="init_rpc", on=missing(), about="the group to be complete"),
+    stores.join_store.__code__: lambda names, _: WaitState(
+        what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which does not answer yet"
+    ),
+    Membership.wait_for.__code__: _gathering,
+    Leaving.wait.__code__: _parting,
+    Membership.wait_for_end.__code__: _serving,
+    Conductor.wait.__code__: lambda names, _: WaitState(
+        what="backward", on=names["driven"].owing, about=f"the end of {names['driven'].spec}"
+    ),
+    futures.wait_for.__code__: _future,
+}

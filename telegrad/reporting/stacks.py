@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 
 from telegrad.ext.processes import in_child, renewed
-from telegrad.reporting.worker_state import SourceLine
+from telegrad.reporting import SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -70,19 +70,14 @@ def _stack_of(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-def line_of(frame: FrameType) -> SourceLine:
-    """Return the current line of a frame."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, number).strip()
-    return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
-
-
 def user_line(frames: list[FrameType]) -> SourceLine | None:
     """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
     for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):
-            if not is_foreign(frame.f_code.co_filename):
-                return line_of(frame)
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            if not is_foreign(file):
+                text = linecache.getline(file, number).strip()
+                return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
     return None
 
 
@@ -90,8 +85,7 @@ def stack_lines(frames: list[FrameType]) -> list[str]:
     """Return a stack as text; a very deep stack is cut in the middle."""
     lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames]
     if len(lines) > MOST_FRAMES:
-        left_out = len(lines) - MOST_FRAMES
-        lines = [*lines[: MOST_FRAMES // 2], f"... {left_out} more ...", *lines[-MOST_FRAMES // 2 :]]
+        lines = [*lines[: MOST_FRAMES // 2], f"... {len(lines) - MOST_FRAMES} more ...", *lines[-MOST_FRAMES // 2 :]]
     return lines
 
 
@@ -109,17 +103,13 @@ def is_users(frame: FrameType) -> bool:
     return not is_library(frame.f_code.co_filename)
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith((_OWN, "<frozen"))
-
-
 def _is_installed(file: str) -> bool:
     return any(folder in file for folder in _INSTALLED)
 
 
 def _is_pythons(file: str) -> bool:
     """Return True for a file of Python itself or of this package."""
-    return _is_own(file) or (file.startswith(_STANDARD) and not _is_installed(file))
+    return file.startswith((_OWN, "<frozen")) or (file.startswith(_STANDARD) and not _is_installed(file))
 
 
 def is_library(file: str) -> bool:

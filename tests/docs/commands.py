@@ -11,9 +11,8 @@ import re
 import shlex
 
 from telegrad.insight import command as insight
-from telegrad.launch import worker_command
-from telegrad.supervision import roles
-from telegrad.supervision import run_command as supervision
+from telegrad.launch import policy, worker_command
+from telegrad.launch import run_command as supervision
 from tests.docs.blocks import ROOT, Block
 
 # What these start is looked at; they may not be installed where the tests run.
@@ -118,4 +117,4 @@ def read_table(block: Block) -> None:
     if block.language == "json":
         json.loads(block.text)
     else:
-        assert roles.read(block.text, {}).roles
+        assert policy.read(block.text, {}).roles

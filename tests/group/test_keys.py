@@ -22,7 +22,7 @@ from telegrad._core.security.keyring import Keyring, check_key, new_key, read_ke
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.stores.group_keys import find_keys, given_keys
 from telegrad._core.worker.options import TelegradOptions
-from telegrad.supervision import run_command
+from telegrad.launch import run_command
 
 KEY = "a key that all workers share"
 

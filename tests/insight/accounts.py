@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.reporting.worker_state import (
+from telegrad.reporting import (
     MEMBER,
     RUNNING,
     CallIn,

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.schedule_simulation import simulate
 from telegrad._core.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.history import GroupSnapshot
 from telegrad.pipeline.pipeline_schedule import plan
-from telegrad.reporting.worker_state import RUNNING, WorkerState
+from telegrad.reporting import RUNNING, WorkerState
 from tests.insight import accounts
 from tests.insight.accounts import START
 
@@ -77,7 +77,7 @@ class Group:
         for worker, spans in zip(WORKERS, _TIMELINE.spans, strict=True):
             for action, start, end in spans:
                 times = begun + start * scale, begun + end * scale
-                found[worker].append((STAGED, *times, ("p", number), action.kind, *action[1:]))
+                found[worker].append((STAGED, *times, f"p {number}", action.kind, *action[1:]))
             call = (begun, begun + self.step * 0.8)
             failure = "ValueError" if number % 40 == 7 and worker == "stage2" else ""
             if worker != "trainer":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
-from telegrad.insight.export.autograd_graph import GradientGraph, graph
+from telegrad.insight.autograd_graph import GradientGraph, graph
 from tests.cluster import agents
 
 FILE = pathlib.Path(__file__).parents[2] / "docs" / "insight" / "graph.svg"

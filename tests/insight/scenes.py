@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.insight.reading.history import GroupSnapshot
-from telegrad.reporting.worker_state import (
+from telegrad.insight.history import GroupSnapshot
+from telegrad.reporting import (
     LEAVING,
     QUEUED,
     RUNNING,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad.errors import ContextEnded, PeerLost, UsageError
-from telegrad.insight.export import autograd_graph
-from telegrad.insight.export.autograd_graph import (
+from telegrad.insight import autograd_graph
+from telegrad.insight.autograd_graph import (
     LEAF,
     OPERATION,
     RECEIVE,

@@ -24,17 +24,19 @@ from telegrad._core.events import (
     STEPPED,
     Event,
 )
-from telegrad.insight.export import chrome_trace, clock_offsets
-from telegrad.insight.export.chrome_trace import WorkerTrace, clocks_of, merge
-from telegrad.insight.export.clock_offsets import (
+from telegrad.insight import chrome_trace
+from telegrad.insight.chrome_trace import (
     CALLS,
     REFERENCE,
     SAME,
     UNKNOWN,
     ClockOffset,
     Exchange,
+    WorkerTrace,
+    clocks_of,
     estimate,
     mark,
+    merge,
     offset_of_profile,
     offsets_from,
 )
@@ -336,6 +338,6 @@ def test_profiles_are_put_on_the_common_clock() -> None:
         assert threads[own["gemm"]["tid"]] == "torch: 0 7"
     calls = {event["cat"]: event["ts"] for event in events if event["ph"] == "X"}
     assert calls["cpu_op"] - calls[CALLED] == pytest.approx(1e5, abs=20)
-    assert not [event for event in events if event["name"].startswith(clock_offsets.MARK)]
+    assert not [event for event in events if event["name"].startswith(chrome_trace.MARK)]
     numbers = [event["id"] for event in events if event["ph"] == "s"]
     assert len(set(numbers)) == 4, "two of calls, and one of each profile"

@@ -15,18 +15,17 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad import rpc
+from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.insight import command
 from telegrad.insight.seen_groups import HostGroup, groups_here
-from telegrad.reporting import debug_server, dump
+from telegrad.reporting import dump
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.rpc import rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, group
 
-pytestmark = pytest.mark.skipif(
-    not debug_server.HAS_DEBUG_SERVERS, reason="groups cannot be looked at from outside here"
-)
+pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="groups cannot be looked at from outside here")
 COMMAND = [sys.executable, "-m", "telegrad"]
 
 

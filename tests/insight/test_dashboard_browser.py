@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.web import Dashboard
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group

@@ -29,7 +29,7 @@ def samples() -> dict[str, set[str]]:
     registry = CollectorRegistry()
     registered = register(registry, made_up)
     for event in EVENTS:
-        registered.metrics.counters(event)
+        registered.counters(event)
     text = generate_latest(registry).decode()
     registered.close()
     found: dict[str, set[str]] = {}

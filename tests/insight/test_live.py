@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.events import BACKWARD_PASS, CALLED, CONNECTED, RAN, STAGED, STEPPED, Event
 from telegrad.errors import UsageError
 from telegrad.insight import top
-from telegrad.insight.reading.history import (
+from telegrad.insight.history import (
     BOUNDS,
     KEPT,
     MOST,
@@ -21,12 +21,15 @@ from telegrad.insight.reading.history import (
     GroupSnapshot,
     Rate,
     functions,
+    gantt,
+    lanes,
     percentile,
+    snapshot,
+    spend,
+    training,
 )
-from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
-from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
-from telegrad.insight.top import TopView
-from telegrad.reporting.worker_state import RUNNING
+from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, detail, duration, lines, of_group, texts
+from telegrad.reporting import RUNNING
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account
 
@@ -40,7 +43,7 @@ def called(begun: float, ended: float, function: str = "f", failure: str = "") -
 
 
 def staged(batch: int, begun: float, kind: str = "forward") -> Event:
-    return (STAGED, begun, begun + 1, ("p", batch), kind, 0, 0)
+    return (STAGED, begun, begun + 1, f"p {batch}", kind, 0, 0)
 
 
 def history_of(*sights: GroupSnapshot) -> GroupHistory:
@@ -108,7 +111,7 @@ def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
     )
     history = history_of(one, two)
     assert (history.before, history.sight) == (one, two)
-    assert [each.resident for each in history.memory["a"]] == [1, 2]
+    assert [resident for _, resident in history.memory["a"]] == [1, 2]
     history.add(GroupSnapshot([], {"a": "does not answer"}))
     assert (history.now, history.sight.silent, list(history.last)) == (1, {"a": "does not answer"}, ["a"])
     history.add(GroupSnapshot([account("c", START + 2)], {}))

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from telegrad.insight.reading import process_report
-from telegrad.insight.reading.process_report import inspect
+from telegrad.insight import seen_groups
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the kernel tells nothing of others here")
 
@@ -31,7 +30,7 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
         with subprocess.Popen(program, pass_fds=[opened], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert inspect(process.pid, opened).stacks == ""
+            assert seen_groups.stacks_of(process.pid, opened) == ""
             assert process.poll() is None
             assert process.stdin is not None
             process.stdin.close()
@@ -42,5 +41,5 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
 
 def test_long_lines_of_stacks_take_no_time() -> None:
     begun = time.monotonic()
-    assert process_report._where('File "' * (process_report.LARGEST // 6)) == ""
+    assert seen_groups._where('File "' * (seen_groups.MOST_OF_STACKS // 6)) == ""
     assert time.monotonic() - begun < 10

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from telegrad._core import events
 from telegrad.errors import UsageError
-from telegrad.insight.export.event_counters import BOUNDS, MOST, OTHER, EventCounters
-from telegrad.insight.prometheus import ServedMetrics, register, serve_metrics
+from telegrad.insight.prometheus import BOUNDS, MOST, OTHER, EventCounters, ServedMetrics, register, serve_metrics
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up
@@ -59,7 +58,7 @@ def served() -> Iterator[ServedMetrics]:
 
 def test_what_has_happened_is_counted(served: ServedMetrics) -> None:
     for event in EVENTS:
-        served.metrics.counters(event)
+        served.counters(event)
     found = scrape(served.port)
     # labels in alphabetical order: function, outcome, peer
     assert found["telegrad_calls_total", "model.forward", "ok", "worker1"] == 1
@@ -124,7 +123,7 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     note = events.note
     if note is not None:  # of others
         note(EVENTS[0])
-    assert [each.count for each in registered.metrics.counters.by(events.CALLED, ()).values()] == [1]
+    assert [each.count for each in registered.counters.by(events.CALLED, ()).values()] == [1]
     assert registry.get_sample_value("telegrad_calls_total", labels) is None
     register(registry, made_up).close()
 

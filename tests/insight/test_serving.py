@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry
 
-from telegrad.insight.export import serving
+from telegrad.insight import web
 from telegrad.insight.prometheus import serve_metrics
 from telegrad.insight.web import Dashboard
 from tests.cluster import PATIENCE, wait_until
@@ -44,15 +44,15 @@ def threads_that_serve() -> int:
 def test_a_crowd_of_silent_connections_is_bounded_and_others_are_served(served: tuple[int, str]) -> None:
     port, path = served
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * serving.MOST_CONNECTIONS):
+        for _ in range(2 * web.MOST_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
         with urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
             assert answer.status == 200
-        wait_until(lambda: threads_that_serve() <= serving.MOST_CONNECTIONS)
+        wait_until(lambda: threads_that_serve() <= web.MOST_CONNECTIONS)
 
 
 def test_a_request_that_comes_by_drops_is_ended(served: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "LONGEST_CONNECTION", 0.3)
+    monkeypatch.setattr(web, "LONGEST_CONNECTION", 0.3)
     with socket.create_connection(("127.0.0.1", served[0]), 10) as sock:
         sock.settimeout(0.02)
         until = monotonic() + PATIENCE

@@ -21,8 +21,8 @@ from telegrad import insight
 from telegrad._core.events import CALLED, RAN, Event
 from telegrad.errors import UsageError
 from telegrad.insight import collect
-from telegrad.insight.export.clock_offsets import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.chrome_trace import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
+from telegrad.insight.history import GroupSnapshot
 from tests.cluster import Process
 from tests.insight.checking import check
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from telegrad.insight import web
-from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.web import SPANS, Dashboard
 from tests.insight.group import WORKERS, Group
 

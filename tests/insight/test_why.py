@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import Finding, seconds, status
-from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.report import Report
-from telegrad.reporting.worker_state import JOINING, LEAVING, WorkerState
+from telegrad.reporting import JOINING, LEAVING, WorkerState
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
 SLEEPS = "time.sleep(1e6)"

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from telegrad._core.sockets import HAS_UNIX
+from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import NOTE, Finding
-from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server
@@ -23,9 +24,7 @@ from tests.insight.hangs import HANGS, Hang, Stage, work
 LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
 WITHIN = 2.0  # seconds
 
-pytestmark = pytest.mark.skipif(
-    not debug_server.HAS_DEBUG_SERVERS, reason="workers can be queried from outside on Linux only"
-)
+pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="workers can be queried from outside on Linux only")
 
 
 @contextmanager

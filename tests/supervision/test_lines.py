@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from telegrad.supervision.lines import LONGEST, PATIENCE, LineBuffer
+from telegrad.launch.output import LONGEST, PATIENCE, LineBuffer
 
 
 def test_lines_come_when_they_end() -> None:

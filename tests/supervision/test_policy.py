@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from telegrad.supervision.policy import (
+from telegrad.launch.policy import (
+    END,
     ENDED,
     ENDING,
     LONG,
     NOT_FOUND,
     PAUSES,
+    POLICIES,
+    RESTART_ROLE,
     RUNS,
     SIGINT,
     SIGKILL,
@@ -25,10 +28,11 @@ from telegrad.supervision.policy import (
     EndServing,
     Log,
     Policy,
+    Role,
+    RunConfig,
     SendSignal,
     StartProcess,
 )
-from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Role, RunConfig
 
 GRACE = 10.0
 SEED = os.environ.get("TELEGRAD_SEED")
@@ -65,7 +69,7 @@ def said(actions: list[Action]) -> str:
 
 
 def states(of: Policy) -> list[str]:
-    return [one.state for one in of.statuses()]
+    return [one.state for one in of.slots.values()]
 
 
 def test_a_group_ends_when_its_workers_have() -> None:
@@ -293,7 +297,7 @@ class World:
         self._do(self.group.ended(name, code, self.now))
         role = self.roles[name]
         if code and role.on_failure == RESTART_ROLE and not (self.over or self.signalled):
-            of_role = {one.state for one in self.group.statuses() if self.roles[one.name] is role}
+            of_role = {one.state for one in self.group.slots.values() if self.roles[one.name] is role}
             assert of_role in ({WAITS}, {ENDING}, {ENDED, ENDING}), "a role is started again as a whole"
 
     def _do(self, actions: list[Action]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from telegrad.errors import UsageError
-from telegrad.supervision.roles import KEYS, RESTART_ROLE, SERVE, RunConfig, read
+from telegrad.launch.policy import KEYS, RESTART_ROLE, SERVE, RunConfig, read
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
 

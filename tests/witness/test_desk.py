@@ -20,20 +20,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight.reading.history import GroupHistory, GroupSnapshot
-from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad._core.sockets import HAS_UNIX
+from telegrad.insight.history import GroupHistory, GroupSnapshot, snapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
-from telegrad.insight.top import TopView
-from telegrad.reporting import debug_server
+from telegrad.insight.top import TopView, detail
+from telegrad.reporting import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
-from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
 from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, is_root
 
-pytestmark = pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
+pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")
 ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
 Talk = Callable[[socket.socket], object]
 

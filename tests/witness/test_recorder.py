@@ -9,7 +9,7 @@ import pytest
 from telegrad._core import events
 from telegrad._core.events import CALLED, RAN, Event
 from telegrad._core.worker.worker import Worker
-from telegrad.reporting.recorder import LAST, Recorder, recorder
+from telegrad.reporting.dump import LAST, Recorder, recorder
 
 
 @pytest.fixture

@@ -21,15 +21,25 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad._core.host.private_files import Folder
+from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.reading.process_report import inspect
-from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
-from telegrad.reporting import debug_server, dump
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect, stacks_of
+from telegrad.reporting import (
+    DUMP,
+    MEMBER,
+    MOST_ALIKE,
+    QUEUED,
+    RUNNING,
+    UNFINISHED,
+    WorkerState,
+    counts,
+    debug_server,
+    dump,
+)
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
-from telegrad.reporting.worker_state import MEMBER, MOST_ALIKE, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
@@ -230,7 +240,7 @@ def listen() -> None:
     """Nothing more."""
 
 
-@pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no desks here")
+@pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
 def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_at() -> None:
     with group(3) as members:
         pids = {member.name: member.pid for member in members}
@@ -262,10 +272,10 @@ def _own_look() -> dict[str, str]:
 
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
-    assert inspect(1 << 22, -1).state == "its process has ended"
+    assert inspect(1 << 22, -1) == "its process has ended"
 
 
-@pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no desks here")
+@pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
 def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
     close = debug_server.DebugServer.close
@@ -287,10 +297,11 @@ def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypa
 
 def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
     place = next(each for each in debug_server.places() if each.pid == os.getpid() and each.worker == "w1")
-    assert debug_server.ask(place, "account")["worker"] == "w1"
-    assert debug_server.ask(place, "nothing of the kind") is None
-    with pytest.raises(ConnectionRefusedError):
-        debug_server.ask(DebugAddress(place.address + "x", 0, -1, "", os.geteuid()), "account")
+    nobody = DebugAddress(place.address + "x", 0, -1, "", os.geteuid())
+    told = debug_server.ask_all([place, nobody], "account")
+    assert told[place]["worker"] == "w1"
+    assert isinstance(told[nobody], ConnectionRefusedError)
+    assert debug_server.ask_all([place], "nothing of the kind") == {place: None}
 
 
 # To files
@@ -333,7 +344,7 @@ def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -
         before = program.run(_stacks_file)
         assert program.run(_write_stacks_to_self)
         program.run(_use_signal)
-        assert inspect(program.pid, before).stacks == ""
+        assert stacks_of(program.pid, before) == ""
         assert not program.run(_has_heard)
         program.run(rpc.shutdown)
         program.kill(signal.SIGUSR2)
@@ -415,7 +426,7 @@ def test_what_cannot_be_written_is_said_once(
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "the state of worker 'w0' could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
-    assert "could not be written" in introspection_of(pair[0])._answer(debug_server.DUMP, None)
+    assert "could not be written" in introspection_of(pair[0])._answer(DUMP, None)
 
 
 def test_a_dump_without_descriptors_says_what_to_do(

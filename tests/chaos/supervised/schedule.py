@@ -135,7 +135,7 @@ class Schedule:
                 if inode and f"socket:[{inode}]" in _open_files(life.pid):
                     return life.name, life.pid
         for pid in self._processes() if not self._own else ():
-            if b"telegrad.supervision.storekeeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"telegrad.launch.storekeeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return "the storekeeper", pid
         life = min(self._lives().values())  # it was killed before, or has another port
         return life.name, life.pid

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from time import monotonic
 from typing import IO
@@ -34,15 +34,12 @@ from telegrad.ext.processes import (
     listening_address,
     new_session_options,
     shared_cores,
+    signal_at_parents_end,
     socket_address,
 )
 from telegrad.ext.texts import format_duration
-from telegrad.supervision import children
-from telegrad.supervision.children import Child
-from telegrad.supervision.lines import LineBuffer
-from telegrad.supervision.output import STREAMS, Output
-from telegrad.supervision.policy import Action, EndServing, Log, Policy, SendSignal, StartProcess
-from telegrad.supervision.roles import RunConfig, WorkerSlot
+from telegrad.launch.output import STREAMS, LineBuffer, Output
+from telegrad.launch.policy import Action, EndServing, Log, Policy, RunConfig, SendSignal, StartProcess, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
@@ -51,13 +48,51 @@ LAST_WORDS = 1.0  # seconds for the storekeeper to end
 MOST_PIECES = 16  # maximum number of reads from an ended worker: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
 CROWD = 1024  # connections that wait until the store is served
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of our launcher
+PIECE = 1 << 16  # bytes
+_RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Source = tuple[str, str]  # a process and one of its streams
 
 
-class Supervisor:
-    """Supervises one run."""
+class Child:
+    """A child process with its own session and process group, which ends with this process, as do all processes that it
+    starts."""
 
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.process = subprocess.Popen(
+            [_found(command[0], environment), *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            preexec_fn=_before(os.getpid()),
+            **new_session_options(),
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+        self.pid = self.process.pid
+        self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe, False)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Close the pipes. Call it after the process ended."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+class Supervisor:
     def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
         """On the first host, listen at the store's address.
 
@@ -116,18 +151,18 @@ class Supervisor:
             if isinstance(key.data, tuple):
                 self._read(key.data)
             elif key.data == "signals":
-                os.read(key.fd, children.PIECE)
+                os.read(key.fd, PIECE)
             else:
                 self._hear_storekeeper()
         self._heed_signals()
         for name, child in list(self._children.items()):
-            if (code := child.code()) is not None:
+            if (code := child.process.poll()) is not None:
                 self._bury(name, child)
                 self._do(self._policy.ended(name, code, monotonic()))
         now = monotonic()
         self._do(self._policy.look(now))
         for (name, stream), lines in self._lines.items():
-            self._print(name, stream, lines.look(now))
+            self._output.lines(name, stream, lines.look(now))
 
     def _heed_signals(self) -> None:
         while self._signals:
@@ -139,7 +174,7 @@ class Supervisor:
                 self._output.say(self._status())
             elif number == FORWARDED:
                 for child in self._children.values():
-                    child.tell(number)
+                    child.process.send_signal(number)  # not to its children
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -155,10 +190,10 @@ class Supervisor:
 
     def _status(self) -> str:
         lines = []
-        for one in self._policy.statuses():
+        for one in self._policy.slots.values():
             process = f", process {self._children[one.name].pid}" if one.name in self._children else ""
             lasts = format_duration(monotonic() - one.since)
-            lines.append(f"{one.name} {one.state} for {lasts}, restarts: {one.restarts}{process}")
+            lines.append(f"{one.name} {one.state} for {lasts}, restarts: {max(0, one.starts - 1)}{process}")
         return "\n".join(lines)
 
     # Workers
@@ -189,18 +224,14 @@ class Supervisor:
         """Read a stream; return True if it had data. At its end, stop watching it."""
         name, stream = source
         pipe = self._children[name].pipes[stream]
-        data = children.read(pipe)
+        data = _available(pipe)
         if data:
             self._output.raw(name, data)
-            self._print(name, stream, self._lines[source].feed(data, monotonic()))
+            self._output.lines(name, stream, self._lines[source].feed(data, monotonic()))
         elif data is not None:
             self._selector.unregister(pipe)
             del self._children[name].pipes[stream]
         return bool(data)
-
-    def _print(self, name: str, stream: str, lines: list[bytes]) -> None:
-        if lines:
-            self._output.lines(name, stream, lines)
 
     def _bury(self, name: str, child: Child) -> None:
         """Handle the end of a process: read the rest of its output from the pipes."""
@@ -211,7 +242,7 @@ class Supervisor:
                     break
             if stream in child.pipes:
                 self._selector.unregister(child.pipes[stream])
-            self._print(name, stream, self._lines.pop((name, stream)).flush())
+            self._output.lines(name, stream, self._lines.pop((name, stream)).flush())
         child.close()
         del self._children[name]
         self._tell_storekeeper(f"-{child.pid}")
@@ -224,7 +255,7 @@ class Supervisor:
         listener = self._listener
         self._storekeeper = process = subprocess.Popen(
             [
-                *(sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper"),
+                *(sys.executable, *SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
                 *([str(listener.fileno()), self._host] if listener is not None else []),
             ],
             stdin=subprocess.PIPE,
@@ -249,7 +280,7 @@ class Supervisor:
             self._to_storekeeper.flush()
 
     def _hear_storekeeper(self) -> None:
-        data = children.read(self._from_storekeeper.fileno())
+        data = _available(self._from_storekeeper.fileno())
         if data:
             self._ready = True
         elif data is not None:
@@ -324,3 +355,35 @@ def _key_for_children(is_alone: bool) -> str:
         create_once(os.path.join(folder, FILE), new_key() + b"\n")
         return folder
     return ""
+
+
+def _available(pipe: int) -> bytes | None:
+    """Return the available data; b"" at the end of the pipe, None if there is none now."""
+    try:
+        return os.read(pipe, PIECE)
+    except BlockingIOError:
+        return None
+
+
+def _found(program: str, environment: Mapping[str, str]) -> str:
+    """Return the path of a program; `python` is this process's interpreter."""
+    if program == "python":
+        return sys.executable
+    found = shutil.which(program, path=environment.get("PATH"))
+    if found is None:
+        raise FileNotFoundError(f"no program {program!r} was found that can be run")
+    return found
+
+
+def _before(parent: int) -> Callable[[], None]:
+    """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
+
+    def prepare() -> None:
+        for number in _RESET:
+            signal.signal(number, signal.SIG_DFL)  # SIGINT is ignored if this process was started in the background
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal_at_parents_end(signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(1)
+
+    return prepare

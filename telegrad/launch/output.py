@@ -1,4 +1,5 @@
-"""Write the output of workers to this program's own streams, prefixed with their names, and to one file for each."""
+"""Split the output of workers into lines, and write it to this program's own streams, prefixed with their names, and to
+one file for each."""
 
 from __future__ import annotations
 
@@ -10,16 +11,52 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from io import RawIOBase
+from math import inf
 from pathlib import Path
 
 from telegrad.ext.files import create, make_folder
 
+PATIENCE = 1.0  # seconds until an incomplete line is shown
+LONGEST = 1 << 16  # bytes
 LAST_LINES = 10  # of a worker's output, in the message that it has ended the group
 MOST_ALIKE = 1000  # folders of runs that begin in the same second
 STREAMS = {"stdout": 1, "stderr": 2}
 NAME = "telegrad"  # the prefix of the supervisor's own lines
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # terminal colour codes; red is for the supervisor
 _OURS = 31
+
+
+class LineBuffer:
+    """The lines of one stream. Of a line overwritten after carriage returns, only the last version is shown."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.due = inf  # when the incomplete line is to be shown
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """Add data; return the lines that are complete now."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) >= LONGEST:
+            whole.append(self._rest)
+            self._rest = b""
+        if not self._rest:
+            self.due = inf
+        elif whole or self.due == inf:
+            self.due = now + PATIENCE
+        return [_seen(line) for line in whole]
+
+    def look(self, now: float) -> list[bytes]:
+        """Return the incomplete line if it is due."""
+        return self.flush() if now >= self.due else []
+
+    def flush(self) -> list[bytes]:
+        """Return the incomplete line."""
+        rest, self._rest, self.due = self._rest, b"", inf
+        return [_seen(rest)] if rest else []
+
+
+def _seen(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Output:
@@ -32,7 +69,8 @@ class Output:
             OSError: it cannot be made.
         """
         self.folder = _fresh(folder)
-        self._coloured = {stream: _takes_colours(descriptor) for stream, descriptor in STREAMS.items()}
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._coloured = {stream: colours and os.isatty(descriptor) for stream, descriptor in STREAMS.items()}
         self._files: dict[str, RawIOBase] = {}
         self._colours: dict[str, int] = {NAME: _OURS}
         self._last: dict[str, deque[bytes]] = {}
@@ -49,7 +87,9 @@ class Output:
             file.write(data)
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
-        """Write a worker's lines to this program's stream."""
+        """Write a worker's lines, if any, to this program's stream."""
+        if not lines:
+            return
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._last.setdefault(name, deque(maxlen=LAST_LINES)).extend(lines)
         prefix = f"\033[{colour}m[{name}]\033[0m " if self._coloured[stream] else f"[{name}] "
@@ -95,7 +135,3 @@ def _write(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select((), (descriptor,), ())
-
-
-def _takes_colours(descriptor: int) -> bool:
-    return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from telegrad.ext import events as kinds
 from telegrad.ext.events import Event
-from telegrad.insight.export import clock_offsets
-from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
 from telegrad.pipeline.pipeline_schedule import FORWARD, WEIGHTS
 
 MOST_LANES = 64  # lanes of one track; further simultaneous events become instants without arrows
@@ -53,8 +52,6 @@ Placed = tuple[Mapping[str, Any], float, float]  # an event of torch's profiler,
 
 
 class WorkerTrace(NamedTuple):
-    """The data of one worker."""
-
     events: Sequence[Event]
     clock: ClockOffset
     profile: Mapping[str, Any] | None = None  # the output of `torch.profiler.profile.export_chrome_trace`
@@ -81,7 +78,7 @@ def merge(workers: Mapping[str, WorkerTrace], hidden: Collection[str] = ()) -> d
         name: {
             "clock": str(one.clock),
             "offset_us": one.clock.offset * 1e6,
-            "uncertainty_us": None if one.clock.how == clock_offsets.UNKNOWN else one.clock.uncertainty * 1e6,
+            "uncertainty_us": None if one.clock.how == UNKNOWN else one.clock.uncertainty * 1e6,
             "drift_us_per_s": one.clock.drift * 1e6,
             "events": len(events[name]),
             "profiled": len(profiles.get(name, ())),
@@ -123,10 +120,10 @@ def clocks_of(
             if run is not None and run[2] - run[1] <= event[2] - event[1]:  # else the caller timed out first
                 pair = clocks[name], clocks[event[3]]
                 exchanges.setdefault(pair, []).append(Exchange(event[1], run[1], run[2], event[2]))
-    found = clock_offsets.offsets_from(clocks[reference], exchanges)
-    unknown = ClockOffset(0.0, 0.0, how=clock_offsets.UNKNOWN)
+    found = offsets_from(clocks[reference], exchanges)
+    unknown = ClockOffset(0.0, 0.0, how=UNKNOWN)
     known = {name: found.get(clock, unknown) for name, clock in clocks.items()}
-    return known | {reference: ClockOffset(0.0, 0.0, how=clock_offsets.REFERENCE)}
+    return known | {reference: ClockOffset(0.0, 0.0, how=REFERENCE)}
 
 
 def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
@@ -137,14 +134,14 @@ def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
     events = profile["traceEvents"]
     spans = [(each.get("ts", 0.0) * 1e-6, (each.get("ts", 0.0) + each.get("dur", 0.0)) * 1e-6) for each in events]
     names = [str(each.get("name")) if each.get("ph") == "X" else "" for each in events]
-    offset = clock_offsets.offset_of_profile((name, *span) for name, span in zip(names, spans, strict=True))
+    offset = offset_of_profile((name, *span) for name, span in zip(names, spans, strict=True))
     if offset is None:
         return []
     placed = [tuple(clock.to_reference(offset.to_reference(time)) for time in span) for span in spans]
     return [
         (event, begun, ended)
         for event, name, (begun, ended) in zip(events, names, placed, strict=True)
-        if not name.startswith(clock_offsets.MARK)
+        if not name.startswith(MARK)
     ]
 
 
@@ -295,3 +292,115 @@ class _Writer:
 
     def _nanoseconds(self, time: float) -> int:
         return round((time - self._zero) * 1e9)
+
+
+# Clock offsets
+#
+# In one exchange, a worker reads its clock and asks another worker. The other worker reads its clock when the question
+# arrives and when the answer leaves. Then the first worker reads its clock again. The split of the transfer time
+# between the two directions is unknown, so the other clock is ahead by a value between (left - received) and
+# (came - sent). The offset is their middle, and the uncertainty is half their difference. The exchange with the least
+# uncertainty counts most. A call that both workers recorded is such an exchange, and so is a mark in a profile.
+
+FAR = 1.0  # minimum seconds between exchanges to estimate drift
+REFERENCE, SAME, UNKNOWN = "the reference", "the same clock as the reference", "unknown"
+MEASURED, CALLS = "measured by exchanges", "from recorded calls"
+
+
+class Exchange(NamedTuple):
+    """A question and its answer."""
+
+    sent: float  # on the asking worker's clock
+    came: float  # on the other clock
+    left: float
+    received: float  # on the asking worker's clock
+
+    @property
+    def offset(self) -> float:
+        return ((self.came - self.sent) + (self.left - self.received)) / 2
+
+    @property
+    def uncertainty(self) -> float:
+        return abs((self.received - self.sent) - (self.left - self.came)) / 2
+
+
+class ClockOffset(NamedTuple):
+    """The other clock's reading minus the reference's."""
+
+    offset: float  # at the time `at` of the reference
+    uncertainty: float
+    drift: float = 0.0  # seconds gained per second of the reference
+    at: float = 0.0
+    how: str = MEASURED
+
+    def to_reference(self, there: float) -> float:
+        """Return the reference's reading when the other clock reads `there`."""
+        return self.at + (there - self.at - self.offset) / (1 + self.drift)
+
+    def __str__(self) -> str:
+        if self.how in (REFERENCE, SAME, UNKNOWN):
+            return self.how
+        drift = f", drifts by {self.drift * 1e6:+.1f} µs per second" if self.drift else ""
+        return f"{self.how}: {self.offset * 1e6:+,.1f} µs, ± {self.uncertainty * 1e6:,.1f} µs{drift}"
+
+
+def estimate(exchanges: Sequence[Exchange], how: str = MEASURED) -> ClockOffset:
+    """Return the offset of the other clock from the asking worker's clock. At least one exchange is needed."""
+    sent = [each.sent for each in exchanges]
+    middle = (min(sent) + max(sent)) / 2
+    uncertainty = attrgetter("uncertainty")
+    early = min((each for each in exchanges if each.sent <= middle), key=uncertainty)
+    late = min((each for each in exchanges if each.sent >= middle), key=uncertainty)
+    best, apart, gained = min(early, late, key=uncertainty), late.sent - early.sent, late.offset - early.offset
+    if apart >= FAR and abs(gained) > early.uncertainty + late.uncertainty:  # a smaller difference may not be drift
+        worse = max(early.uncertainty, late.uncertainty)
+        return ClockOffset(early.offset, worse, gained / apart, (early.sent + early.received) / 2, how)
+    return ClockOffset(best.offset, best.uncertainty, 0.0, (best.sent + best.received) / 2, how)
+
+
+def offsets_from(reference: str, exchanges: Mapping[tuple[str, str], Sequence[Exchange]]) -> dict[str, ClockOffset]:
+    """Return the offsets of all clocks that are connected by exchanges, each through as few other clocks as possible.
+
+    `exchanges` is keyed by pairs of clocks, the asking worker's first. The uncertainties along a path add up.
+    """
+    known: dict[str, dict[str, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
+    for (asking, asked), own in exchanges.items():
+        known[asking][asked] += own
+        known[asked][asking] += [Exchange(each.came, each.sent, each.received, each.left) for each in own]
+    found = {reference: ClockOffset(0.0, 0.0, how=SAME)}
+    ahead = [reference]
+    for here in ahead:
+        clock = found[here]
+        for there, own in known[here].items():
+            if there in found:
+                continue
+            moved = [
+                Exchange(clock.to_reference(sent), came, left, clock.to_reference(received))
+                for sent, came, left, received in own
+            ]
+            offset = estimate(moved, CALLS)
+            found[there] = offset._replace(uncertainty=offset.uncertainty + clock.uncertainty)
+            ahead.append(there)
+    return found
+
+
+# Marks in a profile: regions whose names have the worker's clock reading from right before they began
+
+MARK = "telegrad clock "
+
+
+def mark(time: float) -> str:
+    """Return the name of a mark that begins now, at `time`."""
+    return f"{MARK}{time!r}"
+
+
+def offset_of_profile(regions: Iterable[tuple[str, float, float]]) -> ClockOffset | None:
+    """Return the offset of a profile's clock from its worker's clock, from the marks among its regions (name, begin,
+    end).
+
+    A mark lies between its own time and that of the next mark. Return None if there are fewer than two marks.
+    """
+    marks = sorted((float(name[len(MARK) :]), begun, ended) for name, begun, ended in regions if name.startswith(MARK))
+    pairs = itertools.pairwise(marks)
+    exchanges = [Exchange(sent, begun, ended, received) for (sent, begun, ended), (received, *_) in pairs]
+    return estimate(exchanges) if exchanges else None

@@ -10,9 +10,9 @@ from typing import Any
 
 from telegrad.errors import UsageError
 from telegrad.ext.processes import loopback
-from telegrad.supervision.output import Output
-from telegrad.supervision.roles import POLICIES, read
-from telegrad.supervision.supervisor import Supervisor
+from telegrad.launch.output import Output
+from telegrad.launch.policy import POLICIES, read
+from telegrad.launch.supervisor import Supervisor
 
 WRONG = 2  # the exit code for wrong arguments, or an address that cannot be used
 DEFAULT = "worker"  # the role of options before the first --role
@@ -37,7 +37,6 @@ exit codes:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit code."""
     options, command = _split(arguments)
     given = _parser().parse_args(options)
     if command:

@@ -1,4 +1,10 @@
-"""The restart policy: which workers are restarted and when, and how the group ends.
+"""The roles of `telegrad run`, from a file or from options, and the policy by which their workers are restarted.
+
+grace = 10                       # options of the run: logs and grace
+[learner]                        # each table is a role
+command = "python learner.py"
+[actor]
+count = 4
 
 A worker WAITS for its start, RUNS, is ENDING after it was asked to end, and has ENDED. A worker fails if its exit code
 is not 0. It is then restarted, alone or with its whole role, at most `restarts` times `within` a time; otherwise the
@@ -16,19 +22,176 @@ ended.
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from telegrad.errors import UsageError
+from telegrad.ext.arguments import short_repr
+from telegrad.ext.joining import check_name, check_role
 from telegrad.ext.processes import describe_exit
-from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
+from telegrad.ext.texts import did_you_mean
+
+RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
+POLICIES = (RESTART, RESTART_ROLE, END)
+SERVE = ("python", "-m", "telegrad", "worker")  # the default command
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # minimum seconds between two starts, by quick failures in a row
 LONG = 5.0  # seconds; a shorter run is a quick failure
 NOT_FOUND = 127  # the exit code if a command could not be started, as in shells
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # of POSIX
+
+
+# Roles
+
+
+@dataclass(frozen=True)
+class Role:
+    """Workers that run the same command."""
+
+    name: str
+    command: tuple[str, ...] = SERVE
+    count: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 3  # of each worker, or of the whole role if it restarts together
+    within: float = 300.0  # seconds
+    on_failure: str = RESTART
+    serves: bool = True  # until the others have ended
+    node: int | None = None  # the host that runs the role, of several; None: each host
+
+
+KEYS = tuple(each.name for each in fields(Role))[1:]
+
+
+class WorkerSlot(NamedTuple):
+    """A worker of this host, across the restarts of its process."""
+
+    name: str
+    number: int
+    role: Role
+
+    def filled_in(self, text: str) -> str:
+        return text.replace("{name}", self.name).replace("{number}", str(self.number))
+
+
+class RunConfig(NamedTuple):
+    roles: tuple[Role, ...]
+    logs: str = "logs"
+    grace: float = 10.0  # seconds for workers to end after they were asked to
+
+    def slots(self, node: int) -> list[WorkerSlot]:
+        """Return the workers of the host of that number. Numbers in names continue from host to host."""
+        return [
+            WorkerSlot(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)
+        ]
+
+
+def _numbers(role: Role, node: int) -> range:
+    if role.node is not None:
+        return range(role.count if role.node == node else 0)
+    return range(node * role.count, (node + 1) * role.count)
+
+
+def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
+    """Parse a file, apply the changes of the options, and return the configuration. `changes` has the form of the file.
+
+    Raises:
+        UsageError: the file is invalid or inconsistent.
+    """
+    told = _changed(_parsed(text), changes)
+    tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
+    rest = {key: value for key, value in told.items() if key not in tables}
+    _check_keys(rest, ("logs", "grace"), "the file")
+    plan = RunConfig(tuple(_role(name, table) for name, table in tables.items()), **rest)
+    if not plan.roles:
+        raise UsageError("there is no role to run: give a file with tables such as [actor], or a command after --")
+    _check(isinstance(plan.logs, str), "logs must be the name of a folder", plan.logs)
+    _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds", plan.grace)
+    return plan
+
+
+def _changed(told: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    tables = {key: _changed(told.get(key, {}), value) for key, value in changes.items() if isinstance(value, Mapping)}
+    return {**told, **changes, **tables}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    import tomllib
+
+    try:
+        told: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"it is not valid TOML: {error}; a command goes after --") from error
+    return told
+
+
+def _role(name: str, table: Mapping[str, Any]) -> Role:
+    check_role(name or " ")  # the empty name would mean no role
+    of = f"role {name!r}"
+    _check_keys(table, KEYS, of)
+    given = dict(table)
+    own = "command" in given
+    if own:
+        given["command"] = _command(given["command"], of)
+    given["env"] = _env(given.get("env", {}), of)
+    role = Role(name, **{"serves": not own, **given})
+    is_node = role.node is None or (_is_whole(role.node) and role.node >= 0)
+    for key, holds, rule in (
+        ("count", _is_whole(role.count) and role.count >= 1, "the number of its workers, at least 1"),
+        ("restarts", _is_whole(role.restarts) and role.restarts >= 0, "a number, 0 for none"),
+        ("within", _is_number(role.within) and role.within > 0, "a number of seconds"),
+        ("on_failure", role.on_failure in POLICIES, f"one of {', '.join(POLICIES)}"),
+        ("serves", isinstance(role.serves, bool), "true or false"),
+        ("node", is_node, "the number of the host that runs it, from 0 on"),
+    ):
+        _check(holds, f"{of}: {key} must be {rule}", getattr(role, key))
+    check_name(f"{name}{role.count}")
+    return role
+
+
+def _command(given: Any, of: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(given) if isinstance(given, str) else list(given)
+    except (TypeError, ValueError):
+        words = []
+    _check(
+        bool(words) and all(isinstance(word, str) for word in words), f"{of}: command must be a string or a list", given
+    )
+    return (*(["python"] if words[0].endswith(".py") else []), *words)
+
+
+def _env(given: Any, of: str) -> dict[str, str]:
+    plain = isinstance(given, Mapping) and all(isinstance(value, str) or _is_number(value) for value in given.values())
+    _check(plain, f'{of}: env must be a table of variables, such as {{ DEBUG = "1" }}', given)
+    return {key: str(value) for key, value in given.items()}
+
+
+def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
+    for key in given:
+        if key not in known:
+            raise UsageError(f"{of} has a key {key!r} that is not one of {', '.join(known)}{did_you_mean(key, known)}")
+
+
+def _check(holds: bool, rule: str, given: Any) -> None:
+    if not holds:
+        raise UsageError(f"{rule}, not {short_repr(given)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Restarts
 
 
 class StartProcess(NamedTuple):
@@ -58,15 +221,6 @@ class Log(NamedTuple):
 Action = StartProcess | SendSignal | EndServing | Log
 
 
-class WorkerStatus(NamedTuple):
-    """The state of a worker, for the user."""
-
-    name: str
-    state: str
-    since: float
-    restarts: int
-
-
 class _RestartBudget:
     """The number of failures that a worker or a role may still have, and the delay of its next start."""
 
@@ -90,9 +244,7 @@ class _RestartBudget:
         return f"{len(self._failures)} of {self._role.restarts} within {self._role.within:g} s"
 
 
-class _WorkerState:
-    """The state of one worker."""
-
+class SlotState:
     def __init__(self, slot: WorkerSlot, budget: _RestartBudget) -> None:
         self.name = slot.name
         self.role = slot.role
@@ -111,12 +263,12 @@ class Policy:
     """The state machine of one run."""
 
     def __init__(self, slots: Iterable[WorkerSlot], grace: float) -> None:
-        self._all: dict[str, _WorkerState] = {}
+        self.slots: dict[str, SlotState] = {}
         shared: dict[str, _RestartBudget] = {}
         for slot in slots:
             role = slot.role
             of_role = shared.setdefault(role.name, _RestartBudget(role))
-            self._all[slot.name] = _WorkerState(
+            self.slots[slot.name] = SlotState(
                 slot, of_role if role.on_failure == RESTART_ROLE else _RestartBudget(role)
             )
         self._grace = grace
@@ -129,30 +281,26 @@ class Policy:
 
     @property
     def code(self) -> int | None:
-        over = all(one.state == ENDED for one in self._all.values())
-        return self._ending if over else None
+        return self._ending if all(one.state == ENDED for one in self.slots.values()) else None
 
     @property
     def due(self) -> float:
-        return min(one.due for one in self._all.values())
+        return min(one.due for one in self.slots.values())
 
-    def statuses(self) -> list[WorkerStatus]:
-        return [WorkerStatus(one.name, one.state, one.since, max(0, one.starts - 1)) for one in self._all.values()]
-
-    def _in(self, *states: str) -> list[_WorkerState]:
-        return [one for one in self._all.values() if one.state in states]
+    def _in(self, *states: str) -> list[SlotState]:
+        return [one for one in self.slots.values() if one.state in states]
 
     # Events
 
     def begin(self, now: float) -> None:
         """Schedule the start of all workers."""
-        for one in self._all.values():
+        for one in self.slots.values():
             one.become(WAITS, now, now)
 
     def look(self, now: float) -> list[Action]:
         """Do what is due. Start at most one worker, because its start may fail and end the group."""
         actions: list[Action] = []
-        for one in self._all.values():
+        for one in self.slots.values():
             if one.due > now:
                 continue
             if one.state == WAITS:
@@ -172,21 +320,21 @@ class Policy:
 
     def could_not_start(self, name: str, why: str, now: float) -> list[Action]:
         """Handle that a worker's command cannot be run, now or later."""
-        one = self._all[name]
-        one.become(ENDED, now)
+        self.slots[name].become(ENDED, now)
         if self._ending is not None:
             return self._end_serving(now)
         return self._fail(f"{name} could not be started: {why}", NOT_FOUND, now, name)
 
     def ended(self, name: str, code: int, now: float) -> list[Action]:
         """Handle the end of a worker's process; `code` is negative for a signal."""
-        one = self._all[name]
+        one = self.slots[name]
         asked = one.state == ENDING
         one.become(ENDED, now)
         if self._ending is not None:
             return self._end_serving(now)
         if asked:
-            return self._begin_together(one.role, now)
+            self._begin_together(one.role, now)
+            return []
         if code == 0:
             return [Log(f"{name} ended with exit code 0"), *self._end_if_done(now)]
         return self._after_failure(one, code, now)
@@ -209,20 +357,18 @@ class Policy:
 
     # Reactions
 
-    def _ask(self, one: _WorkerState, number: int, now: float) -> list[Action]:
+    def _ask(self, one: SlotState, number: int, now: float) -> list[Action]:
         one.become(ENDING, now, now + self._grace)
         return [SendSignal(one.name, number)]
 
-    def _after_failure(self, one: _WorkerState, code: int, now: float) -> list[Action]:
-        lasted = now - one.begun
-        how = f"{one.name} ended with {describe_exit(code)} after {lasted:.1f} s"
+    def _after_failure(self, one: SlotState, code: int, now: float) -> list[Action]:
+        how = f"{one.name} ended with {describe_exit(code)} after {now - one.begun:.1f} s"
         if one.role.on_failure == END:
             return self._fail(how, code, now, one.name)
         due = one.budget.spend(one.begun, now)
         if due is None:
             often = f"{one.role.restarts} restarts within {one.role.within:g} s are used up"
-            why = f"{how}, and {often if one.role.restarts else 'is not restarted'}"
-            return self._fail(why, code, now, one.name)
+            return self._fail(f"{how}, and {often if one.role.restarts else 'is not restarted'}", code, now, one.name)
         later = f" in {due - now:.1f} s" if due > now else ""
         if one.role.on_failure == RESTART_ROLE:
             text = f"{how}; all workers of role {one.role.name!r} are restarted{later} ({one.budget})"
@@ -230,7 +376,7 @@ class Policy:
         one.become(WAITS, now, due)
         return [Log(f"{how}; it is restarted{later} ({one.budget})")]
 
-    def _restart_role(self, failed: _WorkerState, due: float, now: float) -> list[Action]:
+    def _restart_role(self, failed: SlotState, due: float, now: float) -> list[Action]:
         self._due[failed.role.name] = due
         actions: list[Action] = []
         for one in self._of(failed.role):
@@ -238,24 +384,24 @@ class Policy:
                 actions += self._ask(one, SIGTERM, now)
             elif one.state == WAITS:
                 one.become(ENDED, now)
-        return actions + self._begin_together(failed.role, now)
+        self._begin_together(failed.role, now)
+        return actions
 
-    def _begin_together(self, role: Role, now: float) -> list[Action]:
+    def _begin_together(self, role: Role, now: float) -> None:
         """Restart all workers of a role once none of them runs."""
         all_of_it = self._of(role)
         if all(one.state == ENDED for one in all_of_it):
             due = max(now, self._due.pop(role.name))
             for one in all_of_it:
                 one.become(WAITS, now, due)
-        return []
 
-    def _of(self, role: Role) -> list[_WorkerState]:
-        return [one for one in self._all.values() if one.role is role]
+    def _of(self, role: Role) -> list[SlotState]:
+        return [one for one in self.slots.values() if one.role is role]
 
     def _end_if_done(self, now: float) -> list[Action]:
         living = self._in(WAITS, RUNS, ENDING)
         if any(not one.role.serves for one in living) or (
-            living and all(one.role.serves for one in self._all.values())
+            living and all(one.role.serves for one in self.slots.values())
         ):
             return []
         self._begin_to_end(0, now)

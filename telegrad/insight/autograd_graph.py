@@ -251,10 +251,15 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     here = current.here()
     check_context_id(context_id)
     here.conductor.contexts.find(context_id)
-    own, elsewhere = _roots(here.agent.name, roots)
+    elsewhere: dict[str, list[Root]] = {}  # roots by worker
+    for root in roots if isinstance(roots, (list, tuple)) else [roots]:
+        if not isinstance(root, (Tensor, RRef)):
+            raise UsageError(f"roots must be tensors or references to tensors, not {checks.short_repr(root)}")
+        owner = root.owner_name() if isinstance(root, RRef) else here.agent.name
+        elsewhere.setdefault(owner, []).append(root)
     parts: dict[str, WorkerPart] = {}
     silent: dict[str, str] = {}
-    parts[here.agent.name], known = look(context_id, own)
+    parts[here.agent.name], known = look(context_id, elsewhere.pop(here.agent.name, []))
     ahead = known | set(elsewhere)
     with Inside(None):  # these calls must not be recorded in the context
         while wave := sorted(ahead - parts.keys() - silent.keys()):
@@ -265,16 +270,6 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
                     parts[name], known = found
                     ahead |= known
     return GradientGraph(context_id, parts, silent)
-
-
-def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[str, list[Root]]]:
-    """Return the roots of this worker, and those of other workers by name."""
-    by_worker: dict[str, list[Root]] = {}
-    for root in roots if isinstance(roots, (list, tuple)) else [roots]:
-        if not isinstance(root, (Tensor, RRef)):
-            raise UsageError(f"roots must be tensors or references to tensors, not {checks.short_repr(root)}")
-        by_worker.setdefault(root.owner_name() if isinstance(root, RRef) else here, []).append(root)
-    return by_worker.pop(here, []), by_worker
 
 
 def _asked(
@@ -369,7 +364,9 @@ class GraphWalk:
             if self._names is None:
                 self._names = _names_of_parameters()
             return GraphNode(LEAF, self._names.get(id(variable), "leaf"), _shape(variable))
-        return GraphNode(OPERATION, node.name().rpartition("::")[2], _shapes(node))
+        shapes = ["nested" if each.is_nested_tensor else _by(each.shape) for each in node._input_metadata]
+        shown = ", ".join(shapes[:SHAPES]) + ("" if len(shapes) <= SHAPES else ", …")
+        return GraphNode(OPERATION, node.name().rpartition("::")[2], shown)
 
 
 def _origin(node: Any) -> Origin | None:
@@ -406,11 +403,6 @@ def _held(module: nn.Module, what: str) -> Mapping[str, Any]:
 def _shape(tensor: Tensor) -> str:
     kind = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype).removeprefix('torch.')}"
     return ("nested" if tensor.is_nested else _by(tensor.shape)) + kind
-
-
-def _shapes(node: Any) -> str:
-    shapes = ["nested" if each.is_nested_tensor else _by(each.shape) for each in node._input_metadata]
-    return ", ".join(shapes[:SHAPES]) + ("" if len(shapes) <= SHAPES else ", …")
 
 
 def _by(shape: Sequence[int]) -> str:

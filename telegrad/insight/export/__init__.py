@@ -1,1 +1,0 @@
-"""Data for other tools: traces, metrics, events, graphs."""

@@ -1,1 +1,0 @@
-"""The states of a group's workers, prepared for commands and pages."""

@@ -1,1 +1,0 @@
-"""`telegrad run`: start the workers of this host by their roles, and restart failed ones."""
