@@ -89,8 +89,6 @@ PURE = [
     "_core/stores/supervised.py",
     "_core/joining/quorum.py",
     "_core/membership/generation_steps.py",
-    "_core/agent/call_table.py",
-    "_core/calls/deadlines.py",
     "_core/reactor/scheduler.py",
     "_core/streams/flow_control.py",
     "_core/retries/retry_queue.py",

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad._core.agent import fanout
+from telegrad._core.agent import outgoing
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
+from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.memory.warm_memory import SHARING
 from telegrad._core.pickling import pickling
@@ -38,7 +38,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 
 @pytest.fixture(autouse=True)
 def soon_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "COMMON_FROM", LARGE)
+    monkeypatch.setattr(outgoing, "COMMON_FROM", LARGE)
 
 
 def call_each(agent: Agent, function: Any, *args: Any, to: Sequence[Any] = OTHERS, **options: Any) -> list[Future[Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from telegrad._core.agent.call_table import CallTable
+from telegrad._core.agent.peer import CallTable
 from telegrad._core.retries.idempotency import IdempotencyTable
 from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 

@@ -17,19 +17,15 @@ from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
-from telegrad._core.agent.fanout import EachCall, Fanout
-from telegrad._core.agent.incoming import CallScheduler
-from telegrad._core.agent.notices import Handlers, notice_to
-from telegrad._core.agent.outgoing import attach, encoded
+from telegrad._core.agent.incoming import CallScheduler, Handlers
+from telegrad._core.agent.outgoing import EachCall, Fanout, attach, encoded, notice_to
 from telegrad._core.agent.peer import Peer
-from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.pending_call import MutationCheck, PendingCall
 from telegrad._core.calls.attachments import GraphContext, Layers
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
-from telegrad._core.calls.in_flight_tensors import MutationCheck
-from telegrad._core.calls.settings import Settings
+from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.interrupts import uninterrupted
 from telegrad._core.membership.members import Identity, Member
@@ -246,7 +242,7 @@ class Agent:
         timeout: float = DEFAULT,
         asked: Any = None,
     ) -> None:
-        """Call each of many workers as `call_for` does, and encode the arguments once (see `fanout`).
+        """Call each of many workers as `call_for` does, and encode the arguments once (see `outgoing`).
 
         Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """

@@ -1,4 +1,4 @@
-"""Incoming calls and their callers.
+"""Incoming calls and their callers, and the handlers of control messages.
 
 Calls of actors are ordered: the calls of one caller are opened one after the other, in the order of arrival. Opening
 unpickles the arguments and can take long. A thread that may run user code does it, not the reader thread. The reader
@@ -7,11 +7,14 @@ adds the call to `Caller.ordered`, and submits a work that opens the first call 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from telegrad._core.calls.attachments import Attachments, Destination, GraphContext
 from telegrad._core.calls.call_context import CallContext, Hops, hops_of, setting
@@ -22,6 +25,11 @@ from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import HAS_CALL_CONTEXT, Message, split
+from telegrad.errors import UsageError
+
+MOST_UNKNOWN = 20  # classes of messages that the log names
+
+log = logging.getLogger("telegrad")
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function and arguments of a call
 
@@ -130,3 +138,36 @@ class CallScheduler(Protocol):
         Raises:
             UsageError: it must not run at all.
         """
+
+
+class Handlers:
+    """The handlers of one worker, added before the first message can arrive."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
+        self._unknown: set[str] = set()  # classes of messages that were dropped
+
+    def add(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
+        if message.__name__ in self._of:
+            raise UsageError(
+                f"{message.__module__}.{message.__name__} has the same name as another class of control messages of "
+                "this worker, and messages are identified by class name: rename it"
+            )
+        self._of[message.__name__] = message, handler
+
+    def take(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        kind, *fields = message
+        if tensors:
+            fields[-1] = tensors
+        if kind not in self._of:
+            if kind not in self._unknown and len(self._unknown) < MOST_UNKNOWN:
+                self._unknown.add(kind)
+                log.warning(
+                    "telegrad: worker %r sends messages %.60r, which are dropped: no extension handles them here. "
+                    "Import the extension here, too, before init_rpc",
+                    sender.name,
+                    kind,
+                )
+            return
+        make, handler = self._of[kind]
+        handler(sender, make(*fields))

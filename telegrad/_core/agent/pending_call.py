@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
@@ -18,8 +22,8 @@ from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import noted_name, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
-from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.events import CALLED
+from telegrad._core.hints import ProgramLine, hint, users_line
 from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
 from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.spinning import SOON, Spin
@@ -27,7 +31,63 @@ from telegrad._core.threads import LONGEST_WAIT
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.waker import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
+from telegrad._core.wire.packing import SMALL
 from telegrad.errors import CallTimeout, PeerError, PeerLost
+
+
+class PreparedCall(NamedTuple):
+    """A function with its arguments, and an object that must live until the call is answered."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    keeps: Any = None
+    asked: Any = None  # the function that the user called, if another is sent
+
+    @property
+    def users(self) -> Any:
+        """The function that the user called, or a text."""
+        return self.function if self.asked is None else self.asked
+
+
+_empty = torch.empty(0, device="cpu")
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+class MutationCheck:
+    """The tensors of one call, with their version counters at its start."""
+
+    __slots__ = ("_counters", "_line")
+
+    def __init__(self, tensors: Sequence[Tensor], waits: bool) -> None:
+        """`waits`: the calling thread itself runs the check."""
+        self._line: ProgramLine | None = None if waits else users_line()
+        self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
+
+    def check(self, asked: Any, worker: str) -> None:
+        shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
+        if shape is not None:
+            hint(
+                "changed underway",
+                f"a tensor of shape {tuple(shape)} was modified while the call of {user_name(asked)} that sends it "
+                f"to worker {worker!r} was in flight: the worker may receive the old values, the new ones, or a mix. "
+                "Modify it once the call's future is done, or send tensor.clone()",
+                self._line,
+            )
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Return True if the tensor is sent from its own memory and torch counts writes to it."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return plain and tensor.nbytes >= SMALL and not tensor.is_meta and not tensor.is_inference()
+
+
+def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
+    """Return a tensor that shares the version counter but not the memory, the version, and the shape."""
+    counter = tensor.detach()
+    counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
+    return counter, counter._version, tensor.shape
+
 
 RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
 _UNWATCHED = contextlib.nullcontext()

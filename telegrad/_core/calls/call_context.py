@@ -36,6 +36,8 @@ from telegrad.errors import CallTimeout
 
 if TYPE_CHECKING:
     import asyncio
+from contextvars import copy_context
+from typing import TypeVar
 
 _is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
 
@@ -329,3 +331,27 @@ def _without_modes() -> ExitStack:
     stack.enter_context(torch.enable_grad())
     stack.enter_context(_under_autocast(b""))
     return stack
+
+
+T = TypeVar("T")
+
+
+class CallerContext:
+    """The context variables, grad mode and autocast of the thread that creates this object."""
+
+    __slots__ = ("_autocast", "_inference", "_records", "_variables")
+
+    def __init__(self) -> None:
+        self._variables = copy_context()
+        self._records = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = described_autocast()
+
+    def run(self, act: Callable[..., T], *args: Any) -> T:
+        """Return `act(*args)`, called in that context. Any thread may do so, also several at once."""
+        with (
+            torch.inference_mode(self._inference),
+            torch.set_grad_enabled(self._records),
+            under_autocast(self._autocast),
+        ):
+            return self._variables.copy().run(act, *args)

@@ -1,24 +1,123 @@
-"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited."""
+"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited.
+
+Any asyncio event loop can await results that other threads set. A failure that the program never looks at is logged.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextvars import copy_context
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from time import monotonic, perf_counter
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from telegrad._core import checks, forks
-from telegrad._core.calls.awaiting import check_knows_threads, completion_of, make_known_to_asyncio
 from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.interrupts import raise_later, raised_by_handler
-from telegrad._core.pickling.exceptions import fresh, without_frames
+from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
-from telegrad.errors import CallCancelled, GroupError
+from telegrad._core.pickling.remote_text import remote_traceback_of
+from telegrad.errors import CallCancelled, GroupError, ShutDown
+
+QUIET = 5.0  # seconds in which similar failures are not logged again: `collect_all` shows only one of several
+REMEMBERED = 256
+
+log = logging.getLogger("telegrad")
+
+_seen: dict[tuple[str, str], float] = {}  # when the program or the log last saw such a failure
+
+
+class UnretrievedError:
+    """The failure of a future. Logged if the failure is dropped before it was `seen`."""
+
+    __slots__ = ("_about", "kind", "seen", "text")
+
+    def __init__(self, about: str, error: BaseException) -> None:
+        """`about` describes the failed operation, as users know it."""
+        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # the program itself asked for these
+        self._about = about
+        self.kind: str = type(error).__name__
+        try:
+            self.text: str = str(error)
+        except Exception:
+            self.text = "(its text could not be formatted)"
+
+    def __repr__(self) -> str:
+        return f"{self.kind} of {self._about}"
+
+    def raise_fresh(self, error: Any) -> NoReturn:
+        """Mark the failure as seen, and raise a fresh copy of the future's error."""
+        self.seen = True
+        self._note()
+        raise fresh(error)
+
+    def _note(self) -> bool:
+        now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
+        before = _seen.get(key, -QUIET)
+        if len(_seen) >= REMEMBERED:
+            _seen.clear()
+        _seen[key] = now
+        return now - before >= QUIET
+
+    def __del__(self) -> None:
+        if not self.seen and not sys.is_finalizing() and self._note():
+            log.error(
+                "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
+                "or add a callback to the future\n%s: %s",
+                *(self._about, self.kind, self.text),
+            )
+
+
+_CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
+    kind: type(kind.__name__, (kind, asyncio.CancelledError), {"__module__": kind.__module__, ORIGINAL: kind})
+    for kind in (CallCancelled, GroupError)
+}
+
+
+def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
+
+
+def completion_of(awaited: Any) -> asyncio.Future[None]:
+    """Return a future of the running loop that completes when `awaited` does."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    awaited.add_done_callback(lambda _: run_on(loop, wake))
+    return waiter
+
+
+def check_knows_threads(callback: Callable[..., Any]) -> None:
+    """Raise TypeError if `callback` comes from `asyncio.wait`, whose futures no other thread may complete."""
+    if getattr(callback, "__module__", None) == "asyncio.tasks":
+        raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
+
+
+def make_known_to_asyncio(error: BaseException) -> None:
+    """Turn a cancellation error into an `asyncio.CancelledError`, which cancels the task that awaits the call."""
+    if _tells_of_cancelling(error):
+        error.__class__ = _CANCELLING.get(type(error), type(error))
+
+
+def _tells_of_cancelling(error: BaseException) -> bool:
+    if isinstance(error, GroupError):
+        return all(map(_tells_of_cancelling, error.errors.values()))
+    return isinstance(error, CallCancelled) and not remote_traceback_of(
+        error
+    )  # otherwise another worker's call was cancelled
+
 
 T = TypeVar("T")
 S = TypeVar("S")

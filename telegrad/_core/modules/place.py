@@ -8,7 +8,7 @@ import torch
 
 from telegrad._core.checks import short_repr
 from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.worker.targets import target
+from telegrad._core.rpc.conversion import target
 from telegrad.errors import InvalidArgument, UsageError
 
 RANK = "rank:"

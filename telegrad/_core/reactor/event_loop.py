@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from telegrad._core import forks
-from telegrad._core.calls.awaiting import run_on
+from telegrad._core.calls.futures import run_on
 from telegrad._core.threads import Background
 
 log = logging.getLogger("telegrad")

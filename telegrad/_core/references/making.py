@@ -16,9 +16,8 @@ from typing import Any
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.calls.futures import Future
-from telegrad._core.calls.unretrieved import UnretrievedError
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.calls.futures import Future, UnretrievedError
 from telegrad._core.importing import PACKAGE
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh

@@ -20,20 +20,18 @@ from typing import Any, NamedTuple
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
+from telegrad._core.calls.call_context import CallerContext, DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import known_as, user_name
 from telegrad._core.calls.cancelling import Served, serving
-from telegrad._core.calls.deadlines import limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal
+from telegrad._core.calls.settings import limit_of
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.progress import Wait
 from telegrad._core.retries.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
 from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad._core.worker import current
-from telegrad._core.worker.caller_context import CallerContext
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 

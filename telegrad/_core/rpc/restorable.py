@@ -20,8 +20,8 @@ from telegrad._core.atfork import renewed
 from telegrad._core.calls.call_context import DerivedTimeout
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, limit_of
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import is_remote
 from telegrad._core.pickling.reducers import REDUCERS

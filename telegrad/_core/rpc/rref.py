@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad._core import checks, forks
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references.control_messages import number
@@ -23,7 +24,6 @@ from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.value_access import (
     RefPlaceholder,
     call_method,

@@ -24,21 +24,18 @@ import torch
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.awaiting import completion_of
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import limit_of
-from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.futures import Future, Signal, completion_of
+from telegrad._core.calls.settings import limit_of
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.streams.flow_control import ReceiveWindow
-from telegrad._core.streams.generator_runs import Producer
-from telegrad._core.streams.items import unpacked, weight_of
+from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
@@ -16,7 +17,6 @@ from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad.compat import profiler
 from telegrad.compat.profiler import ProfilerSession, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
