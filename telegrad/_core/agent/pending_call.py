@@ -39,10 +39,10 @@ class PreparedCall(NamedTuple):
     """A function with its arguments, and an object that must live until the call is answered."""
 
     function: Any
-    args: Any
-    kwargs: Any
+    args: Any = None
+    kwargs: Any = None
     keeps: Any = None
-    asked: Any = None  # the function that the user called, if another is sent
+    asked: Any = None  # what the user called, if another function is sent; `call_names.user_name` knows its name
 
     @property
     def users(self) -> Any:

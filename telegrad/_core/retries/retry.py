@@ -111,11 +111,13 @@ class RetryRequest(NamedTuple):
     number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
     begun: float  # on the `monotonic` clock
 
-    def function_and_args(self, left: float) -> tuple[Any, Any]:
-        """Return the function and arguments to send, with this much time left."""
+    def attempt(self, left: float) -> PreparedCall:
+        """Return the call to send, with this much time left."""
+        call = self.call
         if not self.number:
-            return self.call.function, self.call.args
-        return run_once, (self.number, float(left), self.call.function, *(self.call.args or ()))
+            return call
+        args = self.number, float(left), call.function, *(call.args or ())
+        return PreparedCall(run_once, args, call.kwargs, call.keeps, call.users)
 
 
 class RetriedCall:
@@ -194,12 +196,9 @@ class RetriedCall:
     def _make(self, left: float) -> None:
         if self._cancelled:
             raise CallCancelled(self._cancelled)
-        self._last, call = None, self.request.call
-        function, args = self.request.function_and_args(left)
+        self._last = None
         try:
-            self._retries.agent.call_for(
-                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.call.users
-            )
+            self._retries.agent.call_for(self, self.to, self.request.attempt(left), left)
         except BaseException:
             self._last = None
             raise
@@ -392,10 +391,9 @@ def begin_many(
     try:
         for each in made:
             each.admit()
-        first = made[0]
-        function, args = first.request.function_and_args(first.timeout)
-        own = [EachCall(each, each.to, call.keeps) for each in made]
-        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.call.users)
+        timeout = made[0].timeout
+        callees = [EachCall(each, each.to) for each in made]
+        current.agent().call_each(callees, made[0].request.attempt(timeout), timeout)
     except BaseException:
         for each in made:
             each.conclude()
@@ -434,7 +432,7 @@ def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Pr
     name = user_name(call.users)
     for to in workers:
         future: Future[Any] = Future()
-        (asking,) = _made([(future, to)], RetryPolicy(True, True), PreparedCall(ping, None, None, None, name), limit)
+        (asking,) = _made([(future, to)], RetryPolicy(True, True), PreparedCall(ping, asked=name), limit)
         asking.begin()
         wait_or_cancel(future)
         limit = asking.left()

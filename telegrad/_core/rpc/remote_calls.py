@@ -237,21 +237,17 @@ def _once_there(
 
 def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
     there = to if type(to) is str else target(to)  # fast path of `target`
-    return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
+    return current.agent().perform(there, call, timeout)
 
 
 def call_async(
     to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
 ) -> Future[Any]:
-    future = kind()
-    current.agent().call_for(
-        future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
-    )
-    return future
+    return current.agent().begin(target(to), call, timeout, kind)
 
 
 def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
-    made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
+    made: RRef[Any] = current.references().create(target(to), call, timeout)
     return made
 
 

@@ -352,7 +352,7 @@ def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: 
 def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
     call = convert(make, args, kwargs)
     table = current.references()
-    made: RRef[Any] = table.create(table.agent.name, *call[:3], 0, call.keeps, call.asked)
+    made: RRef[Any] = table.create(table.agent.name, call, 0)
     value = made.to_here(0)
     if callable(restore):
         restore(value)

@@ -273,42 +273,42 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner, call = self._reach(timeout), self._table.agent.call
-        if profiling.wanted():
-            call = partial(profiling.called, self._event("sync", method, asked), call)
-        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
+        owner = self._reach(timeout)
+        perform = self._recorded("sync", method, self._table.agent.perform, asked)
+        return perform(owner, self._prepared(method, args, kwargs, asked), timeout)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner, call = self._reach(timeout), self._table.agent.call_async
-        if profiling.wanted():
-            call = partial(profiling.called_async, self._event("async", method, asked), call)
-        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
+        owner = self._reach(timeout)
+        begin = self._recorded("async", method, self._table.agent.begin, asked)
+        future: Future[Any] = begin(owner, self._prepared(method, args, kwargs, asked), timeout)
+        return future
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
         owner = self._reach(timeout)
-        return Stream(owner, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout, window)
+        return Stream(owner, self._prepared(method, args, kwargs), timeout, window)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._reach(timeout)
-        return self._make(
-            owner, method, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout
+        made: RRef[Any] = self._recorded("remote", method, self._table.create)(
+            owner, self._prepared(method, args, kwargs), timeout
         )
-
-    def _make(self, owner: Identity, name: str, call: PreparedCall, timeout: float) -> RRef[Any]:
-        """Create another value at the owner; a profiler shows the call as `name`."""
-        create = self._table.create
-        if profiling.wanted():
-            create = partial(profiling.called_creation, self._event("remote", name), create)
-        made: RRef[Any] = create(owner, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
         return made
 
-    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.CallEvent:
+    def _prepared(self, method: str, args: Any, kwargs: Any, asked: Any = None) -> PreparedCall:
+        """Return the call of a method; `_reach` must precede, since it may replace the handle."""
+        return PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self, asked)
+
+    def _recorded(self, kind: str, method: str, call: Callable[..., Any], asked: Any = None) -> Callable[..., Any]:
+        """Return a function that makes a call, which is an event in profiles if they are wanted."""
+        if not profiling.wanted():
+            return call
         what = user_name(asked) if asked is not None else method or "__call__"
         here, there = self._table.agent.name, self._handle.owner.name
-        return profiling.CallEvent(profiling.event_name(kind, what, here, there), what, here, there)
+        event = profiling.CallEvent(profiling.event_name(kind, what, here, there), what, here, there)
+        return partial(profiling.CALLS[kind], event, call)
 
     # Operators and methods of tensors
 
@@ -321,7 +321,10 @@ class RRef(Operators, Generic[T]):
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
-        return self._make(self._reach(), name, PreparedCall(with_values, args, kwargs, held, function), DEFAULT)
+        made: RRef[Any] = self._recorded("remote", name, self._table.create)(
+            self._reach(), PreparedCall(with_values, args, kwargs, held, function), DEFAULT
+        )
+        return made
 
     def _lent(self) -> RefPlaceholder:
         name, rank, incarnation = self._handle.owner

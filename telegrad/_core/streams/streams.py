@@ -103,7 +103,7 @@ class Stream(Generic[T]):
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()
         producer = Producer(made.function, self._number, window, agent.shares_program(owner.name))
-        agent.call_for(self._done, owner, producer, made.args, made.kwargs, 0, made.keeps, asked=made.users)
+        agent.call_for(self._done, owner, made._replace(function=producer, asked=made.users), 0)
         self._ran: Any = self._done.call
         self._run_soon = here.references.for_finalisers()
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
@@ -209,10 +209,10 @@ class Stream(Generic[T]):
             self._intake.over = True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
-        asked = f"the next items of {self._name}"
+        call = PreparedCall(pull, (self._number, index, taken), asked=f"the next items of {self._name}")
         try:
             with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
-                self._agent.call_for(made, self._owner, pull, (self._number, index, taken), None, 0, None, asked=asked)
+                self._agent.call_for(made, self._owner, call, 0)
             self._agent.expect(self._owner.name)
         except Exception as error:
             if raised_by_handler(error):
