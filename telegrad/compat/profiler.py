@@ -19,8 +19,8 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
+from telegrad._core.agent.incoming import its_future
 from telegrad._core.atfork import renewed
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import runs_as, user_name

@@ -8,17 +8,16 @@ from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls import call_context, futures, profiling
 from telegrad._core.calls.call_context import CallerContext, NestedCall
-from telegrad._core.calls.call_names import known_as, runs_as, user_name
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import known_as, not_compiled, runs_as, user_name
 from telegrad._core.calls.futures import Future, Helper, Signal, completion_of
 from telegrad._core.calls.profiling import CallEvent
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
-from telegrad._core.retries import retry
-from telegrad._core.retries.retry import await_workers, wait_or_cancel
-from telegrad._core.retries.retry_queue import RetryPolicy
+from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, target
 from telegrad._core.rpc.joint_calls import StepCounter, call_all, summary
 from telegrad._core.rpc.remote_calls import remote, rpc_async, rpc_sync
+from telegrad._core.rpc.retry import await_workers, wait_or_cancel
+from telegrad._core.rpc.retry_queue import RetryPolicy
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker.actors import FifoLock
 

@@ -15,8 +15,8 @@ from math import inf
 from typing import Any
 
 from telegrad._core.agent.peer import CallTable
-from telegrad._core.retries.idempotency import IdempotencyTable
-from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
+from telegrad._core.rpc.idempotency import IdempotencyTable
+from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 
 NAMES = ("x", "y")
 PLAIN = RetryPolicy(False, False)

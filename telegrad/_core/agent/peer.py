@@ -284,7 +284,10 @@ class Peer:
                 self.host.complete(call)
             else:
                 self.reactor.submit(Work(self.host.complete, call))
-        call.notify_waiter()
+        if call.done_lock is not None:  # wake the waiting thread
+            call.done_lock.release()
+        if call.waker is not None:
+            call.waker.wake()
 
     def fail(self, calls: Iterable[PendingCall], error: Exception) -> None:
         with self.lock:

@@ -251,13 +251,6 @@ class PendingCall:
             if any(got):
                 lock.release()  # for the next thread that waits
 
-    def notify_waiter(self) -> None:
-        """Wake the waiting thread, after `done` was set."""
-        if self.done_lock is not None:
-            self.done_lock.release()
-        if self.waker is not None:
-            self.waker.wake()
-
     def cancel(self, why: str = "") -> bool:
         """Cancel the call and notify the callee; return False if the call has already ended."""
         return bool(self.peer.cancel(self, why))

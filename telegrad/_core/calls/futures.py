@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 from telegrad._core import checks, forks
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.interrupts import raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode

@@ -109,7 +109,8 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
         args = _as_tuple(args)
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
-    if type(function) is types.FunctionType and not function.__annotations__:  # fast path of `_plan_of`
+    if type(function) is types.FunctionType and not (function.__annotations__ and (args or kwargs)):
+        # The fast path of `_plan_of`: nothing to convert.
         return _new(PreparedCall, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from telegrad._core import checks
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.membership.members import WorkerInfo, info
-from telegrad._core.retries import retry
+from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, named, target
 from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
 from telegrad._core.rpc.rref import RRef
@@ -78,12 +78,14 @@ def rpc_sync(
         ZeroDivisionError: ...
     """
     call = convert(func, args, kwargs)
-    begin: Callable[..., Any] = call_sync
+    policy = None
     if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        begin = _persistent(retry.call_sync, wait_for_worker, idempotent) or call_sync
+        policy = retry.policy_of(wait_for_worker, idempotent)
+    there = to if type(to) is str else target(to) if policy is None else named(to)
+    perform: Any = current.agent().perform if policy is None else partial(retry.call_sync, policy)
     if profiling.wanted():
-        return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
-    return begin(to, call, timeout)
+        return profiling.called(event_of("sync", to, func), perform, there, call, timeout)
+    return perform(there, call, timeout)
 
 
 @not_compiled
@@ -115,12 +117,15 @@ def rpc_async(
         [0, 1]
     """
     call = convert(func, args, kwargs)
-    begin: Callable[..., Future[Any]] = call_async
+    policy = None
     if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        begin = _persistent(retry.call_async, wait_for_worker, idempotent) or call_async
+        policy = retry.policy_of(wait_for_worker, idempotent)
+    there = target(to) if policy is None else named(to)
+    begin: Any = current.agent().begin if policy is None else partial(retry.call_async, policy)
     if profiling.wanted():
-        return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
-    return begin(to, call, timeout)
+        return profiling.called_async(event_of("async", to, func), begin, there, call, timeout)
+    future: Future[Any] = begin(there, call, timeout)
+    return future
 
 
 @not_compiled
@@ -210,12 +215,6 @@ def rpc_stream(
     return make(to, timeout)
 
 
-def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
-    """Return a function that makes a call with retries; None if the call needs none."""
-    policy = retry.policy_of(wait_for_worker, idempotent)
-    return None if policy is None else lambda to, call, timeout: make(policy, named(to), call, timeout)
-
-
 def _once_there(
     make: Callable[[Any, float], T],
     to: str | int | WorkerInfo,
@@ -233,17 +232,6 @@ def _once_there(
         except UnknownWorker:
             if policy is None:
                 raise
-
-
-def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
-    there = to if type(to) is str else target(to)  # fast path of `target`
-    return current.agent().perform(there, call, timeout)
-
-
-def call_async(
-    to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
-) -> Future[Any]:
-    return current.agent().begin(target(to), call, timeout, kind)
 
 
 def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:

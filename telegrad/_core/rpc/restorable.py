@@ -18,8 +18,7 @@ from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.atfork import renewed
 from telegrad._core.calls.call_context import DerivedTimeout
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, limit_of
 from telegrad._core.membership.members import Identity
@@ -28,8 +27,8 @@ from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait
 from telegrad._core.references.control_messages import Id, number
 from telegrad._core.references.handle import Handle
-from telegrad._core.retries.retry import ping
 from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.retry import ping
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder

@@ -19,8 +19,7 @@ from telegrad._core.host import open_files
 from telegrad._core.joining.join import join
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members, check_name, check_role
-from telegrad._core.retries import retry
-from telegrad._core.rpc import joint_calls
+from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.stores.address import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore

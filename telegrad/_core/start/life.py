@@ -12,8 +12,8 @@ from typing import Any
 
 from telegrad._core import checks
 from telegrad._core.atfork import in_child, renewed
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.cancelling import finishing
-from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.interrupts import install

@@ -25,8 +25,7 @@ import torch
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled, user_name
 from telegrad._core.calls.futures import Future, Signal, completion_of
 from telegrad._core.calls.settings import limit_of
 from telegrad._core.interrupts import raised_by_handler

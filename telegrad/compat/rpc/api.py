@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.host.live_objects import instances
