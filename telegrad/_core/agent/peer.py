@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from threading import Condition, Lock
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 from telegrad._core import events
-from telegrad._core.agent.pending_call import PendingCall, give_back_read
+from telegrad._core.agent.pending_call import GAVE_UP, PendingCall, give_back_read
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.routes import DeviceRoutes
@@ -181,7 +181,8 @@ class Peer:
         """End a call whose caller has given up; a late answer is ignored."""
         if self._abandon(call):
             if (note := events.note) is not None:
-                note(call.give_up_event())
+                is_late = 0 < call.timeout <= perf_counter() - call.begun
+                note(call.event(CallTimeout.__name__ if is_late else GAVE_UP))
             if call.parent is not None:
                 call.parent.ended(call)
 

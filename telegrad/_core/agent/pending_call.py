@@ -296,11 +296,6 @@ class PendingCall:
         name = noted_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
-    def give_up_event(self) -> events.Event:
-        """Return the event for a caller that stopped waiting."""
-        is_late = 0 < self.timeout <= perf_counter() - self.begun
-        return self.event(CallTimeout.__name__ if is_late else GAVE_UP)
-
     def __repr__(self) -> str:
         state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
         return f"<call {self.id} of {user_name(self.label)} on {self.peer.name!r}: {state}>"

@@ -187,6 +187,26 @@ def _under_autocast(description: bytes) -> Iterator[None]:
         yield
 
 
+class Modes(NamedTuple):
+    """The modes of torch in which a thread runs."""
+
+    inference: bool
+    records: bool  # gradients
+    autocast: bytes  # for `under_autocast`
+
+    @classmethod
+    def here(cls) -> Modes:
+        """Return the modes of this thread."""
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), described_autocast())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Run the block in exactly these modes, from another thread or worker."""
+        inference, records, autocast = self
+        with torch.inference_mode(inference), torch.set_grad_enabled(records), under_autocast(autocast):
+            yield
+
+
 def _autocast_kinds() -> list[str]:
     return [kind for kind in ("cpu", streams.kind()) if kind]
 
@@ -327,9 +347,7 @@ def _has_no_mode() -> bool:
 def _without_modes() -> ExitStack:
     """Leave this thread's grad mode and autocast; closing the returned stack enters them again."""
     stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    stack.enter_context(_under_autocast(b""))
+    stack.enter_context(Modes(False, True, b"").applied())
     return stack
 
 
@@ -337,21 +355,15 @@ T = TypeVar("T")
 
 
 class CallerContext:
-    """The context variables, grad mode and autocast of the thread that creates this object."""
+    """The context variables and modes of the thread that creates this object, for an operation that others continue."""
 
-    __slots__ = ("_autocast", "_inference", "_records", "_variables")
+    __slots__ = ("_modes", "_variables")
 
     def __init__(self) -> None:
         self._variables = copy_context()
-        self._records = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = described_autocast()
+        self._modes = Modes.here()
 
     def run(self, act: Callable[..., T], *args: Any) -> T:
         """Return `act(*args)`, called in that context. Any thread may do so, also several at once."""
-        with (
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._records),
-            under_autocast(self._autocast),
-        ):
+        with self._modes.applied():
             return self._variables.copy().run(act, *args)

@@ -99,18 +99,6 @@ def completion_of(awaited: Any) -> asyncio.Future[None]:
     return waiter
 
 
-def check_knows_threads(callback: Callable[..., Any]) -> None:
-    """Raise TypeError if `callback` comes from `asyncio.wait`, whose futures no other thread may complete."""
-    if getattr(callback, "__module__", None) == "asyncio.tasks":
-        raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
-
-
-def make_known_to_asyncio(error: BaseException) -> None:
-    """Turn a cancellation error into an `asyncio.CancelledError`, which cancels the task that awaits the call."""
-    if _tells_of_cancelling(error):
-        error.__class__ = _CANCELLING.get(type(error), type(error))
-
-
 def _tells_of_cancelling(error: BaseException) -> bool:
     if isinstance(error, GroupError):
         return all(map(_tells_of_cancelling, error.errors.values()))
@@ -154,10 +142,6 @@ class Helper(Protocol):
         """Cancel the call and notify the callee; return False if the call is over."""
 
 
-class Cancels(Protocol):
-    def cancel(self) -> bool: ...
-
-
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
@@ -185,7 +169,7 @@ class Future(torch.futures.Future[T]):
     quick = False
     about: str
     failure: UnretrievedError
-    follows: Cancels | None
+    follows: Any
     heeded: bool
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -301,7 +285,8 @@ class Future(torch.futures.Future[T]):
             callback: a function of this future.
         """
         checks.function("callback", callback, "a function that takes the future")
-        check_knows_threads(callback)
+        if getattr(callback, "__module__", None) == "asyncio.tasks":  # no other thread may complete its futures
+            raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
         if not self.done():
             forks.check(self.depth)
         self.heed()
@@ -330,7 +315,8 @@ class Future(torch.futures.Future[T]):
         try:
             return self.value()
         except (CallCancelled, GroupError) as error:
-            make_known_to_asyncio(error)
+            if _tells_of_cancelling(error):  # as an `asyncio.CancelledError`, it cancels the task that awaits the call
+                error.__class__ = _CANCELLING.get(type(error), type(error))
             raise error
 
     def _until_done(self) -> Generator[Any, None, None]:

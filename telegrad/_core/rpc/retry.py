@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
@@ -83,16 +83,9 @@ class Retries:
                 begun = self.queue.begin(call)
             if begun:
                 call.again()
-                if not self._is_connected(call):
+                pending = call.call
+                if pending is None or pending.peer.link is None:  # it is not in flight over an existing connection
                     break
-
-    def _is_connected(self, call: RetriedCall) -> bool:
-        """Return True if a call is in flight over an existing connection."""
-        pending = call.call
-        try:
-            return pending is not None and self.agent.is_connected(pending.peer.identity)
-        except TelegradError:  # it has gone just now
-            return False
 
     def close(self) -> None:
         """Fail the waiting calls: this worker leaves."""
@@ -102,22 +95,6 @@ class Retries:
             call.fail(
                 ShutDown(f"worker {self.agent.name!r} shut down while {call.described} was waiting for that worker")
             )
-
-
-class RetryRequest(NamedTuple):
-    to: str | int
-    call: PreparedCall
-    policy: RetryPolicy
-    number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
-    begun: float  # on the `monotonic` clock
-
-    def attempt(self, left: float) -> PreparedCall:
-        """Return the call to send, with this much time left."""
-        call = self.call
-        if not self.number:
-            return call
-        args = self.number, float(left), call.function, *(call.args or ())
-        return PreparedCall(run_once, args, call.kwargs, call.keeps, call.users)
 
 
 class RetriedCall:
@@ -130,10 +107,24 @@ class RetriedCall:
     quick = False
     about: str
 
-    def __init__(self, retries: Retries, request: RetryRequest, timeout: float, outcome: Outcome) -> None:
-        self.request = request
-        self.timeout = timeout
+    def __init__(
+        self,
+        retries: Retries,
+        outcome: Outcome,
+        to: str | int,
+        made: PreparedCall,
+        policy: RetryPolicy,
+        number: int,
+        timeout: float,
+    ) -> None:
+        """`number`: that of an idempotent call, by which the callee identifies it; otherwise 0."""
         self.outcome = outcome
+        self.to = to
+        self.timeout = timeout
+        self._made = made
+        self._policy = policy
+        self._number = number
+        self._begun = monotonic()
         self.parent: Served | None = None  # the served call that made this one
         self.done = False
         self.over = Signal()  # set once the outcome is complete
@@ -145,12 +136,8 @@ class RetriedCall:
         self._repeats = 0
 
     @property
-    def to(self) -> str | int:
-        return self.request.to
-
-    @property
     def until(self) -> float:
-        return self.request.begun + self.timeout if self.timeout else inf
+        return self._begun + self.timeout if self.timeout else inf
 
     def limit(self, timeout: float) -> None:
         """Set the timeout to the time left of the parent call."""
@@ -198,10 +185,18 @@ class RetriedCall:
             raise CallCancelled(self._cancelled)
         self._last = None
         try:
-            self._retries.agent.call_for(self, self.to, self.request.attempt(left), left)
+            self._retries.agent.call_for(self, self.to, self.attempt(left), left)
         except BaseException:
             self._last = None
             raise
+
+    def attempt(self, left: float) -> PreparedCall:
+        """Return the call to send, with this much time left."""
+        made = self._made
+        if not self._number:
+            return made
+        args = self._number, float(left), made.function, *(made.args or ())
+        return PreparedCall(run_once, args, made.kwargs, made.keeps, made.users)
 
     # Results
 
@@ -221,7 +216,7 @@ class RetriedCall:
         failure, retries = self._classify(error), self._retries
         if self._cancelled or retries.agent.closed:
             return False
-        if not should_retry(self.request.policy, failure, self._lost is not None):
+        if not should_retry(self._policy, failure, self._lost is not None):
             return False
         pause = 0.0
         if failure is Failure.MAY_HAVE_RUN:
@@ -269,10 +264,10 @@ class RetriedCall:
 
     def _settle(self) -> None:
         """Notify the callee that it can drop the answer."""
-        if self.request.number and self._last is not None:
+        if self._number and self._last is not None:
             who = self._last.peer.identity
             with contextlib.suppress(TelegradError):
-                settled = AnswerAcknowledged(self.request.number)
+                settled = AnswerAcknowledged(self._number)
                 self._retries.agent.notify(who.name, settled, who.incarnation, patient=True)
 
     # Interfaces: outcome of an attempt, call of the own outcome, nested call of a parent
@@ -289,7 +284,7 @@ class RetriedCall:
 
     @property
     def described(self) -> str:
-        return f"{user_name(self.request.call.users)} on worker {self.to!r}"
+        return f"{user_name(self._made.users)} on worker {self.to!r}"
 
     @property
     def in_turn(self) -> NestedCall | None:
@@ -372,10 +367,7 @@ def _made(
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
-    now = monotonic()
-    return [
-        RetriedCall(retries, RetryRequest(to, call, policy, number, now), limit, outcome) for outcome, to in outcomes
-    ]
+    return [RetriedCall(retries, outcome, to, call, policy, number, limit) for outcome, to in outcomes]
 
 
 def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> None:
@@ -393,7 +385,7 @@ def begin_many(
             each.admit()
         timeout = made[0].timeout
         callees = [EachCall(each, each.to) for each in made]
-        current.agent().call_each(callees, made[0].request.attempt(timeout), timeout)
+        current.agent().call_each(callees, made[0].attempt(timeout), timeout)
     except BaseException:
         for each in made:
             each.conclude()
