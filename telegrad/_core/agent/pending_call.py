@@ -19,7 +19,7 @@ from torch import Tensor
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
-from telegrad._core.calls.call_names import noted_name, user_name
+from telegrad._core.calls.call_names import NOTED_AS, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
@@ -293,7 +293,7 @@ class PendingCall:
     def event(self, failure: str) -> events.Event:
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
-        name = noted_name(self.label)
+        name = getattr(type(self.label), NOTED_AS, None) or user_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
     def __repr__(self) -> str:

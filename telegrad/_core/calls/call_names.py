@@ -48,15 +48,6 @@ def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
         return short(type(function).__qualname__)
 
 
-def noted_name(asked: Any) -> str:
-    """Return the name to record for what was called. Fast for functions that were called before."""
-    if type(asked) in _PLAIN:
-        known = _names.get(asked)
-        if known is not None:
-            return known
-    return getattr(type(asked), NOTED_AS, None) or user_name(asked)
-
-
 def _name(function: Any, args: Sequence[Any] | None) -> str:
     if isinstance(function, str):
         return function

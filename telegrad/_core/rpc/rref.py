@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
@@ -35,9 +35,6 @@ from telegrad._core.worker.value_access import (
 )
 from telegrad.autograd.entry_points import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Operator = Callable[..., Any]
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from contextvars import copy_context
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import torch
@@ -35,12 +35,8 @@ from telegrad._core.streams.flow_control import ReceiveWindow
 from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from telegrad._core.worker.worker import Worker
 
 T = TypeVar("T")
 
