@@ -22,7 +22,6 @@ from telegrad._core.agent.outgoing import EachCall, EncodedCall, Fanout, notice_
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.attachments import GraphContext, Layers
-from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
@@ -240,22 +239,16 @@ class Agent:
         outcome = pending.outcome
         assert outcome is not None
         outcome.call = pending.outcome = pending.keep_alive = None
-        if self.streams.used:
-            with self.streams.aside():
-                self._tell(outcome, pending)
-        else:
-            self._tell(outcome, pending)
-
-    def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
-        try:
-            value = self._open(pending)
-        except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
-            outcome.about = f"{user_name(pending.label)} on worker {pending.peer.name!r}"
-            outcome.set_exception(error.with_traceback(None))
-            if not isinstance(error, Exception):
-                raise
-        else:
-            outcome.set_result(value)
+        with self.streams.aside() if self.streams.used else nullcontext():
+            try:
+                value = self._open(pending)
+            except BaseException as error:  # also of user code that unpickles the value: the waiter must wake up
+                outcome.about = pending.described
+                outcome.set_exception(error.with_traceback(None))
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                outcome.set_result(value)
 
     def _begin(self, peer: Peer, pending: PendingCall, call: PreparedCall, creation: Any = None) -> None:
         """Send a call."""

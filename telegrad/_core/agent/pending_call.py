@@ -175,17 +175,13 @@ class PendingCall:
             with self.peer.reactor.waiting():
                 wait_for(outcome)
 
-    def wait(self) -> bool:
-        """Wait until the call is done; return False if its deadline passed before."""
-        reactor = self.peer.reactor
-        if reactor.on_worker():
-            with reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
-                return self._wait()
-        return self._wait()
-
     @waiting_loop
-    def _wait(self) -> bool:
+    def wait(self, releases_slot: bool = True) -> bool:
+        """Wait until the call is done, without a reactor thread's slot; return False if its deadline passed before."""
         peer = self.peer
+        if releases_slot and peer.reactor.on_worker():
+            with peer.reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
+                return self.wait(releases_slot=False)
         if peer.reactor.unsent:
             peer.reactor.send_unsent()
         while not self.done:
