@@ -311,22 +311,19 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             forks.check(self.depth)
-            yield from self._until_done()
+            in_turn = getattr(self.call, "in_turn", None)
+            waiter = completion_of(self)
+            try:
+                yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         try:
             return self.value()
         except (CallCancelled, GroupError) as error:
             if _tells_of_cancelling(error):  # as an `asyncio.CancelledError`, it cancels the task that awaits the call
                 error.__class__ = _CANCELLING.get(type(error), type(error))
             raise error
-
-    def _until_done(self) -> Generator[Any, None, None]:
-        in_turn = getattr(self.call, "in_turn", None)
-        waiter = completion_of(self)
-        try:
-            yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
 
     @not_compiled
     def value(self) -> T:

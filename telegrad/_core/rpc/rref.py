@@ -332,7 +332,8 @@ class RRef(Generic[T]):
     __iter__ = None
     __contains__ = None
 
-    __getitem__: Operator = _plain(operator.getitem)
+    def __getitem__(self, index: Any) -> Any:
+        return self._operate(operator.getitem, self, index)
 
     __add__: Operator = _plain(operator.add)
     __sub__: Operator = _plain(operator.sub)
