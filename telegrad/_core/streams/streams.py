@@ -124,35 +124,34 @@ class Stream(Generic[T]):
     @not_compiled
     def __next__(self) -> T:
         self._reader = threading.get_ident()
-        while True:
-            item = self._take()
-            if item is not _NONE:
-                return self._open(item)
-            awaited = self._advance(1)
-            if awaited is not None:
+        while (item := self._take()) is _NONE:
+            if (awaited := self._awaited(StopIteration)) is not None:
                 self._wait(awaited)
-            elif self._is_at_end():
-                self._wait_for_end()
-                self._end()
-                raise StopIteration
+        return self._open(item)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         self._reader = threading.get_ident()
-        while True:
-            item = self._take()
-            if item is not _NONE:
-                return self._open(item)
-            awaited = self._advance(1)
-            if awaited is not None:
+        while (item := self._take()) is _NONE:
+            if (awaited := self._awaited(StopAsyncIteration)) is not None:
                 await self._happening(awaited)
-            elif self._is_at_end():
-                if self._must_wait:
-                    await self._happening(self._done)
-                self._end()
-                raise StopAsyncIteration
+        return self._open(item)
+
+    def _awaited(self, at_end: type[Exception]) -> _Pull | Future[Any] | None:
+        """Return what the reader must wait for before it looks for items again, if anything.
+
+        Raises:
+            at_end: the function has ended, and all items were taken.
+        """
+        awaited = self._advance(1)
+        if awaited is not None or not self._is_at_end():
+            return awaited
+        if not (self._ended or self._broken is not None or self._done.done()):
+            return self._done
+        self._end()
+        raise at_end
 
     def _open(self, item: Any) -> T:
         self._agent.streams.adopt(*getattr(item, "tensors", ()))
@@ -217,26 +216,16 @@ class Stream(Generic[T]):
 
     # Waiting
 
-    def _wait(self, awaited: _Pull) -> None:
-        """Wait for a pull; this thread reads the answer itself if it can."""
+    def _wait(self, awaited: _Pull | Future[Any]) -> None:
+        """Wait for a pull, or for the end of the function; this thread reads the answer to a pull itself if it can."""
         deadline = monotonic() + self._timeout if self._timeout else inf
-        call = awaited.call
+        call = awaited.call if isinstance(awaited, _Pull) else None
         with self._waiting():
             if call is not None:
                 call.deadline = deadline
                 call.help()
             left = max(0.0, deadline - monotonic()) if self._timeout else -1
             if not self._agent.wait_for(awaited, left):
-                raise self._too_late()
-
-    @property
-    def _must_wait(self) -> bool:
-        """Return True if the end of the stream is not known so far."""
-        return not self._ended and self._broken is None
-
-    def _wait_for_end(self) -> None:
-        with self._waiting():
-            if self._must_wait and not self._agent.wait_for(self._done, self._timeout or -1):
                 raise self._too_late()
 
     async def _happening(self, awaited: Signal | Future[Any]) -> None:
