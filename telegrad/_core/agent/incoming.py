@@ -51,6 +51,9 @@ from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 
+_NOTHING = encode(None, False)
+MOST_FAILURES = 300  # failed calls of one caller that are logged in a minute
+SMALL = 1 << 14  # bytes; smaller answers may wait and leave together
 MOST_UNKNOWN = 20  # classes of messages that the log names
 
 log = logging.getLogger("telegrad")
@@ -195,14 +198,6 @@ class Handlers:
             return
         make, handler = self._of[kind]
         handler(sender, make(*fields))
-
-
-_NOTHING = encode(None, False)
-
-MOST_FAILURES = 300  # failed calls of one caller that are logged in a minute
-SMALL = 1 << 14  # bytes; smaller answers may wait and leave together
-
-log = logging.getLogger("telegrad")
 
 
 class Answers:

@@ -31,6 +31,9 @@ from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unknown
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, ProtocolViolation
 
+CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified
+BATCH = 16  # if more calls are in flight, the next ones are sent in batches of this size
+BATCH_WAIT = 1e-3  # seconds, approximately, that a call waits for its batch at most
 SEARCH_PAUSE = 0.02  # seconds between two searches for expired calls: one search takes 1.6 ms for 32,768 calls
 
 
@@ -97,11 +100,6 @@ class CallTable(Generic[C]):
 
     def __repr__(self) -> str:
         return f"{len(self.in_flight)} calls in flight"
-
-
-CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified
-BATCH = 16  # if more calls are in flight, the next ones are sent in batches of this size
-BATCH_WAIT = 1e-3  # seconds, approximately, that a call waits for its batch at most
 
 
 class PeerHost(Protocol):

@@ -34,6 +34,11 @@ from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad._core.wire.packing import SMALL
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 
+_empty = torch.empty(0, device="cpu")
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
+_UNWATCHED = contextlib.nullcontext()
+
 
 class PreparedCall(NamedTuple):
     """A function with its arguments, and an object that must live until the call is answered."""
@@ -48,10 +53,6 @@ class PreparedCall(NamedTuple):
     def users(self) -> Any:
         """The function that the user called, or a text."""
         return self.function if self.asked is None else self.asked
-
-
-_empty = torch.empty(0, device="cpu")
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class MutationCheck:
@@ -87,10 +88,6 @@ def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
     counter = tensor.detach()
     counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
     return counter, counter._version, tensor.shape
-
-
-RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
-_UNWATCHED = contextlib.nullcontext()
 
 
 def give_back_read(local: dict[str, Any]) -> bool:

@@ -35,6 +35,8 @@ from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.tensors import DTYPES, NAMES
 from telegrad.errors import CallTimeout
 
+T = TypeVar("T")
+
 is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
 
 Hops = tuple[tuple[str, int], ...]
@@ -341,9 +343,6 @@ def _without_modes() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(Modes(False, True, b"").applied())
     return stack
-
-
-T = TypeVar("T")
 
 
 class CallerContext:

@@ -71,8 +71,6 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 # The effect of `torch.compiler.disable`, without its import of the compiler (seconds) and without a wrapper.
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 

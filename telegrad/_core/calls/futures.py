@@ -25,6 +25,9 @@ from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import remote_traceback_of
 from telegrad.errors import CallCancelled, GroupError, ShutDown
 
+T = TypeVar("T")
+S = TypeVar("S")
+
 QUIET = 5.0  # seconds in which similar failures are not logged again: `collect_all` shows only one of several
 REMEMBERED = 256
 
@@ -105,10 +108,6 @@ def _tells_of_cancelling(error: BaseException) -> bool:
     return isinstance(error, CallCancelled) and not remote_traceback_of(
         error
     )  # otherwise another worker's call was cancelled
-
-
-T = TypeVar("T")
-S = TypeVar("S")
 
 
 _devices: list[torch.device] = []  # that values of futures may use; per process, since a future knows no worker

@@ -8,6 +8,9 @@ from telegrad._core import checks
 from telegrad._core.devices.device_maps import Devices
 from telegrad._core.security.tls import TlsFiles
 
+DEFAULT = -1.0  # timeout of a call that uses the timeout of the options
+_HINT = "; leave it out for the rpc_timeout of the options"
+
 
 class Settings(NamedTuple):
     """Settings of an agent; see `telegrad._core.worker.options` for the meaning."""
@@ -26,10 +29,6 @@ class Settings(NamedTuple):
     heartbeat: float = 0.0
     most_waiting: int = 40_000  # unanswered calls of one worker; above, its connection is read slowly
     most_waiting_bytes: int = 1 << 28  # of its calls and control messages that have not begun
-
-
-DEFAULT = -1.0  # timeout of a call that uses the timeout of the options
-_HINT = "; leave it out for the rpc_timeout of the options"
 
 
 def limit_of(timeout: Any, default: float) -> float:

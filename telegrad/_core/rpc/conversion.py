@@ -32,6 +32,11 @@ from telegrad._core.worker import current
 from telegrad._core.worker.value_access import with_values
 from telegrad.errors import InvalidArgument, UnknownWorker
 
+_REFERENCE, _VALUE = "reference", "value"
+log = logging.getLogger("telegrad")
+_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
+_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
+
 WHAT = "the name of a worker, its rank, or its WorkerInfo"
 
 
@@ -80,11 +85,6 @@ def _agreeing(info: WorkerInfo, parameter: str) -> str:
     return name
 
 
-_REFERENCE, _VALUE = "reference", "value"
-
-log = logging.getLogger("telegrad")
-
-
 class _Plan(NamedTuple):
     """The target of the conversion for each parameter."""
 
@@ -94,8 +94,6 @@ class _Plan(NamedTuple):
     others: str  # for names without a parameter
 
 
-_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
-_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 

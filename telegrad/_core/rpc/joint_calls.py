@@ -24,6 +24,9 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError, WorkersFailed
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 LONGEST = 3600.0  # seconds between two checks: locks have a maximal timeout
 
 
@@ -96,10 +99,6 @@ class StallWatch:
         except TelegradError:  # the call itself will fail, too
             self._asked.pop(worker, None)
         return self._counts.get(worker) != before
-
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 def call_all(

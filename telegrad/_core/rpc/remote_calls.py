@@ -21,6 +21,8 @@ from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad.errors import InvalidArgument, UnknownWorker
 
+_WANTED = "a number of workers, or a list of their names"
+
 T = TypeVar("T")
 
 UNSET_RPC_TIMEOUT = DEFAULT
@@ -295,9 +297,6 @@ def _rref_context_get_debug_info() -> dict[str, str]:
         "num_pending_users": str(counts["pending_users"]),
         "num_pending_futures": str(counts["pending_creations"]),
     }
-
-
-_WANTED = "a number of workers, or a list of their names"
 
 
 def workers() -> list[WorkerInfo]:

@@ -29,36 +29,9 @@ from telegrad._core.worker.batching import Batched
 from telegrad._core.worker.value_access import METHODS, TURNS, Method, MethodOfEach, methods
 from telegrad.errors import RRefError, UsageError
 
-
-class FifoLock:
-    """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _last
-        self._last: Signal | None = None  # happens when the last thread in line is done
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Run the block of `with turns.taken():` exclusively."""
-        through = Signal()
-        with self._lock:
-            before, self._last = self._last, through
-
-        if before is not None and not before.done():
-            try:
-                current.agent().wait_for(before)
-            except BaseException:
-                before.add_done_callback(lambda _: through.set_result())
-                raise
-        try:
-            yield
-        finally:
-            through.set_result()
-
-
 C = TypeVar("C", bound=type)
-
 _MARK = "_telegrad_actor"
+
 
 _lock = renewed(threading.Lock())  # guards _used and _all
 _used = False  # this process has an actor class
@@ -339,3 +312,29 @@ def _deadlock(queue: _Queue, arrival: Incoming | GeneratorTurn) -> UsageError:
         "actor runs one method at a time: neither would ever end. Call the other method directly (self.method()), or "
         "do not wait for that call inside a method"
     )
+
+
+class FifoLock:
+    """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _last
+        self._last: Signal | None = None  # happens when the last thread in line is done
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Run the block of `with turns.taken():` exclusively."""
+        through = Signal()
+        with self._lock:
+            before, self._last = self._last, through
+
+        if before is not None and not before.done():
+            try:
+                current.agent().wait_for(before)
+            except BaseException:
+                before.add_done_callback(lambda _: through.set_result())
+                raise
+        try:
+            yield
+        finally:
+            through.set_result()
