@@ -32,7 +32,6 @@ from telegrad.errors import RRefError, UsageError
 C = TypeVar("C", bound=type)
 _MARK = "_telegrad_actor"
 
-
 _lock = renewed(threading.Lock())  # guards _used and _all
 _used = False  # this process has an actor class
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
