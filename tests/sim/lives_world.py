@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from telegrad._core.agent.peer import CallTable
+from telegrad._core.agent.pending_call import CallTable
 from telegrad._core.rpc.idempotency import IdempotencyTable
 from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 
