@@ -154,11 +154,12 @@ class _Encodings:
 
     def to(self, peer: Peer) -> EncodedCall:
         same, place = peer.member.program == self._program != "", peer.places.calls
-        encoded, is_on_host = self._once((same, ENCODED), lambda: self._encode(same))
-        if not encoded.tensors:
-            return encoded
-        key = ON_HOST if is_on_host and place.keeps_host else place
-        return self._once((same, key), lambda: copy(encoded).pack(place, False))
+        plain: tuple[EncodedCall, bool] = self._once((same, ENCODED), lambda: self._encode(same))
+        encoded, is_on_host = plain
+        if encoded.tensors:
+            key: DeviceMapping | str = ON_HOST if is_on_host and place.keeps_host else place
+            encoded = self._once((same, key), lambda: copy(plain[0]).pack(place, False))
+        return encoded
 
     def _encode(self, same: bool) -> tuple[EncodedCall, bool]:
         encoded = EncodedCall(self._call, same)
