@@ -67,12 +67,13 @@ def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
 
 
 def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]:
-    from telegrad._core.agent.fanout import EachCall
+    from telegrad._core.agent.outgoing import EachCall
+    from telegrad._core.agent.pending_call import PreparedCall
     from telegrad._core.calls.futures import Future
     from telegrad._core.worker import current
 
     futures: list[Future[Any]] = [Future() for _ in names]
-    current.agent().call_each(list(map(EachCall, futures, names)), function, args, None)
+    current.agent().call_each(list(map(EachCall, futures, names)), PreparedCall(function, args))
     return futures
 
 

@@ -41,7 +41,7 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 def mark_all(worker: str) -> None:
     """Patch all measured functions of this process."""
-    from telegrad._core.agent import agent, answers, call_server
+    from telegrad._core.agent import call_server, incoming, outgoing
     from telegrad._core.calls import attachments
     from telegrad._core.transport.link import Link
     from telegrad.autograd import contexts, engine, pass_parts, record
@@ -49,10 +49,10 @@ def mark_all(worker: str) -> None:
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),
         (Link, "send", "writes a frame", "has written"),
-        (agent, "encode", "encodes the call"),
+        (outgoing, "encode", "encodes the call"),
         (attachments.Layers, "take_tensors", "takes tensors out of a message"),
         (call_server.Server, "_run", "begins the call"),
-        (answers.Answers, "made_of", "has run the function"),
+        (incoming.Answers, "made_of", "has run the function"),
         (record, "receive", "gives tensors a history", "has given"),
         (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
         (pass_parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),

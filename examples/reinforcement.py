@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 import telegrad.rpc as rpc
-from telegrad._core.rpc import functions
+from telegrad.rpc import functions
 from telegrad.weights import Publisher, Subscriber
 
 GAME = "CartPole-v1"

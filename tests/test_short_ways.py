@@ -154,7 +154,7 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
 
 # What is there now. Numbers go down only.
 MOST = {
-    call: (Length(56, 24, 42), Length(60, 22, 42)),
+    call: (Length(51, 22, 40), Length(60, 21, 42)),
     remote: (Length(230, 48, 145), Length(250, 44, 145)),
     backward: (Length(450, 60, 265), Length(450, 58, 265)),
 }

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from telegrad._core import checks, forks
 from telegrad._core.calls import profiling
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass

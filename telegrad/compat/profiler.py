@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler_legacy, profiler_util
 
-from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
+from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import runs_as, user_name
 from telegrad._core.forks import renewed

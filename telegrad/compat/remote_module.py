@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.modules import module_host, remote_module
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS

@@ -3,29 +3,23 @@
 from telegrad._core.agent import inspection
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
-from telegrad._core.agent.fanout import EachCall
 from telegrad._core.agent.incoming import Incoming
-from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls import call_context, futures, profiling
-from telegrad._core.calls.awaiting import completion_of
-from telegrad._core.calls.call_context import NestedCall
-from telegrad._core.calls.call_names import known_as, runs_as, user_name
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
-from telegrad._core.calls.futures import Future, Helper, Signal
+from telegrad._core.calls.call_context import CallerContext, NestedCall
+from telegrad._core.calls.call_names import known_as, not_compiled, runs_as, user_name
+from telegrad._core.calls.futures import Future, Helper, Signal, completion_of
 from telegrad._core.calls.profiling import CallEvent
-from telegrad._core.retries import retry
-from telegrad._core.retries.retry import await_workers, wait_or_cancel
-from telegrad._core.retries.retry_queue import RetryPolicy
-from telegrad._core.rpc.conversion import convert
-from telegrad._core.rpc.joint_calls import call_all, summary
+from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
+from telegrad._core.rpc import retry
+from telegrad._core.rpc.conversion import convert, target
+from telegrad._core.rpc.joint_calls import StepCounter, call_all, summary
 from telegrad._core.rpc.remote_calls import remote, rpc_async, rpc_sync
-from telegrad._core.rpc.stalls import StepCounter
+from telegrad._core.rpc.retry import await_workers, wait_or_cancel
+from telegrad._core.rpc.retry_queue import RetryPolicy
 from telegrad._core.streams.producer import current_call
-from telegrad._core.worker.caller_context import CallerContext
-from telegrad._core.worker.fifo_lock import FifoLock
-from telegrad._core.worker.prepared_call import PreparedCall
-from telegrad._core.worker.targets import target
+from telegrad._core.worker.actors import FifoLock
 
 __all__ = [
     "ASYNC_MARK", "DEFAULT", "Agent", "CallEvent", "CallerContext", "Deferred", "EachCall", "FifoLock", "Future",

@@ -302,8 +302,8 @@ def begin_reduction(
     limit = limit_of(timeout, agent.timeout)
     future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(call.users))
     args = future.workers, call.function, call.args, call.kwargs, combine, limit
-    root = EachCall(future._slots[0], future.workers[0], call.keeps)
-    agent.call_each([root], reduced, args, None, limit, call.users)
+    root = EachCall(future._slots[0], future.workers[0])
+    agent.call_each([root], PreparedCall(reduced, args, keeps=call.keeps, asked=call.users), limit)
     return future
 
 
@@ -348,8 +348,8 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     coming: list[Future[Combined]] = [Future() for _ in below]
     heads = [workers[part.start] for part in below]
     given = workers, function, args, kwargs, combine, timeout
-    agent.call_each(map(EachCall, coming, heads), reduced, given, None, limit, function)
-    agent.call_each([EachCall(own, agent.name)], function, args, kwargs, limit)
+    agent.call_each(map(EachCall, coming, heads), PreparedCall(reduced, given, asked=function), limit)
+    agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
     errors: dict[str, bytes] = {}
     values: list[Any] = []
     try:

@@ -49,8 +49,7 @@ def begin(
     elif policy is not None:
         retry.begin_many([(slot, slot.key) for slot in slots], policy, call, timeout)
     else:
-        calls = [EachCall(slot, slot.key, call.keeps) for slot in slots]
-        agent.call_each(calls, call.function, call.args, call.kwargs, timeout, call.asked)
+        agent.call_each([EachCall(slot, slot.key) for slot in slots], call, timeout)
     return future
 
 
@@ -98,7 +97,7 @@ def begin_one(slot: ResultSlot, to: str, call: PreparedCall, timeout: float, pol
         if policy is not None:
             retry.begin(outcome, policy, to, call, timeout)
         else:
-            agent.call_for(outcome, to, call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked)
+            agent.call_for(outcome, to, call, timeout)
         return outcome
 
     if not profiling.wanted():

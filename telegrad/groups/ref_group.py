@@ -45,7 +45,7 @@ def create(
     timeout = await_workers(policy, [worker.name for worker in workers], call, timeout)
     table = current.references()
     owners = _identified([worker.name for worker in workers], table.agent.identify)
-    return RefGroup(table.create_each(owners, *call[:3], timeout, call.keeps, call.asked))
+    return RefGroup(table.create_each(owners, call, timeout))
 
 
 def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> list[Identity]:
@@ -219,14 +219,13 @@ class RefGroup:
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture:
         if profiling.wanted():
             return self._each(method or "__call__", lambda each: each._call_async(method, timeout, args, kwargs))
-        future, calls = self._future(method or "__call__"), []
+        future, callees = self._future(method or "__call__"), []
 
         def reach(slot: ResultSlot, number: int) -> None:
-            each = self._references[number]
-            calls.append(EachCall(slot, each._reach(), each))
+            callees.append(EachCall(slot, self._references[number]._reach()))
 
         future._begin_each(reach)
-        current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
+        current.agent().call_each(callees, self._prepared(method, args, kwargs), timeout)
         return future
 
     def _each(self, about: str, begin: Callable[[RRef[Any]], Future[Any]]) -> GroupFuture:
@@ -239,9 +238,10 @@ class RefGroup:
         self._check()
         by_name = {each.owner_name(): each for each in self}
         owners = _identified(list(by_name), lambda name: by_name[name]._reach())
-        function = methods.of_each(method)
-        table = current.references()
-        return RefGroup(table.create_each(owners, function, (self._ids(), *args), kwargs, timeout, self, None))
+        return RefGroup(current.references().create_each(owners, self._prepared(method, args, kwargs), timeout))
+
+    def _prepared(self, method: str, args: Any, kwargs: Any) -> PreparedCall:
+        return PreparedCall(methods.of_each(method), (self._ids(), *args), kwargs, self)
 
     def _ids(self) -> dict[str, Id]:
         return {each.owner_name(): each._handle.id for each in self}

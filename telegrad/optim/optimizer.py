@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from telegrad._core import checks
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, check_timeout
 from telegrad._core.modules.module_tree import Model, RemotePart, branches
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.rpc.joint_calls import call_all

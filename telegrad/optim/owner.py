@@ -28,15 +28,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core import checks, events
 from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.cancelling import finishing
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.modules.module_host import on_host
 from telegrad._core.modules.module_tree import RemotePart, parameters_of, places_of
-from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
-from telegrad._core.worker.fifo_lock import FifoLock
+from telegrad._core.worker.actors import FifoLock
 from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
@@ -134,7 +134,7 @@ class LocalOptimizer:
         method, *args = pickle.loads(request)
         return getattr(self, method)(context_id, *args)
 
-    @must_finish
+    @finishing
     def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
         """Apply the gradients of a context, multiplied by `factor`.
 
@@ -170,7 +170,7 @@ class LocalOptimizer:
             note((events.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
-    @must_finish
+    @finishing
     def retire(self) -> None:
         """Refuse later steps: pending steps of a failed batch must not change the parameters."""
         with holding(self._guards):
@@ -189,7 +189,7 @@ class LocalOptimizer:
 
     # Gradients
 
-    @must_finish
+    @finishing
     def accumulate(self, context_id: int) -> int | None:
         """Keep the gradients of a context for the next step. Return as `step`."""
         context = current.conductor().contexts.get(context_id)
@@ -200,7 +200,7 @@ class LocalOptimizer:
                 self._kept.add(parameter, gradients[parameter].clone(), graph=False)
         return None if context is None else len(found)
 
-    @must_finish
+    @finishing
     def gather(self, context_id: int) -> None:
         """Add the gradients kept for the next step to those of a context."""
         with holding(self._guards):
@@ -235,7 +235,7 @@ class LocalOptimizer:
         found = copy.deepcopy({number: hyperparameters(group) for number, group in groups})
         return found if has_map else on_host(found)
 
-    @must_finish
+    @finishing
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of this worker's parameters."""
         assert self._optimizer is not None

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad._core.agent import fanout
+from telegrad._core.agent import outgoing
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.memory.warm_memory import SHARING
 from telegrad._core.pickling import pickling
@@ -38,12 +39,12 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 
 @pytest.fixture(autouse=True)
 def soon_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "COMMON_FROM", LARGE)
+    monkeypatch.setattr(outgoing, "COMMON_FROM", LARGE)
 
 
 def call_each(agent: Agent, function: Any, *args: Any, to: Sequence[Any] = OTHERS, **options: Any) -> list[Future[Any]]:
     futures: list[Future[Any]] = [Future() for _ in to]
-    agent.call_each(list(map(EachCall, futures, to)), function, args, None, **options)
+    agent.call_each(list(map(EachCall, futures, to)), PreparedCall(function, args), **options)
     return futures
 
 
@@ -192,7 +193,7 @@ def test_what_fails_for_all_is_raised_once(workers: list[Worker]) -> None:
     futures: list[Future[Any]] = [Future() for _ in OTHERS]
     for argument in (threading.Lock(), freed()):
         with pytest.raises(CannotEncode):
-            agent.call_each(list(map(EachCall, futures, OTHERS)), here, (argument,), None)
+            agent.call_each(list(map(EachCall, futures, OTHERS)), PreparedCall(here, (argument,)))
     assert not any(future.done() for future in futures)
     assert agent.started == 0
 
@@ -266,8 +267,8 @@ def test_creations_are_made_of_each(workers: list[Worker]) -> None:
     pack = layer.pack
     futures: list[Future[Any]] = [Future() for _ in OTHERS]
     with patch.object(layer, "pack", side_effect=lambda references, to, _: pack(references, to, None)) as packed:
-        calls = [EachCall(future, to, None, f"for {to}") for future, to in zip(futures, OTHERS, strict=True)]
-        workers[0].agent.call_each(calls, here, (), None)
+        calls = [EachCall(future, to, f"for {to}") for future, to in zip(futures, OTHERS, strict=True)]
+        workers[0].agent.call_each(calls, PreparedCall(here))
     assert values(futures) == list(OTHERS)
     assert [(to.name, creation) for _, to, creation in (call.args for call in packed.call_args_list)] == [
         (name, f"for {name}") for name in OTHERS

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 
 
 @pytest.mark.parametrize(

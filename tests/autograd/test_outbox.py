@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.agent.notices import notice_to
+from telegrad._core.agent.outgoing import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
 from telegrad.autograd.outbox import Outbox

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from telegrad import errors
-from telegrad._core.calls import unretrieved
+from telegrad._core.calls import futures
 from tests.chaos.board import Board
 from tests.chaos.functions import Deliberate
 from tests.chaos.operations import OPERATIONS, Client, Wrong
@@ -139,7 +139,7 @@ class _Errors(logging.Handler):
         self._load = load
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.pathname != unretrieved.__file__:  # of references that a client drops without a look
+        if record.pathname != futures.__file__:  # of references that a client drops without a look
             self._load._internal(record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad._core.rpc import functions, remote_calls
+from telegrad._core.rpc import remote_calls
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc import Future
+from telegrad.rpc import Future, functions
 from tests.cluster import agents
 from tests.naming import alike
 

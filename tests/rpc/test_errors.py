@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad._core.agent.answers import MOST_FAILURES
+from telegrad._core.agent.incoming import MOST_FAILURES
 from telegrad._core.calls.futures import Future
 from telegrad._core.security.refusals import PERIOD
 from telegrad.errors import WorkersFailed

@@ -21,7 +21,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.notices import Handlers
+from telegrad._core.agent.incoming import Handlers
 from telegrad._core.membership.members import Member
 from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store

@@ -13,8 +13,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.retries import idempotency
-from telegrad._core.retries.idempotency import (
+from telegrad._core.rpc import idempotency
+from telegrad._core.rpc.idempotency import (
     ENTRY,
     LATE,
     LONGEST,

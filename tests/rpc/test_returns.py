@@ -20,8 +20,8 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.calls.cancelling import Nested, Served, serving
 from telegrad._core.membership.membership import Membership
-from telegrad._core.retries.idempotency import IdempotentCalls
-from telegrad._core.retries.retry_queue import Failure, classify
+from telegrad._core.rpc.idempotency import IdempotentCalls
+from telegrad._core.rpc.retry_queue import Failure, classify
 from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current

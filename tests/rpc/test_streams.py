@@ -22,7 +22,7 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
-from telegrad._core.calls.awaiting import completion_of
+from telegrad._core.calls.futures import completion_of
 from telegrad._core.pickling.pickling import LARGE
 from telegrad._core.streams import streams
 from telegrad._core.worker import current

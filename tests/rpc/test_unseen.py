@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.calls import profiling, unretrieved
+from telegrad._core.calls import futures, profiling
 from telegrad._core.worker.worker import Worker
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from tests.agent.test_following import Notes
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests have seen does not count."""
-    monkeypatch.setattr(unretrieved, "_seen", {})
+    monkeypatch.setattr(futures, "_seen", {})
 
 
 class Heard(logging.Handler):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from telegrad._core.agent.call_table import CallTable
-from telegrad._core.retries.idempotency import IdempotencyTable
-from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
+from telegrad._core.agent.pending_call import CallTable
+from telegrad._core.rpc.idempotency import IdempotencyTable
+from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 
 NAMES = ("x", "y")
 PLAIN = RetryPolicy(False, False)

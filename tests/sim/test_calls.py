@@ -12,9 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
-from telegrad._core.agent.call_table import SEARCH_PAUSE, CallTable
 from telegrad._core.agent.peer import BATCH, Peer
-from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.pending_call import SEARCH_PAUSE, CallTable, PendingCall
 from telegrad._core.reactor import lazy_link
 from telegrad._core.reactor.lazy_link import LazyLink
 from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.retries.idempotency import LATE, LONGEST, CallEntry, IdempotencyTable
-from telegrad._core.retries.retry_queue import (
+from telegrad._core.rpc.idempotency import LATE, LONGEST, CallEntry, IdempotencyTable
+from telegrad._core.rpc.retry_queue import (
     FIRST_PAUSE,
     LONGEST_BACKOFF,
     LONGEST_PAUSE,

@@ -17,19 +17,14 @@ from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
-from telegrad._core.agent.fanout import EachCall, Fanout
-from telegrad._core.agent.incoming import CallScheduler
-from telegrad._core.agent.notices import Handlers, notice_to
-from telegrad._core.agent.outgoing import attach, encoded
+from telegrad._core.agent.incoming import CallScheduler, Handlers
+from telegrad._core.agent.outgoing import EachCall, EncodedCall, Fanout, notice_to
 from telegrad._core.agent.peer import Peer
-from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.attachments import GraphContext, Layers
-from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
-from telegrad._core.calls.in_flight_tensors import MutationCheck
-from telegrad._core.calls.settings import Settings
+from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.interrupts import uninterrupted
 from telegrad._core.membership.members import Identity, Member
@@ -41,12 +36,14 @@ from telegrad._core.reactor.reactor import Reactor, run_for, submit_here
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import results
-from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message
-from telegrad._core.wire.packing import pack
+from telegrad._core.wire.messages import REFUSAL, RESULT
 from telegrad.errors import PeerError, ShutDown
 
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
+
+
+Callee = str | int | Identity  # a worker's name, rank or identity
 
 
 class Agent:
@@ -172,22 +169,17 @@ class Agent:
     # Calls
 
     def call(
-        self,
-        to: str | int | Identity,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float = DEFAULT,
-        asked: Any = None,
+        self, to: Callee, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT, asked: Any = None
     ) -> Any:
-        """Run `function(*args, **kwargs)` on another worker, wait, and return its value.
+        """Run `function(*args, **kwargs)` on another worker, wait, and return its value; `asked` as in PreparedCall."""
+        return self.perform(to, PreparedCall(function, args, kwargs, None, asked), timeout)
 
-        `asked` is what the user called, if not `function`; `call_names.user_name` knows its name.
-        """
+    def perform(self, to: Callee, call: PreparedCall, timeout: float = DEFAULT) -> Any:
+        """Make a call to another worker, wait, and return its value."""
         peer = self._connections.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = PendingCall(peer, function if asked is None else asked, limit)
-        self._begin(peer, pending, function, args, kwargs)
+        pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit)
+        self._begin(peer, pending, call)
         try:
             if not pending.wait():
                 raise peer.timeout_error(pending)
@@ -197,33 +189,21 @@ class Agent:
         return self._open(pending)
 
     def call_async(
-        self,
-        to: str | int | Identity,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float = DEFAULT,
-        keeps: Any = None,
-        asked: Any = None,
+        self, to: Callee, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT, keeps: Any = None
     ) -> Future[Any]:
         """Run `function(*args, **kwargs)` on another worker; return a future. `keeps` lives until it is done."""
-        future: Future[Any] = Future()
-        self.call_for(future, to, function, args, kwargs, timeout, keeps, asked=asked)
+        return self.begin(to, PreparedCall(function, args, kwargs, keeps), timeout)
+
+    def begin(
+        self, to: Callee, call: PreparedCall, timeout: float = DEFAULT, kind: type[Future[Any]] = Future
+    ) -> Future[Any]:
+        """Make a call to another worker; return a future of that class."""
+        future = kind()
+        self.call_for(future, to, call, timeout)
         return future
 
-    def call_for(
-        self,
-        outcome: Outcome,
-        to: str | int | Identity,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        keeps: Any,
-        creation: Any = None,
-        asked: Any = None,
-    ) -> None:
-        """As `call_async`, but complete `outcome`. If `outcome.quick`, a call of `expect` must follow.
+    def call_for(self, outcome: Outcome, to: Callee, call: PreparedCall, timeout: float, creation: Any = None) -> None:
+        """Make a call that completes `outcome`. If `outcome.quick`, a call of `expect` must follow.
 
         With a `creation` (see the reference layer), the value stays on the callee.
         """
@@ -231,26 +211,18 @@ class Agent:
         if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
-        self._begin(peer, pending, function, args, kwargs, creation)
+        pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit, outcome, call.keeps)
+        self._begin(peer, pending, call, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
 
-    def call_each(
-        self,
-        calls: Iterable[EachCall],
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float = DEFAULT,
-        asked: Any = None,
-    ) -> None:
-        """Call each of many workers as `call_for` does, and encode the arguments once (see `fanout`).
+    def call_each(self, callees: Iterable[EachCall], call: PreparedCall, timeout: float = DEFAULT) -> None:
+        """Call each of many workers as `call_for` does, and encode the arguments once (see `outgoing`).
 
         Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
+        self._fanout.call(callees, call, limit, self.program)
 
     def give_back(self, to: str) -> None:
         """Notify a worker now of free memory that it has lent, instead of with the next message."""
@@ -266,43 +238,28 @@ class Agent:
         outcome = pending.outcome
         assert outcome is not None
         outcome.call = pending.outcome = pending.keep_alive = None
-        if self.streams.used:
-            with self.streams.aside():
-                self._tell(outcome, pending)
-        else:
-            self._tell(outcome, pending)
+        with self.streams.aside() if self.streams.used else nullcontext():
+            try:
+                value = self._open(pending)
+            except BaseException as error:  # also of user code that unpickles the value: the waiter must wake up
+                outcome.about = pending.described
+                outcome.set_exception(error.with_traceback(None))
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                outcome.set_result(value)
 
-    def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
-        try:
-            value = self._open(pending)
-        except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
-            outcome.about = f"{user_name(pending.label)} on worker {pending.peer.name!r}"
-            outcome.set_exception(error.with_traceback(None))
-            if not isinstance(error, Exception):
-                raise
-        else:
-            outcome.set_result(value)
-
-    def _begin(
-        self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
-    ) -> None:
+    def _begin(self, peer: Peer, pending: PendingCall, call: PreparedCall, creation: Any = None) -> None:
         """Send a call."""
         parent = serving.get()
         if parent is not None:
             parent.admit(pending)
         if pending.outcome is not None:
             pending.outcome.call = pending
-        name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
-        body, tensors, references, buffers = arguments
-        message = Message(CALL, 0, 0, name)
-        if tensors:
-            message.meta, blobs = pack(tensors, peer.places.calls, buffers)
-            if blobs:
-                message.blobs = blobs
-                pending.weight = sum(blob.nbytes for blob in blobs)
-                pending.underway = MutationCheck(tensors[: len(tensors) - buffers], pending.outcome is None)
-        attach(self.layers, message, body, pending, function, tensors, references, creation)
-        peer.call(pending, message)
+        encoded = EncodedCall(call, peer.member.program == self.program != "")
+        if encoded.tensors:
+            encoded.pack(peer.places.calls, pending.outcome is None)
+        peer.call(pending, encoded.message_to(pending, self.layers, creation))
         if parent is not None:
             parent.hold(pending)
 
@@ -390,7 +347,7 @@ class Agent:
         """End the connections with a worker that is out of the group, and accept no new ones from it."""
         self._connections.cut(who, reason)
 
-    def identify(self, to: str | int | Identity) -> Identity:
+    def identify(self, to: Callee) -> Identity:
         """Return the worker of that name or rank, which is looked up only once."""
         return self._connections.peer(to).identity
 

@@ -112,7 +112,11 @@ class BackPressure:
 
     def tick(self, now: float) -> float:
         """Check the connections that are not read; return the time of the next check."""
-        upcoming = self._look_at_unread(now)
+        for caller, link in list(self._unread.items()):
+            if _has_read(caller, link):
+                self._unread.pop(caller, None)
+                self._reactor.hold_up(caller.queue, False)
+        upcoming = now + LOOK_AGAIN if self._unread else inf
         for caller, stopped in list(self.stopped.items()):
             if self.look(caller):
                 continue
@@ -138,13 +142,6 @@ class BackPressure:
             self._reactor.hold_up(caller.queue, True)
             self._unread[caller] = link
             self._before(monotonic() + LOOK_AGAIN, False)
-
-    def _look_at_unread(self, now: float) -> float:
-        for caller, link in list(self._unread.items()):
-            if _has_read(caller, link):
-                self._unread.pop(caller, None)
-                self._reactor.hold_up(caller.queue, False)
-        return now + LOOK_AGAIN if self._unread else inf
 
     def _has_too_much(self, caller: Caller) -> bool:
         return (

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core import events
-from telegrad._core.agent.answers import Answers, its_future
 from telegrad._core.agent.backlog import FEW, BackPressure
-from telegrad._core.agent.incoming import Caller, CallScheduler, Incoming
+from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Incoming, its_future
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import ensure_grad, entered, in_setting

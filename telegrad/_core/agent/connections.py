@@ -18,7 +18,6 @@ from telegrad._core.agent.incoming import Caller
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls.attachments import Layers
-from telegrad._core.calls.common_memory import SharedBuffers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
@@ -27,7 +26,7 @@ from telegrad._core.host import open_files
 from telegrad._core.host.host_memory import Heap
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.suspects import remember
-from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.blobs import MemorySources, SharedBuffers
 from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh

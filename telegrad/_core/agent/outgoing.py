@@ -1,67 +1,279 @@
-"""Encodes calls: a part that is common to all callees, and data appended for a single callee."""
+"""Encodes calls and control messages, and makes one call to many workers.
+
+Arguments are pickled once for all workers that run this worker's main program, and once for all others. Tensor metadata
+is encoded once, unless it depends on devices. Large tensors are copied once into common memory for the workers of this
+host. Data that is specific to a worker is made for each: references, autograd records, the call context.
+
+All messages are sent before any wait. Each call has its own outcome: an unreachable worker does not affect the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from itertools import compress
+from operator import not_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls import call_context
-from telegrad._core.calls.attachments import Layers
-from telegrad._core.calls.call_names import OWN_ARGUMENTS
+from telegrad._core.agent.connections import Connections
+from telegrad._core.agent.peer import Peer
+from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
+from telegrad._core.calls import call_context, profiling
+from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.call_names import OWN_ARGUMENTS, user_name
+from telegrad._core.calls.cancelling import Served, serving
+from telegrad._core.calls.futures import Outcome
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.pickling import Encoded, blame_again, encode
+from telegrad._core.pickling.pickling import blame_again, encode
+from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.wire.messages import (
+    CALL,
     HAS_CALL_CONTEXT,
     HAS_GRAPH,
     HAS_REFERENCES,
     INFERENCE,
+    LOW_PRIORITY,
     NO_GRAD,
+    NOTICE,
     Message,
     append,
 )
+from telegrad._core.wire.packing import DeviceMapping, pack
+from telegrad._core.wire.tensors import Blob
 from telegrad.errors import CannotEncode
 
+COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 
-def encoded(function: Any, args: Any, kwargs: Any, same_program: bool) -> tuple[bytes, Encoded]:
-    """Return a function's name, or an empty name if the function itself must be pickled; and the encoded arguments."""
-    name = name_of(function, same_program)
-    args, kwargs = args or (), kwargs or {}
-    try:
-        if name:
-            return name.encode(), encode((args, kwargs), same_program)
-        return b"", encode((function, args, kwargs), same_program)
-    except CannotEncode as error:
-        own = getattr(function, OWN_ARGUMENTS, 0)
-        raise (blame_again((args[own:], kwargs), error, same_program) if own else error) from error.__cause__
+ENCODED, ON_HOST = "encoded", "on the host"  # what was made of a call for all devices of receivers
 
 
-def attach(
-    layers: Layers,
-    message: Message,
-    body: bytes,
-    pending: PendingCall,
-    function: Any,
+class EncodedCall:
+    """A call as bytes, for all workers that get the same data."""
+
+    __slots__ = (
+        *("blobs", "body", "function", "meta", "name", "near", "references", "tensors", "underway", "weight"),
+        "_buffers",
+    )
+
+    def __init__(self, call: PreparedCall, same_program: bool) -> None:
+        """Pickle the arguments. Without a name that leads to the function at the receiver, pickle that as well."""
+        self.function = function = call.function
+        name = name_of(function, same_program)
+        args, kwargs = call.args or (), call.kwargs or {}
+        try:
+            encoded = encode((args, kwargs) if name else (function, args, kwargs), same_program)
+        except CannotEncode as error:
+            own = getattr(function, OWN_ARGUMENTS, 0)
+            raise (blame_again((args[own:], kwargs), error, same_program) if own else error) from error.__cause__
+        self.name = name.encode() if name else b""
+        self.body, self.tensors, self.references, self._buffers = encoded
+        self.meta = b""
+        self.blobs: Sequence[Blob] = ()
+        self.weight = 0  # bytes of the blobs
+        self.underway: MutationCheck | None = None
+        self.near = 0  # receivers on this host, if there are several receivers
+
+    def pack(self, place: DeviceMapping, waits: bool) -> EncodedCall:
+        """Describe the tensors for the devices of a receiver. `waits` as in `MutationCheck`."""
+        self.meta, self.blobs = pack(self.tensors, place, self._buffers)
+        if self.blobs:
+            self.weight = sum(blob.nbytes for blob in self.blobs)
+            self.underway = MutationCheck(self.tensors[: len(self.tensors) - self._buffers], waits)
+        return self
+
+    def message_to(self, pending: PendingCall, layers: Layers, creation: Any) -> Message:
+        """Return the message of a call: append the call context, and the data of the layers above."""
+        body, pending.weight, pending.underway = self.body, self.weight, self.underway
+        flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        if (
+            layers.tells_times
+            or call_context.was_entered
+            or profiling.follower is not None
+            or call_context.is_autocast_on()
+        ):
+            said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
+            if said:
+                flags |= HAS_CALL_CONTEXT
+                body = append(body, said)
+        to = pending.peer.identity
+        context = layers.graphs.current() if layers.graphs is not None else None
+        if context is not None:
+            flags |= HAS_GRAPH
+            body = append(body, context.sent(self.tensors, to, self.function, not flags & NO_GRAD))
+        if self.references or creation is not None:  # last, since from here on nothing can fail
+            assert layers.references is not None
+            flags |= HAS_REFERENCES
+            body = append(body, layers.references.pack(self.references, to, creation))
+        return Message(CALL, 0, flags, self.name, self.meta, body, self.blobs)
+
+
+def notice_to(
+    peer: Peer,
+    message: tuple[Any, ...],
     tensors: Sequence[Tensor],
-    references: Sequence[Any],
-    creation: Any,
-) -> None:
-    """Set a message's body, and append the call context and the data of the layers above."""
-    flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-    if layers.tells_times or call_context.matters():
-        said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
-        if said:
-            flags |= HAS_CALL_CONTEXT
-            body = append(body, said)
-    context = layers.graphs.current() if layers.graphs is not None else None
+    context: GraphContext | None,
+    patient: bool,
+    as_arguments: bool,
+) -> Message:
+    """Return the message for a worker: see `Agent.notify`."""
+    body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
+    notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
+    if tensors:
+        notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
     if context is not None:
-        flags |= HAS_GRAPH
-        body = append(body, context.sent(tensors, pending.peer.identity, function, not flags & NO_GRAD))
-    if references or creation is not None:  # last, since from here on nothing can fail
-        assert layers.references is not None
-        flags |= HAS_REFERENCES
-        body = append(body, layers.references.pack(references, pending.peer.identity, creation))
-    message.flags, message.body = flags, body
+        notice.flags |= HAS_GRAPH
+        body = append(body, context.sent(tensors, peer.identity, type(message), True))
+    notice.body = body
+    return notice
+
+
+class EachCall(NamedTuple):
+    outcome: Outcome
+    to: str | int | Identity
+    creation: Any = None  # as in `Agent.call_for`
+
+
+_Ready = tuple[EachCall, Peer, EncodedCall]
+
+
+class _Encodings:
+    """Encodes a call once for all workers that get the same data."""
+
+    def __init__(self, call: PreparedCall, program: str) -> None:
+        self._call = call
+        self._program = program
+        # What was made for workers of this program or of others, by devices of the receiver; or the error.
+        self._made: dict[tuple[bool, DeviceMapping | str], Any] = {}
+
+    def to(self, peer: Peer) -> EncodedCall:
+        same, place = peer.member.program == self._program != "", peer.places.calls
+        plain: tuple[EncodedCall, bool] = self._once((same, ENCODED), lambda: self._encode(same))
+        encoded, is_on_host = plain
+        if encoded.tensors:
+            key: DeviceMapping | str = ON_HOST if is_on_host and place.keeps_host else place
+            encoded = self._once((same, key), lambda: copy(plain[0]).pack(place, False))
+        return encoded
+
+    def _encode(self, same: bool) -> tuple[EncodedCall, bool]:
+        encoded = EncodedCall(self._call, same)
+        return encoded, all(tensor.is_cpu for tensor in encoded.tensors)
+
+    def _once(self, key: tuple[bool, DeviceMapping | str], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            try:
+                self._made[key] = make()
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                self._made[key] = error.with_traceback(None)  # the frames of a traceback would refer to this object
+        made = self._made[key]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def failed_for_all(self, error: Exception) -> bool:
+        """Return True if the error does not depend on the callee."""
+        return any(error is made for (_, place), made in self._made.items() if isinstance(place, str))
+
+    @property
+    def pickled(self) -> int:
+        """Return how often the arguments were pickled."""
+        return sum(place == ENCODED for _, place in self._made)
+
+    @property
+    def packed(self) -> Iterator[EncodedCall]:
+        return (made for (_, place), made in self._made.items() if place != ENCODED and type(made) is EncodedCall)
+
+
+class Fanout:
+    """Makes calls of one worker to many at once."""
+
+    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers) -> None:
+        self._connections = connections
+        self._reactor = reactor
+        self._layers = layers
+        self.encodings = 0  # how often arguments were pickled; approximate, since threads may miscount it
+
+    def call(self, callees: Iterable[EachCall], call: PreparedCall, timeout: float, program: str) -> None:
+        """Call the workers. Raise errors that would affect every worker; report all others to the outcomes."""
+        encodings = _Encodings(call, program)
+        ready: list[_Ready] = []
+        failed: list[tuple[EachCall, Exception]] = []
+        for each in callees:
+            try:
+                peer = self._connections.peer(each.to)
+                encoded = encodings.to(peer)
+                encoded.near += peer.is_near
+                ready.append((each, peer, encoded))
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                failed.append((each, error.with_traceback(None)))
+        self.encodings += encodings.pickled
+        general = next((why for _, why in failed if encodings.failed_for_all(why)), None)
+        if general is not None and not ready:
+            raise fresh(general)
+        for packed in encodings.packed:
+            if packed.near > 1:
+                packed.blobs = list(map(self._in_common, packed.blobs))
+        may_wait = not self._reactor.on_worker()  # a thread that serves a call must not block: others may wait for it
+        has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
+        self._send(list(compress(ready, has_room)), call, timeout)
+        for each, why in failed:
+            _fail(each, call, why)
+        for one in compress(ready, map(not_, has_room)):
+            one[1].wait_for_capacity()
+            self._send([one], call, timeout)
+
+    def _in_common(self, blob: Blob) -> Blob:
+        if not isinstance(blob, Tensor) or blob.numel() < COMMON_FROM:
+            return blob
+        return self._connections.memory.in_common(blob)
+
+    def _send(self, ready: list[_Ready], call: PreparedCall, timeout: float) -> None:
+        """Create all messages, then write them, then let the answers be read; otherwise the threads would alternate."""
+        parent = serving.get()
+        for each, pending, message in list(self._made(ready, call, timeout, parent)):
+            try:
+                pending.peer.call(pending, message)
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                _fail(each, call, error)
+            else:
+                if parent is not None:
+                    parent.hold(pending)
+        for each, peer, _ in ready:
+            if not each.outcome.quick:
+                peer.connection.read_in_background()
+
+    def _made(
+        self, ready: list[_Ready], call: PreparedCall, timeout: float, parent: Served | None
+    ) -> Iterator[tuple[EachCall, PendingCall, Message]]:
+        """Create the calls and their messages; report failures to the outcomes."""
+        for each, peer, encoded in ready:
+            pending = PendingCall(peer, call.users, timeout, each.outcome, call.keeps)
+            try:
+                if parent is not None:
+                    parent.admit(pending)
+                message = encoded.message_to(pending, self._layers, each.creation)
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                _fail(each, call, error)
+            else:
+                each.outcome.call = pending
+                yield each, pending, message
+
+
+def _fail(each: EachCall, call: PreparedCall, error: Exception) -> None:
+    each.outcome.call = None
+    each.outcome.about = f"{user_name(call.users)} on worker {getattr(each.to, 'name', each.to)!r}"
+    each.outcome.set_exception(error.with_traceback(None))

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Condition, Lock
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Protocol
 
 from telegrad._core import events
-from telegrad._core.agent.call_table import CallTable
-from telegrad._core.agent.pending_call import PendingCall, give_back_read
+from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall, give_back_read
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
@@ -113,7 +112,8 @@ class Peer:
         """End a call whose caller has given up; a late answer is ignored."""
         if self._abandon(call):
             if (note := events.note) is not None:
-                note(call.give_up_event())
+                is_late = 0 < call.timeout <= perf_counter() - call.begun
+                note(call.event(CallTimeout.__name__ if is_late else GAVE_UP))
             if call.parent is not None:
                 call.parent.ended(call)
 
@@ -216,7 +216,10 @@ class Peer:
                 self.host.complete(call)
             else:
                 self.reactor.submit(Work(self.host.complete, call))
-        call.notify_waiter()
+        if call.done_lock is not None:  # wake the waiting thread
+            call.done_lock.release()
+        if call.waker is not None:
+            call.waker.wake()
 
     def fail(self, calls: Iterable[PendingCall], error: Exception) -> None:
         with self.lock:

@@ -1,4 +1,4 @@
-"""A call without an answer so far, and how a thread waits for it.
+"""A call without an answer so far, how a thread waits for it, and the table of the calls to one worker.
 
 The thread reads the connection itself if it gets the right to, which saves a wake-up. Otherwise the leader reads the
 answer and wakes the thread.
@@ -8,29 +8,87 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
-from telegrad._core.calls.call_names import noted_name, user_name
+from telegrad._core.calls.call_names import NOTED_AS, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
-from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.events import CALLED
 from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
 from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.leader_threads import SOON, Spin
+from telegrad._core.texts import ProgramLine, hint, users_line
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
+from telegrad._core.wire.packing import SMALL
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 
+_empty = torch.empty(0, device="cpu")
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
 _UNWATCHED = contextlib.nullcontext()
+SEARCH_PAUSE = 0.02  # seconds between two searches for expired calls: one search takes 1.6 ms for 32,768 calls
+
+
+class PreparedCall(NamedTuple):
+    """A function with its arguments, and an object that must live until the call is answered."""
+
+    function: Any
+    args: Any = None
+    kwargs: Any = None
+    keeps: Any = None
+    asked: Any = None  # what the user called, if another function is sent; `call_names.user_name` knows its name
+
+    @property
+    def users(self) -> Any:
+        """The function that the user called, or a text."""
+        return self.function if self.asked is None else self.asked
+
+
+class MutationCheck:
+    """The tensors of one call, with their version counters at its start."""
+
+    __slots__ = ("_counters", "_line")
+
+    def __init__(self, tensors: Sequence[Tensor], waits: bool) -> None:
+        """`waits`: the calling thread itself runs the check."""
+        self._line: ProgramLine | None = None if waits else users_line()
+        self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
+
+    def check(self, asked: Any, worker: str) -> None:
+        shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
+        if shape is not None:
+            hint(
+                "changed underway",
+                f"a tensor of shape {tuple(shape)} was modified while the call of {user_name(asked)} that sends it "
+                f"to worker {worker!r} was in flight: the worker may receive the old values, the new ones, or a mix. "
+                "Modify it once the call's future is done, or send tensor.clone()",
+                self._line,
+            )
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Return True if the tensor is sent from its own memory and torch counts writes to it."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return plain and tensor.nbytes >= SMALL and not tensor.is_meta and not tensor.is_inference()
+
+
+def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
+    """Return a tensor that shares the version counter but not the memory, the version, and the shape."""
+    counter = tensor.detach()
+    counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
+    return counter, counter._version, tensor.shape
 
 
 def give_back_read(local: dict[str, Any]) -> bool:
@@ -115,17 +173,13 @@ class PendingCall:
             with self.peer.reactor.waiting():
                 wait_for(outcome)
 
-    def wait(self) -> bool:
-        """Wait until the call is done; return False if its deadline passed before."""
-        reactor = self.peer.reactor
-        if reactor.on_worker():
-            with reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
-                return self._wait()
-        return self._wait()
-
     @waiting_loop
-    def _wait(self) -> bool:
+    def wait(self, releases_slot: bool = True) -> bool:
+        """Wait until the call is done, without a reactor thread's slot; return False if its deadline passed before."""
         peer = self.peer
+        if releases_slot and peer.reactor.on_worker():
+            with peer.reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
+                return self.wait(releases_slot=False)
         if peer.reactor.unsent:
             peer.reactor.send_unsent()
         while not self.done:
@@ -191,13 +245,6 @@ class PendingCall:
             if any(got):
                 lock.release()  # for the next thread that waits
 
-    def notify_waiter(self) -> None:
-        """Wake the waiting thread, after `done` was set."""
-        if self.done_lock is not None:
-            self.done_lock.release()
-        if self.waker is not None:
-            self.waker.wake()
-
     def cancel(self, why: str = "") -> bool:
         """Cancel the call and notify the callee; return False if the call has already ended."""
         return bool(self.peer.cancel(self, why))
@@ -240,14 +287,74 @@ class PendingCall:
     def event(self, failure: str) -> events.Event:
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
-        name = noted_name(self.label)
+        name = getattr(type(self.label), NOTED_AS, None) or user_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
-
-    def give_up_event(self) -> events.Event:
-        """Return the event for a caller that stopped waiting."""
-        is_late = 0 < self.timeout <= perf_counter() - self.begun
-        return self.event(CallTimeout.__name__ if is_late else GAVE_UP)
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
         return f"<call {self.id} of {user_name(self.label)} on {self.peer.name!r}: {state}>"
+
+
+class Call(Protocol):
+    """The part of a call that the table needs."""
+
+    id: int
+    weight: int  # bytes of its tensors
+    deadline: float
+    outcome: Any  # None if a thread waits for the call, which then checks the deadline itself
+
+
+C = TypeVar("C", bound=Call)
+
+
+class CallTable(Generic[C]):
+    """The calls in flight. The peer's lock guards it."""
+
+    def __init__(self, most_calls: int, most_bytes: int) -> None:
+        self.in_flight: dict[int, C] = {}
+        self.begun = 0  # calls so far; the number of each is its id
+        # A lower bound of the deadlines. A sorted structure would cost more for each call than a search costs for all.
+        self.next_due = inf
+        self._most_calls = most_calls
+        self._most_bytes = most_bytes
+        self._weight = 0
+
+    def add(self, call: C) -> bool:
+        """Give a call its id and put it in flight; return True if its deadline is now the earliest."""
+        self.begun += 1
+        call.id = self.begun
+        self.in_flight[call.id] = call
+        self._weight += call.weight
+        if call.outcome is None or call.deadline >= self.next_due:
+            return False
+        self.next_due = call.deadline
+        return True
+
+    def pop(self, id_: int) -> C | None:
+        """Remove a call that has ended; return None if it was removed before."""
+        call = self.in_flight.pop(id_, None)
+        if call is not None:
+            self._weight -= call.weight
+        return call
+
+    def pop_all(self, matches: Callable[[C], bool] = lambda _: True) -> list[C]:
+        found = [call for call in self.in_flight.values() if matches(call)]
+        for call in found:
+            self.pop(call.id)
+        return found
+
+    def pop_expired(self, now: float) -> list[C]:
+        """Remove and return the expired calls; set `next_due` to the time of the next search."""
+        if now < self.next_due:
+            return []
+        expired = self.pop_all(lambda call: call.outcome is not None and call.deadline <= now)
+        timed = (call.deadline for call in self.in_flight.values() if call.outcome is not None)
+        self.next_due = max(min(timed, default=inf), now + SEARCH_PAUSE)
+        return expired
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.in_flight) >= self._most_calls or self._weight >= self._most_bytes
+
+    def __repr__(self) -> str:
+        return f"{len(self.in_flight)} calls in flight"

@@ -13,15 +13,16 @@ one call share its deadline, even if their own timeouts are longer.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from math import inf
 from time import monotonic
 from types import coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,10 +35,9 @@ from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.tensors import DTYPES, NAMES
 from telegrad.errors import CallTimeout
 
-if TYPE_CHECKING:
-    import asyncio
+T = TypeVar("T")
 
-_is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
+is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
 
 Hops = tuple[tuple[str, int], ...]
 
@@ -96,7 +96,7 @@ class DerivedTimeout(float):
 
 
 _current: ContextVar[CallContext | None] = ContextVar("telegrad_scene", default=None)
-_entered = False  # True once a scene was entered in this process
+was_entered = False  # True once a scene was entered in this process
 limits = False  # True once a scene had a deadline
 
 
@@ -104,10 +104,6 @@ limits = False  # True once a scene had a deadline
 def _leave() -> None:
     """Reset the context: the call that the forking thread serves belongs to the parent."""
     _current.set(None)
-
-
-def matters() -> bool:
-    return _entered or profiling.follower is not None or _is_autocast_on()
 
 
 def remaining_timeout(limit: float, call: Any) -> float:
@@ -146,7 +142,7 @@ def described(left: float = 0.0, whose: str = "") -> tuple[bytes, NestedCall | N
     """
     here = _current.get()
     follower = profiling.follower
-    if here is None and follower is None and not left and not _is_autocast_on():
+    if here is None and follower is None and not left and not is_autocast_on():
         return b"", None
     types = _autocast_types()
     hops, turn, baggage, *_ = here or CallContext()
@@ -164,14 +160,14 @@ def described(left: float = 0.0, whose: str = "") -> tuple[bytes, NestedCall | N
 
 def described_autocast() -> bytes:
     """Return this thread's autocast for `under_autocast`, empty where it is off."""
-    if not _is_autocast_on():
+    if not is_autocast_on():
         return b""
     return pickle.dumps((_autocast_types(), torch.is_autocast_cache_enabled()), 5)
 
 
 def under_autocast(description: bytes) -> AbstractContextManager[None]:
     """Run the block with exactly the autocast state in `description`, from another thread or worker."""
-    return _under_autocast(description) if description or _is_autocast_on() else nullcontext()
+    return _under_autocast(description) if description or is_autocast_on() else nullcontext()
 
 
 @contextmanager
@@ -183,6 +179,26 @@ def _under_autocast(description: bytes) -> Iterator[None]:
             dtype = DTYPES[name] if name is not None else None
             stack.enter_context(torch.autocast(kind, dtype, enabled=name is not None, cache_enabled=cached))
         yield
+
+
+class Modes(NamedTuple):
+    """The modes of torch in which a thread runs."""
+
+    inference: bool
+    records: bool  # gradients
+    autocast: bytes  # for `under_autocast`
+
+    @classmethod
+    def here(cls) -> Modes:
+        """Return the modes of this thread."""
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), described_autocast())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Run the block in exactly these modes, from another thread or worker."""
+        inference, records, autocast = self
+        with torch.inference_mode(inference), torch.set_grad_enabled(records), under_autocast(autocast):
+            yield
 
 
 def _autocast_kinds() -> list[str]:
@@ -225,8 +241,8 @@ def entered(scene: CallContext | None) -> Iterator[None]:
     if scene is None:
         yield
         return
-    global _entered
-    _entered = True
+    global was_entered
+    was_entered = True
     token = _current.set(scene)
     try:
         yield
@@ -319,13 +335,26 @@ def ensure_grad() -> None:
 
 
 def _has_no_mode() -> bool:
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_autocast_on()
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_autocast_on()
 
 
 def _without_modes() -> ExitStack:
     """Leave this thread's grad mode and autocast; closing the returned stack enters them again."""
     stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    stack.enter_context(_under_autocast(b""))
+    stack.enter_context(Modes(False, True, b"").applied())
     return stack
+
+
+class CallerContext:
+    """The context variables and modes of the thread that creates this object, for an operation that others continue."""
+
+    __slots__ = ("_modes", "_variables")
+
+    def __init__(self) -> None:
+        self._variables = copy_context()
+        self._modes = Modes.here()
+
+    def run(self, act: Callable[..., T], *args: Any) -> T:
+        """Return `act(*args)`, called in that context. Any thread may do so, also several at once."""
+        with self._modes.applied():
+            return self._variables.copy().run(act, *args)

@@ -1,10 +1,15 @@
-"""Names of functions as users know them, for errors, timeouts and the log."""
+"""Marks of functions: their names for users, in errors, timeouts and the log; and that `torch.compile` skips them.
+
+`torch.compile` breaks its graph at a remote call, and does not compile the code that the call runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
 
 from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.remote_text import short
@@ -43,15 +48,6 @@ def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
         return short(type(function).__qualname__)
 
 
-def noted_name(asked: Any) -> str:
-    """Return the name to record for what was called. Fast for functions that were called before."""
-    if type(asked) in _PLAIN:
-        known = _names.get(asked)
-        if known is not None:
-            return known
-    return getattr(type(asked), NOTED_AS, None) or user_name(asked)
-
-
 def _name(function: Any, args: Sequence[Any] | None) -> str:
     if isinstance(function, str):
         return function
@@ -73,3 +69,15 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
             _names[function] = shown
         return shown
     return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+# The effect of `torch.compiler.disable`, without its import of the compiler (seconds) and without a wrapper.
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def not_compiled(function: F) -> F:
+    """Mark a function that users call: `torch.compile` compiles neither the function nor its callees."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a remote call cannot be part of a graph"  # type: ignore[attr-defined]
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function

@@ -1,27 +1,113 @@
-"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited."""
+"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited.
+
+Any asyncio event loop can await results that other threads set. A failure that the program never looks at is logged.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextvars import copy_context
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from time import monotonic, perf_counter
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from telegrad._core import checks, forks
-from telegrad._core.calls.awaiting import check_knows_threads, completion_of, make_known_to_asyncio
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.unretrieved import UnretrievedError
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.interrupts import raise_later, raised_by_handler
-from telegrad._core.pickling.exceptions import fresh, without_frames
+from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
-from telegrad.errors import CallCancelled, GroupError
+from telegrad._core.pickling.remote_text import remote_traceback_of
+from telegrad.errors import CallCancelled, GroupError, ShutDown
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+QUIET = 5.0  # seconds in which similar failures are not logged again: `collect_all` shows only one of several
+REMEMBERED = 256
+
+log = logging.getLogger("telegrad")
+
+_seen: dict[tuple[str, str], float] = {}  # when the program or the log last saw such a failure
+
+
+class UnretrievedError:
+    """The failure of a future. Logged if the failure is dropped before it was `seen`."""
+
+    __slots__ = ("_about", "kind", "seen", "text")
+
+    def __init__(self, about: str, error: BaseException) -> None:
+        """`about` describes the failed operation, as users know it."""
+        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # the program itself asked for these
+        self._about = about
+        self.kind: str = type(error).__name__
+        try:
+            self.text: str = str(error)
+        except Exception:
+            self.text = "(its text could not be formatted)"
+
+    def __repr__(self) -> str:
+        return f"{self.kind} of {self._about}"
+
+    def raise_fresh(self, error: Any) -> NoReturn:
+        """Mark the failure as seen, and raise a fresh copy of the future's error."""
+        self.seen = True
+        self._note()
+        raise fresh(error)
+
+    def _note(self) -> bool:
+        now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
+        before = _seen.get(key, -QUIET)
+        if len(_seen) >= REMEMBERED:
+            _seen.clear()
+        _seen[key] = now
+        return now - before >= QUIET
+
+    def __del__(self) -> None:
+        if not self.seen and not sys.is_finalizing() and self._note():
+            log.error(
+                "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
+                "or add a callback to the future\n%s: %s",
+                *(self._about, self.kind, self.text),
+            )
+
+
+_CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
+    kind: type(kind.__name__, (kind, asyncio.CancelledError), {"__module__": kind.__module__, ORIGINAL: kind})
+    for kind in (CallCancelled, GroupError)
+}
+
+
+def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
+
+
+def completion_of(awaited: Any) -> asyncio.Future[None]:
+    """Return a future of the running loop that completes when `awaited` does."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    awaited.add_done_callback(lambda _: run_on(loop, wake))
+    return waiter
+
+
+def _tells_of_cancelling(error: BaseException) -> bool:
+    if isinstance(error, GroupError):
+        return all(map(_tells_of_cancelling, error.errors.values()))
+    return isinstance(error, CallCancelled) and not remote_traceback_of(
+        error
+    )  # otherwise another worker's call was cancelled
 
 
 _devices: list[torch.device] = []  # that values of futures may use; per process, since a future knows no worker
@@ -55,10 +141,6 @@ class Helper(Protocol):
         """Cancel the call and notify the callee; return False if the call is over."""
 
 
-class Cancels(Protocol):
-    def cancel(self) -> bool: ...
-
-
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
@@ -86,7 +168,7 @@ class Future(torch.futures.Future[T]):
     quick = False
     about: str
     failure: UnretrievedError
-    follows: Cancels | None
+    follows: Any
     heeded: bool
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -202,7 +284,8 @@ class Future(torch.futures.Future[T]):
             callback: a function of this future.
         """
         checks.function("callback", callback, "a function that takes the future")
-        check_knows_threads(callback)
+        if getattr(callback, "__module__", None) == "asyncio.tasks":  # no other thread may complete its futures
+            raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
         if not self.done():
             forks.check(self.depth)
         self.heed()
@@ -227,21 +310,19 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             forks.check(self.depth)
-            yield from self._until_done()
+            in_turn = getattr(self.call, "in_turn", None)
+            waiter = completion_of(self)
+            try:
+                yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         try:
             return self.value()
         except (CallCancelled, GroupError) as error:
-            make_known_to_asyncio(error)
+            if _tells_of_cancelling(error):  # as an `asyncio.CancelledError`, it cancels the task that awaits the call
+                error.__class__ = _CANCELLING.get(type(error), type(error))
             raise error
-
-    def _until_done(self) -> Generator[Any, None, None]:
-        in_turn = getattr(self.call, "in_turn", None)
-        waiter = completion_of(self)
-        try:
-            yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
 
     @not_compiled
     def value(self) -> T:

@@ -113,6 +113,9 @@ def called_creation(event: CallEvent, call: Callable[..., T], *args: Any) -> T:
     return begin()[0] if follower is None else follower.begun(event, begin)
 
 
+CALLS: dict[str, Callable[..., Any]] = {"sync": called, "async": called_async, "remote": called_creation}
+
+
 # Events of torch.profiler
 
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from telegrad._core.calls.call_names import known_as, runs_as
 from telegrad._core.checks import short_repr
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.rpc.conversion import target
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.targets import target
 from telegrad.errors import InvalidArgument, UsageError
 
 RANK = "rank:"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.modules.remote_module import RemoteModule, without_remote_state
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.remote_calls import rpc_async

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from telegrad._core import checks
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, check_timeout
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.modules import module_host
 from telegrad._core.modules.module_host import parse_place

@@ -19,7 +19,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from telegrad._core import forks
-from telegrad._core.calls.awaiting import run_on
+from telegrad._core.calls.futures import run_on
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.threads import Background, Thread, processor_time, program_has_ended
 

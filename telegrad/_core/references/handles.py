@@ -17,9 +17,9 @@ from typing import Any
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.calls.futures import Future, Signal
-from telegrad._core.calls.unretrieved import UnretrievedError
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PreparedCall
+from telegrad._core.calls.futures import Future, Signal, UnretrievedError
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
@@ -240,39 +240,23 @@ class Maker:
             self._woken = True
             self._events.put(None)
 
-    def create(
-        self,
-        to: str | int | Identity,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        keeps: Any = None,
-        asked: Any = None,
-        heeded: bool = False,
-    ) -> Any:
-        """Create a value on a worker, where it stays; return a reference to it for users.
-
-        With `heeded`, a failure is not logged: the caller gets it in another way.
-        """
+    def create(self, to: str | int | Identity, call: PreparedCall, timeout: float) -> Any:
+        """Create a value on a worker, where it stays; return a reference to it for users."""
         handle, creation, target = self._begin(self.agent.identify(to))
-        creation.used = heeded
         try:
-            self.agent.call_for(creation, handle.owner, function, args, kwargs, timeout, keeps, target, asked)
+            self.agent.call_for(creation, handle.owner, call, timeout, target)
         except BaseException:
             self._unmake(handle, target)
             raise
         self._begun([handle], [])
         return self._wrap(self, handle)
 
-    def create_each(
-        self, owners: Iterable[Identity], function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any
-    ) -> list[Any]:
+    def create_each(self, owners: Iterable[Identity], call: PreparedCall, timeout: float) -> list[Any]:
         """As `create` on each of many workers, with one encoding. An error of one worker affects only its reference."""
         made = [self._begin(owner) for owner in owners]
-        calls = [EachCall(creation, handle.owner, keeps, target) for handle, creation, target in made]
+        callees = [EachCall(creation, handle.owner, target) for handle, creation, target in made]
         try:
-            self.agent.call_each(calls, function, args, kwargs, timeout, asked)
+            self.agent.call_each(callees, call, timeout)
         except BaseException:
             for handle, _, target in made:
                 self._unmake(handle, target)

@@ -1,1 +1,1 @@
-"""Remote calls and references as programs use them; `telegrad.rpc` exports the public part."""
+"""Remote calls and references as programs use them, and retries; `telegrad.rpc` exports the public part."""

@@ -1,4 +1,6 @@
-"""Conversion between values and references, according to the annotations of the callee.
+"""Checks and conversions of what users give to a call: the worker, the function and its arguments.
+
+Values and references are converted according to the annotations of the callee:
 
     given    annotated    sent
     T        T            the value
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import types
 import typing
 import weakref
@@ -22,14 +25,64 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from telegrad._core import checks
+from telegrad._core.agent.pending_call import PreparedCall
+from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.prepared_call import PreparedCall
+from telegrad._core.worker import current
 from telegrad._core.worker.value_access import with_values
-from telegrad.errors import InvalidArgument
+from telegrad.errors import InvalidArgument, UnknownWorker
 
 _REFERENCE, _VALUE = "reference", "value"
-
 log = logging.getLogger("telegrad")
+_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
+_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
+
+WHAT = "the name of a worker, its rank, or its WorkerInfo"
+
+
+def target(to: Any, parameter: str = "to") -> str | int:
+    """Return the name or the rank by which an agent finds a worker.
+
+    Raises:
+        InvalidArgument: it is none of the three.
+        UnknownWorker: name and rank of a `WorkerInfo` are not those of one worker.
+    """
+    if type(to) is str:
+        return to
+    if isinstance(to, WorkerInfo):
+        return _agreeing(to, parameter)
+    return named(to, parameter)
+
+
+def named(to: Any, parameter: str = "to") -> str | int:
+    """As `target`, but ignore the rank of a `WorkerInfo`: the worker may return with another rank."""
+    if isinstance(to, WorkerInfo):
+        to = to.name
+    if isinstance(to, str):
+        return to if to else checks.raise_invalid(parameter, WHAT, to)
+    if isinstance(to, bool) or not hasattr(type(to), "__index__") or hasattr(to, "ndim"):
+        checks.raise_invalid(parameter, WHAT, to)
+    return operator.index(to)
+
+
+def several(workers: Any, parameter: str) -> list[str | int]:
+    """Return the names and ranks of a list of workers."""
+    if isinstance(workers, WorkerInfo):
+        checks.raise_invalid(parameter, "a list of workers", workers)
+    return [target(worker, parameter) for worker in checks.several(parameter, workers, "a list of workers")]
+
+
+def _agreeing(info: WorkerInfo, parameter: str) -> str:
+    name = info.name
+    if not isinstance(name, str):
+        checks.raise_invalid(parameter, WHAT, info)
+    rank = current.agent().identify(name).id
+    if rank != info.id:
+        raise UnknownWorker(
+            f"{parameter} is {checks.short_repr(info)}, but worker {checks.short_repr(name)} has rank {rank} "
+            "in this group: get its new WorkerInfo from rpc.get_worker_info or rpc.workers"
+        )
+    return name
 
 
 class _Plan(NamedTuple):
@@ -41,8 +94,6 @@ class _Plan(NamedTuple):
     others: str  # for names without a parameter
 
 
-_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
-_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 
@@ -56,7 +107,8 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
         args = _as_tuple(args)
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
-    if type(function) is types.FunctionType and not function.__annotations__:  # fast path of `_plan_of`
+    if type(function) is types.FunctionType and not (function.__annotations__ and (args or kwargs)):
+        # The fast path of `_plan_of`: nothing to convert.
         return _new(PreparedCall, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):

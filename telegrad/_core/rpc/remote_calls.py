@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 
+from telegrad._core import checks
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.membership.members import WorkerInfo, info
-from telegrad._core.retries import retry
-from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc import retry
+from telegrad._core.rpc.conversion import convert, named, target
 from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import PreparedCall
-from telegrad._core.worker.targets import named, target
-from telegrad.errors import UnknownWorker
+from telegrad.errors import InvalidArgument, UnknownWorker
+
+_WANTED = "a number of workers, or a list of their names"
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -135,12 +137,14 @@ def rpc_sync(
         ZeroDivisionError: ...
     """
     call = convert(func, args, kwargs)
-    begin: Callable[..., Any] = call_sync
+    policy = None
     if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        begin = _persistent(retry.call_sync, wait_for_worker, idempotent) or call_sync
+        policy = retry.policy_of(wait_for_worker, idempotent)
+    there = to if type(to) is str else target(to) if policy is None else named(to)
+    perform: Any = current.agent().perform if policy is None else partial(retry.call_sync, policy)
     if profiling.wanted():
-        return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
-    return begin(to, call, timeout)
+        return profiling.called(event_of("sync", to, func), perform, there, call, timeout)
+    return perform(there, call, timeout)
 
 
 @overload
@@ -206,12 +210,15 @@ def rpc_async(
         [0, 1]
     """
     call = convert(func, args, kwargs)
-    begin: Callable[..., Future[Any]] = call_async
+    policy = None
     if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        begin = _persistent(retry.call_async, wait_for_worker, idempotent) or call_async
+        policy = retry.policy_of(wait_for_worker, idempotent)
+    there = target(to) if policy is None else named(to)
+    begin: Any = current.agent().begin if policy is None else partial(retry.call_async, policy)
     if profiling.wanted():
-        return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
-    return begin(to, call, timeout)
+        return profiling.called_async(event_of("async", to, func), begin, there, call, timeout)
+    future: Future[Any] = begin(there, call, timeout)
+    return future
 
 
 @overload
@@ -385,12 +392,6 @@ def rpc_stream(
     return make(to, timeout)
 
 
-def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
-    """Return a function that makes a call with retries; None if the call needs none."""
-    policy = retry.policy_of(wait_for_worker, idempotent)
-    return None if policy is None else lambda to, call, timeout: make(policy, named(to), call, timeout)
-
-
 def _once_there(
     make: Callable[[Any, float], T],
     to: str | int | WorkerInfo,
@@ -410,23 +411,8 @@ def _once_there(
                 raise
 
 
-def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
-    there = to if type(to) is str else target(to)  # fast path of `target`
-    return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
-
-
-def call_async(
-    to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
-) -> Future[Any]:
-    future = kind()
-    current.agent().call_for(
-        future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
-    )
-    return future
-
-
 def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
-    made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
+    made: RRef[Any] = current.references().create(target(to), call, timeout)
     return made
 
 
@@ -486,3 +472,98 @@ def _rref_context_get_debug_info() -> dict[str, str]:
         "num_pending_users": str(counts["pending_users"]),
         "num_pending_futures": str(counts["pending_creations"]),
     }
+
+
+def workers() -> list[WorkerInfo]:
+    """Return the current workers of the group, including this one, by rank.
+
+    Example:
+        >>> [worker.name for worker in rpc.workers()]
+        ['driver', 'worker0', 'worker1']
+    """
+    return current.joined().membership.workers()
+
+
+def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
+    """Wait until a dynamic or elastic group has workers; a fixed group has all of them after `init_rpc`.
+
+    A worker counts from the time it joins until it ends, even before it serves calls.
+
+    Args:
+        wanted: the number of workers in the group, this one included, or the names of some, as a list or one str.
+        timeout: seconds to wait; 0 for no limit.
+        role: with a number, count only the workers of this role, this one included if it has that role.
+
+    Returns:
+        All workers of the group, as `workers()` does.
+
+    Raises:
+        CallTimeout: the workers have not joined in time; the message lists the missing ones.
+        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store is gone.
+        UsageError: an argument is wrong; or both a role and names are given.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> len(rpc.wait_for_workers(3, timeout=10))
+        3
+    """
+    membership = current.joined().membership
+    if isinstance(wanted, int):
+        checks.count("wanted", wanted, what="a number of workers")
+    else:
+        names = [wanted] if isinstance(wanted, str) else checks.several("wanted", wanted, _WANTED)
+        wanted = [checks.text("wanted", name, _WANTED) for name in names]
+    checks.seconds("timeout", timeout)
+    checks.text("role", role, "the role of workers", empty=True)
+    if role and not isinstance(wanted, int):
+        raise InvalidArgument("role needs a number of workers in `wanted`, not their names")
+    return membership.wait_for(wanted, timeout, role)
+
+
+def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
+    """Register `callback(worker)` for each other worker: for current members now, and for later ones when they join.
+
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo`.
+
+    Example:
+        >>> import queue
+        >>> there = queue.Queue()
+        >>> rpc.on_join(there.put)
+        >>> sorted(there.get(timeout=10).name for _ in range(2))
+        ['worker0', 'worker1']
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_join(callback)
+
+
+def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
+    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
+
+    The thread and the end of callbacks are as for `on_join`.
+
+    Args:
+        callback: a function of a `WorkerInfo` and a text.
+
+    Example:
+        >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_leave(callback)
+
+
+def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+    """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
+
+    The thread and the end of callbacks are as for `on_join`. Callbacks of `on_leave` are called, too.
+
+    Args:
+        callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.
+
+    Example:
+        >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_lost(callback)

@@ -17,10 +17,9 @@ from weakref import WeakValueDictionary
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.calls.call_context import DerivedTimeout
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
+from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, limit_of
 from telegrad._core.forks import renewed
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import is_remote
@@ -28,8 +27,8 @@ from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait
 from telegrad._core.references import Id, number
 from telegrad._core.references.handles import Handle
-from telegrad._core.retries.retry import ping
 from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.retry import ping
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder
@@ -352,7 +351,7 @@ def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: 
 def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
     call = convert(make, args, kwargs)
     table = current.references()
-    made: RRef[Any] = table.create(table.agent.name, *call[:3], 0, call.keeps, call.asked)
+    made: RRef[Any] = table.create(table.agent.name, call, 0)
     value = made.to_here(0)
     if callable(restore):
         restore(value)

@@ -1,28 +1,27 @@
-"""RRef, the reference for users: it refers to a value on some worker."""
+"""RRef, the reference for users: it refers to a value on some worker. Operators on it run there."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
 from telegrad._core import checks, forks
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.call_names import not_compiled, user_name
 from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.value_access import (
     RefPlaceholder,
     call_method,
@@ -36,14 +35,21 @@ from telegrad._core.worker.value_access import (
 from telegrad.autograd import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 
-if TYPE_CHECKING:
-    from typing import Self
-
+Operator = Callable[..., Any]
 T = TypeVar("T", covariant=True)
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class RRef(Operators, Generic[T]):
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self._operate(function, self, *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self._operate(function, other, self)
+
+
+class RRef(Generic[T]):
     """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
 
     References can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods
@@ -226,8 +232,7 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose every attribute is such a method.
         """
-        if timeout is not DEFAULT:
-            check_timeout(timeout)
+        check_timeout(timeout)
         return Proxy(self._call, timeout)  # type: ignore[return-value]  # completes and checks the methods of T
 
     @not_compiled
@@ -237,8 +242,7 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose methods return a `Future`.
         """
-        if timeout is not DEFAULT:
-            check_timeout(timeout)
+        check_timeout(timeout)
         return Proxy(self._call_async, timeout)
 
     @not_compiled
@@ -248,8 +252,7 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose methods return an `RRef`.
         """
-        if timeout is not DEFAULT:
-            check_timeout(timeout)
+        check_timeout(timeout)
         return Proxy(self._create, timeout)
 
     @not_compiled
@@ -273,42 +276,41 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner, call = self._reach(timeout), self._table.agent.call
-        if profiling.wanted():
-            call = partial(profiling.called, self._event("sync", method, asked), call)
-        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
+        owner = self._reach(timeout)
+        call = self._prepared(method, args, kwargs, asked)
+        return self._recorded("sync", method, self._table.agent.perform, asked)(owner, call, timeout)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner, call = self._reach(timeout), self._table.agent.call_async
-        if profiling.wanted():
-            call = partial(profiling.called_async, self._event("async", method, asked), call)
-        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
+        owner = self._reach(timeout)
+        call = self._prepared(method, args, kwargs, asked)
+        return self._recorded("async", method, self._table.agent.begin, asked)(owner, call, timeout)
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
         owner = self._reach(timeout)
-        return Stream(owner, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout, window)
+        return Stream(owner, self._prepared(method, args, kwargs), timeout, window)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._reach(timeout)
-        return self._make(
-            owner, method, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout
+        made: RRef[Any] = self._recorded("remote", method, self._table.create)(
+            owner, self._prepared(method, args, kwargs), timeout
         )
-
-    def _make(self, owner: Identity, name: str, call: PreparedCall, timeout: float) -> RRef[Any]:
-        """Create another value at the owner; a profiler shows the call as `name`."""
-        create = self._table.create
-        if profiling.wanted():
-            create = partial(profiling.called_creation, self._event("remote", name), create)
-        made: RRef[Any] = create(owner, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
         return made
 
-    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.CallEvent:
+    def _prepared(self, method: str, args: Any, kwargs: Any, asked: Any = None) -> PreparedCall:
+        """Return the call of a method; `_reach` must precede, since it may replace the handle."""
+        return PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self, asked)
+
+    def _recorded(self, kind: str, method: str, call: F, asked: Any = None) -> F:
+        """Return a function that makes a call, which is an event in profiles if they are wanted."""
+        if not profiling.wanted():
+            return call
         what = user_name(asked) if asked is not None else method or "__call__"
         here, there = self._table.agent.name, self._handle.owner.name
-        return profiling.CallEvent(profiling.event_name(kind, what, here, there), what, here, there)
+        event = profiling.CallEvent(profiling.event_name(kind, what, here, there), what, here, there)
+        return partial(profiling.CALLS[kind], event, call)  # type: ignore[return-value]
 
     # Operators and methods of tensors
 
@@ -321,14 +323,63 @@ class RRef(Operators, Generic[T]):
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
-        return self._make(self._reach(), name, PreparedCall(with_values, args, kwargs, held, function), DEFAULT)
+        made: RRef[Any] = self._recorded("remote", name, self._table.create)(
+            self._reach(), PreparedCall(with_values, args, kwargs, held, function), DEFAULT
+        )
+        return made
+
+    # Without these Python would iterate with __getitem__, without end.
+    __iter__ = None
+    __contains__ = None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._operate(operator.getitem, self, index)
+
+    __add__: Operator = _plain(operator.add)
+    __sub__: Operator = _plain(operator.sub)
+    __mul__: Operator = _plain(operator.mul)
+    __matmul__: Operator = _plain(operator.matmul)
+    __truediv__: Operator = _plain(operator.truediv)
+    __floordiv__: Operator = _plain(operator.floordiv)
+    __mod__: Operator = _plain(operator.mod)
+    __pow__: Operator = _plain(operator.pow)
+    __and__: Operator = _plain(operator.and_)
+    __or__: Operator = _plain(operator.or_)
+    __xor__: Operator = _plain(operator.xor)
+    __lshift__: Operator = _plain(operator.lshift)
+    __rshift__: Operator = _plain(operator.rshift)
+
+    __radd__: Operator = _reflected(operator.add)
+    __rsub__: Operator = _reflected(operator.sub)
+    __rmul__: Operator = _reflected(operator.mul)
+    __rmatmul__: Operator = _reflected(operator.matmul)
+    __rtruediv__: Operator = _reflected(operator.truediv)
+    __rfloordiv__: Operator = _reflected(operator.floordiv)
+    __rmod__: Operator = _reflected(operator.mod)
+    __rpow__: Operator = _reflected(operator.pow)
+    __rand__: Operator = _reflected(operator.and_)
+    __ror__: Operator = _reflected(operator.or_)
+    __rxor__: Operator = _reflected(operator.xor)
+    __rlshift__: Operator = _reflected(operator.lshift)
+    __rrshift__: Operator = _reflected(operator.rshift)
+
+    # Equality compares the references themselves.
+    __lt__: Operator = _plain(operator.lt)
+    __le__: Operator = _plain(operator.le)
+    __gt__: Operator = _plain(operator.gt)
+    __ge__: Operator = _plain(operator.ge)
+
+    __neg__: Operator = _plain(operator.neg)
+    __pos__: Operator = _plain(operator.pos)
+    __abs__: Operator = _plain(operator.abs)
+    __invert__: Operator = _plain(operator.invert)
 
     def _lent(self) -> RefPlaceholder:
         name, rank, incarnation = self._handle.owner
         return RefPlaceholder(self._handle.id, (name, rank, incarnation))
 
     def __getattr__(self, name: str) -> Any:
-        if is_tensor_method(name):
+        if not name.startswith("_") and callable(getattr(Tensor, name, None)):
             return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
         raise AttributeError(
             f"RRef has no attribute {name!r}. To call a method of the value write rref.rpc_sync().{name}(...). To read "

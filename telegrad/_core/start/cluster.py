@@ -19,8 +19,7 @@ from telegrad._core.host import open_files
 from telegrad._core.joining.join import join
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members, check_name, check_role
-from telegrad._core.retries import retry
-from telegrad._core.rpc import stalls
+from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.stores.address import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore
@@ -62,7 +61,7 @@ def start(
         producer.serve(worker)
         retry.serve(worker)
         streams.serve(worker)
-        stalls.serve(worker)
+        joint_calls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name or "", role=role)
         extensions.each(lambda each: each.on_start(worker, meeting.rank, meeting.world_size, meeting.where))
         joined = join(meeting, me, options.silence, timeout)

@@ -11,15 +11,16 @@ from functools import partial
 from typing import Any
 
 from telegrad._core import checks
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.calls.cancelling import finishing
+from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.interrupts import install
 from telegrad._core.joining.launched import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
-from telegrad._core.rpc.functions import must_finish
+from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import start
 from telegrad._core.start.elastic import Elastic, Generation, limits_of
@@ -28,7 +29,6 @@ from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
 from telegrad._core.worker.options import BackendType, RpcBackendOptions, TelegradOptions
-from telegrad._core.worker.targets import several
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
 
@@ -258,7 +258,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         current.leave(worker)
 
 
-@must_finish
+@finishing
 def stop_serving() -> None:
     """End `serve` on this worker of a dynamic group. Other workers call it: `rpc_sync(name, rpc.stop_serving)`.
 

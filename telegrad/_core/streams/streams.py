@@ -17,34 +17,26 @@ from contextvars import copy_context
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import torch
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.awaiting import completion_of
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import limit_of
-from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
+from telegrad._core.calls.call_names import not_compiled, user_name
+from telegrad._core.calls.futures import Future, Signal, completion_of
+from telegrad._core.calls.settings import limit_of
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.streams.flow_control import ReceiveWindow
-from telegrad._core.streams.generator_runs import Producer
-from telegrad._core.streams.items import unpacked, weight_of
+from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import PreparedCall
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from telegrad._core.worker.worker import Worker
 
 T = TypeVar("T")
 
@@ -106,7 +98,7 @@ class Stream(Generic[T]):
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()
         producer = Producer(made.function, self._number, window, agent.shares_program(owner.name))
-        agent.call_for(self._done, owner, producer, made.args, made.kwargs, 0, made.keeps, asked=made.users)
+        agent.call_for(self._done, owner, made._replace(function=producer, asked=made.users), 0)
         self._ran: Any = self._done.call
         self._run_soon = here.references.for_finalisers()
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
@@ -132,35 +124,34 @@ class Stream(Generic[T]):
     @not_compiled
     def __next__(self) -> T:
         self._reader = threading.get_ident()
-        while True:
-            item = self._take()
-            if item is not _NONE:
-                return self._open(item)
-            awaited = self._advance(1)
-            if awaited is not None:
+        while (item := self._take()) is _NONE:
+            if (awaited := self._awaited(StopIteration)) is not None:
                 self._wait(awaited)
-            elif self._is_at_end():
-                self._wait_for_end()
-                self._end()
-                raise StopIteration
+        return self._open(item)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         self._reader = threading.get_ident()
-        while True:
-            item = self._take()
-            if item is not _NONE:
-                return self._open(item)
-            awaited = self._advance(1)
-            if awaited is not None:
+        while (item := self._take()) is _NONE:
+            if (awaited := self._awaited(StopAsyncIteration)) is not None:
                 await self._happening(awaited)
-            elif self._is_at_end():
-                if self._must_wait:
-                    await self._happening(self._done)
-                self._end()
-                raise StopAsyncIteration
+        return self._open(item)
+
+    def _awaited(self, at_end: type[Exception]) -> _Pull | Future[Any] | None:
+        """Return what the reader must wait for before it looks for items again, if anything.
+
+        Raises:
+            at_end: the function has ended, and all items were taken.
+        """
+        awaited = self._advance(1)
+        if awaited is not None or not self._is_at_end():
+            return awaited
+        if not (self._ended or self._broken is not None or self._done.done()):
+            return self._done
+        self._end()
+        raise at_end
 
     def _open(self, item: Any) -> T:
         self._agent.streams.adopt(*getattr(item, "tensors", ()))
@@ -212,10 +203,10 @@ class Stream(Generic[T]):
             self._intake.over = True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
-        asked = f"the next items of {self._name}"
+        call = PreparedCall(pull, (self._number, index, taken), asked=f"the next items of {self._name}")
         try:
             with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
-                self._agent.call_for(made, self._owner, pull, (self._number, index, taken), None, 0, None, asked=asked)
+                self._agent.call_for(made, self._owner, call, 0)
             self._agent.expect(self._owner.name)
         except Exception as error:
             if raised_by_handler(error):
@@ -225,26 +216,16 @@ class Stream(Generic[T]):
 
     # Waiting
 
-    def _wait(self, awaited: _Pull) -> None:
-        """Wait for a pull; this thread reads the answer itself if it can."""
+    def _wait(self, awaited: _Pull | Future[Any]) -> None:
+        """Wait for a pull, or for the end of the function; this thread reads the answer to a pull itself if it can."""
         deadline = monotonic() + self._timeout if self._timeout else inf
-        call = awaited.call
+        call = awaited.call if isinstance(awaited, _Pull) else None
         with self._waiting():
             if call is not None:
                 call.deadline = deadline
                 call.help()
             left = max(0.0, deadline - monotonic()) if self._timeout else -1
             if not self._agent.wait_for(awaited, left):
-                raise self._too_late()
-
-    @property
-    def _must_wait(self) -> bool:
-        """Return True if the end of the stream is not known so far."""
-        return not self._ended and self._broken is None
-
-    def _wait_for_end(self) -> None:
-        with self._waiting():
-            if self._must_wait and not self._agent.wait_for(self._done, self._timeout or -1):
                 raise self._too_late()
 
     async def _happening(self, awaited: Signal | Future[Any]) -> None:

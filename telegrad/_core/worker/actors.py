@@ -1,4 +1,4 @@
-"""Actors: objects whose methods run one after the other when other workers call them.
+"""Actors: objects whose methods run one after the other when other workers call them. And a lock in order of arrival.
 
 The order is decided when calls are opened, which happens for each caller in the order of arrival. A waiting call keeps
 its opened arguments, but no thread. Callers are served in turn, one call each.
@@ -6,6 +6,7 @@ its opened arguments, but no thread. Callers are served in turn, one call each.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -23,12 +24,12 @@ from telegrad._core.forks import in_child, renewed
 from telegrad._core.references import Id
 from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.worker import current
 from telegrad._core.worker.batching import Batched
 from telegrad._core.worker.value_access import METHODS, TURNS, Method, MethodOfEach, methods
 from telegrad.errors import RRefError, UsageError
 
 C = TypeVar("C", bound=type)
-
 _MARK = "_telegrad_actor"
 
 _lock = renewed(threading.Lock())  # guards _used and _all
@@ -310,3 +311,29 @@ def _deadlock(queue: _Queue, arrival: Incoming | GeneratorTurn) -> UsageError:
         "actor runs one method at a time: neither would ever end. Call the other method directly (self.method()), or "
         "do not wait for that call inside a method"
     )
+
+
+class FifoLock:
+    """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _last
+        self._last: Signal | None = None  # happens when the last thread in line is done
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Run the block of `with turns.taken():` exclusively."""
+        through = Signal()
+        with self._lock:
+            before, self._last = self._last, through
+
+        if before is not None and not before.done():
+            try:
+                current.agent().wait_for(before)
+            except BaseException:
+                before.add_done_callback(lambda _: through.set_result())
+                raise
+        try:
+            yield
+        finally:
+            through.set_result()

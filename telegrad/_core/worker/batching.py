@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-import torch
-
 from telegrad._core import checks
-from telegrad._core.calls import call_context
+from telegrad._core.calls.call_context import Modes, in_setting
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
@@ -21,14 +18,13 @@ from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
 Function = Callable[..., Awaitable[Sequence[Any]]]
-Modes = tuple[bool, bool, bytes] | None  # of the callers: inference mode, grad mode, autocast; None outside of calls
 Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
 
 
 class Batched:
     """An async function of lists, called with single values. As a method, it has separate batches for each object."""
 
-    def __init__(self, function: Function, max_size: int, max_wait: float, home: Any = None) -> None:
+    def __init__(self, function: Function, max_size: int, max_wait: float, name: str = "", home: Any = None) -> None:
         plain = function.func if isinstance(function, functools.partial) else function
         functools.update_wrapper(self, plain)
         self._path = plain.__qualname__
@@ -36,11 +32,11 @@ class Batched:
         self._signature = inspect.signature(function)
         self._max_size = max_size
         self._max_wait = max_wait
-        self._name = ""  # in its class
+        self._name = name  # in its class
         self._home = home  # the object and the name of a bound method
         # By event loop and modes: the batch that waits for more calls, and the timer that starts it. A loop may end
         # before.
-        self._waiting: dict[tuple[asyncio.AbstractEventLoop, Modes], tuple[Calls, asyncio.TimerHandle]] = {}
+        self._waiting: dict[tuple[asyncio.AbstractEventLoop, Modes | None], tuple[Calls, asyncio.TimerHandle]] = {}
         self._running: set[asyncio.Task[None]] = set()  # strong references, since the loop keeps weak ones
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -61,7 +57,7 @@ class Batched:
         if self._home is not None:
             return getattr, self._home
         if self._name and (self.__module__ in _MAINS or "<locals>" in self._path):
-            return _of_class, (self._function, self._max_size, self._max_wait, self._name)
+            return Batched, (self._function, self._max_size, self._max_wait, self._name)
         return self._path
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +65,7 @@ class Batched:
         call.apply_defaults()
         loop = asyncio.get_running_loop()
         result = loop.create_future()
-        modes = None
-        if serving.get() is not None:
-            modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), call_context.described_autocast()
+        modes = Modes.here() if serving.get() is not None else None
         if (loop, modes) not in self._waiting:
             for ended in [each for each in self._waiting.copy() if each[0].is_closed()]:
                 self._waiting.pop(ended, None)
@@ -82,7 +76,7 @@ class Batched:
             self._begin(loop, modes)
         return await result
 
-    def _begin(self, loop: asyncio.AbstractEventLoop, modes: Modes) -> None:
+    def _begin(self, loop: asyncio.AbstractEventLoop, modes: Modes | None) -> None:
         waiting, timer = self._waiting.pop((loop, modes))
         timer.cancel()
         calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
@@ -92,11 +86,11 @@ class Batched:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _run(self, calls: Calls, modes: Modes) -> None:
+    async def _run(self, calls: Calls, modes: Modes | None) -> None:
         waiting = [result for _, result in calls]
         try:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
-            values = await (call_context.in_setting(run, lambda: _setting(modes), Streams()) if modes else run)
+            values = await (in_setting(run, modes.applied, Streams()) if modes else run)
             if len(values) != len(calls):
                 raise ValueError(f"{self._path} returned {len(values)} results for a batch of {len(calls)} calls")
         except BaseException as error:
@@ -109,19 +103,6 @@ class Batched:
             for result, value in zip(waiting, values, strict=True):
                 if not result.done():  # its caller may have given up
                     result.set_result(value)
-
-
-@contextmanager
-def _setting(modes: tuple[bool, bool, bytes]) -> Iterator[None]:
-    inference, records, autocast = modes
-    with torch.inference_mode(inference), torch.set_grad_enabled(records), call_context.under_autocast(autocast):
-        yield
-
-
-def _of_class(function: Function, max_size: int, max_wait: float, name: str) -> Batched:
-    made = Batched(function, max_size, max_wait)
-    made._name = name
-    return made
 
 
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
+from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
 from telegrad._core.calls.futures import Future, Signal

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.forks import renewed
 from telegrad._core.membership.members import WorkerInfo

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 import torch
 import torch.futures
 
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import futures, profiling
-from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.rpc import remote_calls
-from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.conversion import convert, target
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.prepared_call import PreparedCall
+from telegrad._core.worker import current
 from telegrad.compat import profiler
 from telegrad.compat.profiler import ProfilerSession, fetch_report, profile_and_run
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
@@ -102,13 +103,12 @@ def rpc_sync(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled(
-            "sync", to, call, session, lambda seen: remote_calls.call_async(to, seen, timeout, CallFuture)
-        ).wait()
+        return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout)).wait()
     try:
         if profiling.wanted():
-            return profiling.called(_event("sync", to, func), remote_calls.call_sync, to, call, timeout)
-        return remote_calls.call_sync(to, call, timeout)
+            perform = current.agent().perform
+            return profiling.called(_event("sync", to, func), perform, target(to), call, timeout)
+        return current.agent().perform(target(to), call, timeout)
     except (TypeError, torch.jit.Error) as error:
         if translated(error) is error:
             raise
@@ -122,12 +122,14 @@ def rpc_async(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled(
-            "async", to, call, session, lambda seen: remote_calls.call_async(to, seen, timeout, CallFuture)
-        )
+        return _profiled("async", to, call, session, lambda seen: _begin(to, seen, timeout))
     if profiling.wanted():
-        return profiling.called_async(_event("async", to, func), remote_calls.call_async, to, call, timeout, CallFuture)
-    return remote_calls.call_async(to, call, timeout, CallFuture)
+        return profiling.called_async(_event("async", to, func), _begin, to, call, timeout)
+    return _begin(to, call, timeout)
+
+
+def _begin(to: To, call: PreparedCall, timeout: float) -> Future[Any]:
+    return current.agent().begin(target(to), call, timeout, CallFuture)
 
 
 @not_compiled
@@ -196,9 +198,8 @@ def _profiled(
 
     def fetch(_: Any) -> None:
         try:
-            remote_calls.call_async(
-                to, PreparedCall(fetch_report, (token,), None), UNSET_RPC_TIMEOUT
-            ).add_done_callback(finish)
+            report = current.agent().begin(target(to), PreparedCall(fetch_report, (token,)))
+            report.add_done_callback(finish)
         except TelegradError:  # the callee has gone, and the call itself fails
             finish(None)
 

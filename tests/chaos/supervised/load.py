@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import telegrad.rpc as rpc
-from telegrad._core.calls import unretrieved
+from telegrad._core.calls import futures
 from telegrad.errors import TelegradError
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
@@ -107,7 +107,7 @@ class Errors(logging.Handler):
         super().__init__(logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.pathname != unretrieved.__file__:  # of references that a client drops without a look
+        if record.pathname != futures.__file__:  # of references that a client drops without a look
             error = record.exc_info[1] if record.exc_info else None
             functions.record.note(
                 "wrong", record.getMessage() + "".join(traceback.format_exception(error) if error else "")

@@ -16,24 +16,22 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall
+from telegrad._core.calls.call_context import CallerContext, DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import known_as, user_name
 from telegrad._core.calls.cancelling import Served, serving
-from telegrad._core.calls.deadlines import limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal
+from telegrad._core.calls.settings import limit_of
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.progress import Wait
-from telegrad._core.retries.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
-from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
+from telegrad._core.rpc.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
+from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad._core.worker import current
-from telegrad._core.worker.caller_context import CallerContext
-from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 
@@ -85,16 +83,9 @@ class Retries:
                 begun = self.queue.begin(call)
             if begun:
                 call.again()
-                if not self._is_connected(call):
+                pending = call.call
+                if pending is None or pending.peer.link is None:  # it is not in flight over an existing connection
                     break
-
-    def _is_connected(self, call: RetriedCall) -> bool:
-        """Return True if a call is in flight over an existing connection."""
-        pending = call.call
-        try:
-            return pending is not None and self.agent.is_connected(pending.peer.identity)
-        except TelegradError:  # it has gone just now
-            return False
 
     def close(self) -> None:
         """Fail the waiting calls: this worker leaves."""
@@ -104,20 +95,6 @@ class Retries:
             call.fail(
                 ShutDown(f"worker {self.agent.name!r} shut down while {call.described} was waiting for that worker")
             )
-
-
-class RetryRequest(NamedTuple):
-    to: str | int
-    call: PreparedCall
-    policy: RetryPolicy
-    number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
-    begun: float  # on the `monotonic` clock
-
-    def function_and_args(self, left: float) -> tuple[Any, Any]:
-        """Return the function and arguments to send, with this much time left."""
-        if not self.number:
-            return self.call.function, self.call.args
-        return run_once, (self.number, float(left), self.call.function, *(self.call.args or ()))
 
 
 class RetriedCall:
@@ -130,10 +107,24 @@ class RetriedCall:
     quick = False
     about: str
 
-    def __init__(self, retries: Retries, request: RetryRequest, timeout: float, outcome: Outcome) -> None:
-        self.request = request
-        self.timeout = timeout
+    def __init__(
+        self,
+        retries: Retries,
+        outcome: Outcome,
+        to: str | int,
+        made: PreparedCall,
+        policy: RetryPolicy,
+        number: int,
+        timeout: float,
+    ) -> None:
+        """`number`: that of an idempotent call, by which the callee identifies it; otherwise 0."""
         self.outcome = outcome
+        self.to = to
+        self.timeout = timeout
+        self._made = made
+        self._policy = policy
+        self._number = number
+        self._begun = monotonic()
         self.parent: Served | None = None  # the served call that made this one
         self.done = False
         self.over = Signal()  # set once the outcome is complete
@@ -145,12 +136,8 @@ class RetriedCall:
         self._repeats = 0
 
     @property
-    def to(self) -> str | int:
-        return self.request.to
-
-    @property
     def until(self) -> float:
-        return self.request.begun + self.timeout if self.timeout else inf
+        return self._begun + self.timeout if self.timeout else inf
 
     def limit(self, timeout: float) -> None:
         """Set the timeout to the time left of the parent call."""
@@ -196,15 +183,20 @@ class RetriedCall:
     def _make(self, left: float) -> None:
         if self._cancelled:
             raise CallCancelled(self._cancelled)
-        self._last, call = None, self.request.call
-        function, args = self.request.function_and_args(left)
+        self._last = None
         try:
-            self._retries.agent.call_for(
-                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.call.users
-            )
+            self._retries.agent.call_for(self, self.to, self.attempt(left), left)
         except BaseException:
             self._last = None
             raise
+
+    def attempt(self, left: float) -> PreparedCall:
+        """Return the call to send, with this much time left."""
+        made = self._made
+        if not self._number:
+            return made
+        args = self._number, float(left), made.function, *(made.args or ())
+        return PreparedCall(run_once, args, made.kwargs, made.keeps, made.users)
 
     # Results
 
@@ -224,7 +216,7 @@ class RetriedCall:
         failure, retries = self._classify(error), self._retries
         if self._cancelled or retries.agent.closed:
             return False
-        if not should_retry(self.request.policy, failure, self._lost is not None):
+        if not should_retry(self._policy, failure, self._lost is not None):
             return False
         pause = 0.0
         if failure is Failure.MAY_HAVE_RUN:
@@ -272,10 +264,10 @@ class RetriedCall:
 
     def _settle(self) -> None:
         """Notify the callee that it can drop the answer."""
-        if self.request.number and self._last is not None:
+        if self._number and self._last is not None:
             who = self._last.peer.identity
             with contextlib.suppress(TelegradError):
-                settled = AnswerAcknowledged(self.request.number)
+                settled = AnswerAcknowledged(self._number)
                 self._retries.agent.notify(who.name, settled, who.incarnation, patient=True)
 
     # Interfaces: outcome of an attempt, call of the own outcome, nested call of a parent
@@ -292,7 +284,7 @@ class RetriedCall:
 
     @property
     def described(self) -> str:
-        return f"{user_name(self.request.call.users)} on worker {self.to!r}"
+        return f"{user_name(self._made.users)} on worker {self.to!r}"
 
     @property
     def in_turn(self) -> NestedCall | None:
@@ -375,10 +367,7 @@ def _made(
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
-    now = monotonic()
-    return [
-        RetriedCall(retries, RetryRequest(to, call, policy, number, now), limit, outcome) for outcome, to in outcomes
-    ]
+    return [RetriedCall(retries, outcome, to, call, policy, number, limit) for outcome, to in outcomes]
 
 
 def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> None:
@@ -394,10 +383,9 @@ def begin_many(
     try:
         for each in made:
             each.admit()
-        first = made[0]
-        function, args = first.request.function_and_args(first.timeout)
-        own = [EachCall(each, each.to, call.keeps) for each in made]
-        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.call.users)
+        timeout = made[0].timeout
+        callees = [EachCall(each, each.to) for each in made]
+        current.agent().call_each(callees, made[0].attempt(timeout), timeout)
     except BaseException:
         for each in made:
             each.conclude()
@@ -436,7 +424,7 @@ def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Pr
     name = user_name(call.users)
     for to in workers:
         future: Future[Any] = Future()
-        (asking,) = _made([(future, to)], RetryPolicy(True, True), PreparedCall(ping, None, None, None, name), limit)
+        (asking,) = _made([(future, to)], RetryPolicy(True, True), PreparedCall(ping, asked=name), limit)
         asking.begin()
         wait_or_cancel(future)
         limit = asking.left()

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
+from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishing
 from telegrad._core.calls.futures import Future, Signal

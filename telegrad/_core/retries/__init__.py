@@ -1,1 +1,0 @@
-"""Retries: calls that wait for their worker, or are repeated after a failure and run only once."""
