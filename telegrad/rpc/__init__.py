@@ -10,21 +10,17 @@ with gc_paused():
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future
     from telegrad._core.membership.members import WorkerInfo
-    from telegrad._core.rpc.remote_calls import (
-        UNSET_RPC_TIMEOUT,
+    from telegrad._core.rpc.presence import (
         _rref_context_get_debug_info,
         debug_info,
         get_worker_info,
         on_join,
         on_leave,
         on_lost,
-        remote,
-        rpc_async,
-        rpc_stream,
-        rpc_sync,
         wait_for_workers,
         workers,
     )
+    from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT, remote, rpc_async, rpc_stream, rpc_sync
     from telegrad._core.rpc.rref import RRef
     from telegrad._core.security.tls import TlsFiles
     from telegrad._core.start.elastic import Generation

@@ -24,7 +24,7 @@ from telegrad._core.calls.futures import Signal, completion_of
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
-from telegrad._core.references.handle import Handle
+from telegrad._core.references.handles import Handle
 from telegrad._core.streams.producer import Feed, current_call, reader
 from telegrad._core.wire.unpacking import copied
 from telegrad._core.worker import current

@@ -23,7 +23,7 @@ from telegrad._core.forks import renewed
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
 from telegrad._core.rpc import rref
-from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info, get_worker_info  # noqa: F401
+from telegrad._core.rpc.presence import get_worker_info
 from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad.compat.rpc import calls
