@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from telegrad._core.host.live_objects import instances
+from telegrad._core.host.resources import instances
 from telegrad._core.worker import current
 from telegrad.autograd import entry_points
 from telegrad.autograd.engine.edges import edge_of

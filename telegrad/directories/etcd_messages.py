@@ -61,18 +61,6 @@ class EtcdRefused(Exception):
         self.code = code
         self.message = message
 
-    def is_passing(self) -> bool:
-        """Return True if the same request may succeed later or at another member."""
-        return self.code in PASSING
-
-    def was_turned_away(self) -> bool:
-        """Return True if the member did not start the request, and may accept it later."""
-        return self.message.endswith(("too many requests", "no leader"))
-
-    def needs_token(self) -> bool:
-        """Return True if the token is outdated. The request was not executed."""
-        return self.code == UNAUTHENTICATED or self.message.endswith("revision of auth store is old")
-
 
 class EtcdMalformed(Exception):
     """A response, or an entry in one, does not have the form that etcd uses."""

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad._core.directory import sessions
+from telegrad._core.directory.client import Sessions, Unanswered, Unsent
 from telegrad._core.directory.directory import DirectoryLost
-from telegrad._core.directory.sessions import Sessions, Unanswered, Unsent
 from telegrad.errors import StoreUntrusted
 from tests.directory.harness import LONG, SOON
 

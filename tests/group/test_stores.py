@@ -17,9 +17,9 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import stores, tcp_store
-from telegrad._core.stores.key_value_store import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
+from telegrad._core.stores.raw_stores import reach_tcp
+from telegrad._core.stores.sealed_store import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.stores.tcp_store import reach_tcp
 from tests.cluster import free_port, in_threads, opened, processes, sealed, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]

@@ -28,7 +28,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import address, tcp_store
 from telegrad._core.stores.find_directory import POINTER, find_directory
-from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions

@@ -23,7 +23,7 @@ from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import already_described, first_line
 from telegrad._core.reactor.reactor import Reactor
-from telegrad._core.security.refusals import Refusals
+from telegrad._core.security.handshake import Refusals
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append

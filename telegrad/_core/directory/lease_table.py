@@ -25,7 +25,6 @@ import sqlite3
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
@@ -128,15 +127,6 @@ class _File:
         self._database.close()
 
 
-@dataclass
-class _Used:
-    """The resources in use."""
-
-    bytes: int
-    changes: int
-    change_bytes: int
-
-
 class LeaseTable:
     """The directory. One thread at a time."""
 
@@ -156,9 +146,8 @@ class LeaseTable:
         }
         self._sorted = sorted(self._entries)
         self._clients = Counter(client for _, client in self._entries.values())
-        self._used = _Used(
-            file.one(f"{total} entries"), file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
-        )
+        self._bytes = file.one(f"{total} entries")
+        self._changes, self._change_bytes = file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
         self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
         self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; too early for renewed leases
         heapq.heapify(self._ends)
@@ -248,7 +237,7 @@ class LeaseTable:
             self._clients[owner] -= 1
         self._clients[client] += 1
         self._entries[key] = entry, client
-        self._used.bytes += more
+        self._bytes += more
         self._log(key, value, entry.created, lease)
         return Swap(True, entry)
 
@@ -308,8 +297,8 @@ class LeaseTable:
             full = f"all clients together have {keys} keys"
         elif is_more and own >= limits.keys_of_one:
             full = f"this client has {own} keys"
-        elif more > 0 and self._used.bytes + more > limits.bytes:
-            full = f"all clients together have {self._used.bytes} bytes"
+        elif more > 0 and self._bytes + more > limits.bytes:
+            full = f"all clients together have {self._bytes} bytes"
         else:
             return
         raise LimitReached(
@@ -320,28 +309,28 @@ class LeaseTable:
         entry, client = self._entries.pop(key)
         del self._sorted[bisect_left(self._sorted, key)]
         self._clients[client] -= 1
-        self._used.bytes -= _size(key, entry.value)
+        self._bytes -= _size(key, entry.value)
         self.file.write("DELETE FROM entries WHERE key = ?", key)
         self._log(key, None, 0, 0)
 
     def _log(self, key: str, value: bytes | None, created: int, lease: int) -> None:
         self.file.write("INSERT INTO changes VALUES (NULL, ?, ?, ?, ?, ?)", self.revision, key, value, created, lease)
-        self._used.changes += 1
-        self._used.change_bytes += _size(key, value)
-        if self._used.changes > self.limits.changes or self._used.change_bytes > self.limits.change_bytes:
+        self._changes += 1
+        self._change_bytes += _size(key, value)
+        if self._changes > self.limits.changes or self._change_bytes > self.limits.change_bytes:
             self._forget()
 
     def _forget(self) -> None:
         """Forget the oldest changes, except the newest; an eighth more than necessary, to do this rarely."""
-        used, last = self._used, 0
+        last = 0
         count, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
         for number, revision, bytes_ in self.file.rows(
             f"SELECT number, revision, {_SIZE} FROM changes ORDER BY number"
         ):
-            if used.changes == 1 or (used.changes <= count and used.change_bytes <= size):
+            if self._changes == 1 or (self._changes <= count and self._change_bytes <= size):
                 break
-            used.changes -= 1
-            used.change_bytes -= bytes_
+            self._changes -= 1
+            self._change_bytes -= bytes_
             last, self.compacted = number, revision  # others of that revision may remain, but cannot be requested
         self.file.write("DELETE FROM changes WHERE number <= ?", last)
         self.file.write("UPDATE facts SET value = ? WHERE name = 'compacted'", self.compacted)

@@ -16,9 +16,8 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.generation_keys import IsAlive, arrivals_in, gone_on, is_wanted
-from telegrad._core.joining.quorum import Before, Formed
+from telegrad._core.joining.form_generations import DirectoryLease
+from telegrad._core.joining.quorum import Before, Formed, IsAlive, arrivals_in, gone_on, is_wanted
 from telegrad._core.membership.generation_steps import (
     FINISH,
     Finish,
@@ -30,8 +29,8 @@ from telegrad._core.membership.generation_steps import (
     Stay,
     StepReport,
 )
+from telegrad._core.membership.leaving import MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.membership.message_sender import MessageQueue, MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown

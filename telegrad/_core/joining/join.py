@@ -14,24 +14,25 @@ from telegrad._core.directory.directory import (
     DirectoryReset,
     LeaseLost,
 )
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.form_generations import JoinRequest
-from telegrad._core.joining.generation_keys import lives_in
-from telegrad._core.joining.quorum import Formed
-from telegrad._core.joining.rendezvous import RankTable, StoreOver, fixed_group_lives, join_static, mixed
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.quorum import Formed, lives_in
+from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StoreOver, join_static, terms_of
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import answers, knock
+from telegrad._core.stores.address import knock
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory, write_pointer
-from telegrad._core.stores.key_renewal import SealRenewal
-from telegrad._core.stores.key_value_store import KeyValueStore, read_server_mark
-from telegrad._core.stores.sealed_directory import SealedDirectory
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.sealed_store import (
+    KeyValueStore,
+    SealedDirectory,
+    SealedStore,
+    SealRenewal,
+    read_server_mark,
+)
 from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_dynamic
-from telegrad.errors import StoreLost, TelegradError
+from telegrad.errors import RendezvousError, StoreLost, TelegradError
 
 T = TypeVar("T")
 KNOCK = 2.0  # seconds for a worker whose name or rank is claimed to answer
@@ -147,7 +148,7 @@ def ttl_of(silence: float) -> float:
 def _find_directory(meeting: RendezvousStore, me: Member, until: float, wait: Wait) -> Found:
     if meeting.directory is not None:
         return Found(meeting.directory(), launched=meeting.launched)
-    if fixed_group_lives(meeting.store, is_alive):
+    if fixed_group_lives(meeting.store):
         raise mixed(me)
     return find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
 
@@ -220,6 +221,25 @@ def _dynamic_group_lives(directory: Directory) -> bool:
     return any(is_alive(each.member) for each in Registry(directory, "").roster().members.values())
 
 
+def mixed(me: Member) -> RendezvousError:
+    return RendezvousError(
+        f"RPC group mixes statically and dynamically initialized members which is not supported. {me} joined at a "
+        "store that another kind of group uses. Give all workers world_size, or all of them min_workers or "
+        "max_workers (an elastic group), or none of them any of these; or give each group a port or a file of its own"
+    )
+
+
+def fixed_group_lives(store: SealedStore) -> bool:
+    """Return True if a group of fixed size forms in this store, or has formed and runs."""
+    number = KeyValueStore(store).read(ROUND)
+    board = KeyValueStore(store, f"telegrad/{number}")
+    terms = terms_of(board) if number else None
+    if terms is None or board.read(COMPLETE) not in ("", OPENED):
+        return False
+    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
+    return any(is_alive(Member.from_json(entry)) for entry in entries if entry)
+
+
 def shows_life(member: Member) -> bool | None:
     """Return True if a program listens at the member's address, False if none does; None if its host is silent."""
     return knock(member.tcp, KNOCK)
@@ -227,4 +247,4 @@ def shows_life(member: Member) -> bool | None:
 
 def is_alive(member: Member) -> bool:
     """Return True if a program listens at the member's address."""
-    return answers(member.tcp, KNOCK)
+    return bool(knock(member.tcp, KNOCK))

@@ -419,9 +419,8 @@ class DynamicGroup:
         self._stopped.set()
         if me is not None and not self.over:
             self.over = HAS_LEFT
-            done = threading.Event()
-            run_in_thread("telegrad-leave", self._leave, me, lost, done)
-            done.wait(PATIENCE)  # if the directory does not answer, the lease expires
+            # If the directory does not answer, the lease expires.
+            run_in_thread("telegrad-leave", self._leave, me, lost, patience=PATIENCE)
         self.directory.close()  # makes waiting operations raise
         self._thread.join(PATIENCE)
         self._renewing.join(PATIENCE)
@@ -429,18 +428,13 @@ class DynamicGroup:
         if keeping is not None:
             keeping.leave()
 
-    def _leave(self, me: Member, lost: str, done: threading.Event) -> None:
-        try:
-            with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
-                if self._store is not None and len(self._known) <= 1:
-                    remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
-                self.registry.leave(me, self._lease, lost, self._ends_with(me, lost))
-        finally:
-            done.set()
-
-    def _ends_with(self, me: Member, lost: str) -> bool:
-        """Return True if workers that only serve end when `me` leaves: it has rank 0, or has made the group."""
-        return me.id == 0 and not lost if self._launched else me.id == 0 or self._founded
+    def _leave(self, me: Member, lost: str) -> None:
+        # Workers that only serve end with the worker that has rank 0, or has made the group.
+        ends = me.id == 0 and not lost if self._launched else me.id == 0 or self._founded
+        with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
+            if self._store is not None and len(self._known) <= 1:
+                remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
+            self.registry.leave(me, self._lease, lost, ends)
 
     def __repr__(self) -> str:
         state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from telegrad._core.devices.device_sharing import DeviceBlock
 from telegrad._core.devices.device_streams import Arrived
 from telegrad._core.devices.staging import StagedCopy, Staging
-from telegrad._core.host import out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.memory.blocks import Block, Loan
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.mappings import SharedMaps
@@ -245,6 +245,6 @@ class IncomingBlob:
 
 def _unreceived(size: int, error: Exception) -> Unreceived:
     """Return the placeholder of a blob without memory. Re-raise `error` if it has another cause."""
-    if not out_of_memory.is_out(error):
+    if not resources.out_of_memory(error):
         raise error
     return Unreceived(size, str(error) or type(error).__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from telegrad._core.devices.device_sharing import OpenBlock, open_block
 from telegrad._core.devices.device_streams import Arrived, Streams
-from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.memory.fd_passing import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad._core.memory.warm_memory import Lender
 from telegrad._core.wire.messages import COMMON
@@ -25,7 +25,7 @@ class SharedMaps:
         self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
         self._streams = streams
-        self._most = 2 * open_files.to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
+        self._most = 2 * resources.files_to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
@@ -83,7 +83,7 @@ class SharedMaps:
         try:
             base = _map(fd, number, size)
         except (OSError, MemoryError) as error:
-            if out_of_memory.is_out(error):
+            if resources.out_of_memory(error):
                 self.released.append(number)
                 if not number & COMMON:  # the peer passes the descriptor only once
                     self._unmapped[number] = fd
@@ -166,7 +166,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        if open_files.is_out(error) or out_of_memory.is_out(error):
+        if resources.out_of_files(error) or resources.out_of_memory(error):
             raise
         fault = f"it cannot be mapped: {error}"
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")

@@ -31,9 +31,9 @@ from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import answers, host_identity, knock, listening_address
-from telegrad._core.stores.key_value_store import KeyValueStore, poll_intervals, read_server_mark
-from telegrad._core.stores.sealed_store import SealedStore, short
+from telegrad._core.stores.address import host_identity, knock, listening_address
+from telegrad._core.stores.raw_stores import poll_intervals, short
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 
@@ -292,7 +292,7 @@ def _remove_notes(folder: str) -> None:
             if machine == _machine():
                 # A running directory may have lost its file, because a logout can remove it.
                 pointer = _read_note(path)
-                is_over = not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
+                is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
             else:
                 is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
             if is_over:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.wire.messages import BYE, MOVED, OVER, SILENT, Message
 from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
 
@@ -42,15 +42,15 @@ def departed_error(peer: str, how: str) -> PeerError:
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
     """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
     cause = error.__cause__ or error
-    if open_files.is_out(cause):
+    if resources.out_of_files(cause):
         lacks = "file descriptor"
-    elif out_of_memory.is_out(cause):
+    elif resources.out_of_memory(cause):
         lacks = "memory"
     else:
         return lost(peer, why)
     return PeerLost(
         f"this process has no {lacks} left for the data of worker {peer!r}, and has closed the connection to it: "
-        f"{open_files.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
+        f"{resources.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
         "have run"
     )
 

@@ -16,10 +16,10 @@ from math import inf
 from time import monotonic
 
 from telegrad._core.addresses import family_of, socket_address
-from telegrad._core.host.open_files import error_text
+from telegrad._core.host.resources import error_text
 from telegrad._core.security import handshake
+from telegrad._core.security.handshake import Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
 from telegrad._core.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
 from telegrad._core.transport.connect import OpenedChannel

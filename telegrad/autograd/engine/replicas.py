@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad._core.atfork import renewed
-from telegrad._core.host.live_objects import instances
+from telegrad._core.host.resources import instances
 from telegrad.autograd.engine.guard import no_pass
 
 Node = Any

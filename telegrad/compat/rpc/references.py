@@ -11,7 +11,7 @@ import torch
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
-from telegrad._core.host.live_objects import instances
+from telegrad._core.host.resources import instances
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.references.control_messages import Id
 from telegrad._core.references.handle import DELETED
