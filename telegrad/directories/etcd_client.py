@@ -29,8 +29,6 @@ NOT_STARTED = ("too many requests", "no leader")
 
 
 class EtcdAnswer(NamedTuple):
-    """A response of etcd."""
-
     content: Json
     header: Header
     sent: float  # when the request was sent, or a little earlier
@@ -65,8 +63,6 @@ class _Timed(io.RawIOBase):
 
 
 class EtcdSession:
-    """A connection to one member."""
-
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
         self.deadline = 0.0  # of the current exchange
         self._address, self._context = (host, port), context

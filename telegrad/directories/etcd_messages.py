@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 
 class EtcdSettings(NamedTuple):
-    """The settings in a URL."""
-
     endpoints: tuple[tuple[str, int], ...]
     prefix: str  # of all keys of the group, ending with a slash
     ca: str = ""  # a certificate file, "system" for the host's certificates, or "" for no TLS
@@ -176,7 +174,6 @@ def ttl_of(answer: Json) -> float:
 
 @_checked
 def lease_of(answer: Json) -> int:
-    """Return the id of a new lease."""
     return int(answer["ID"])
 
 

@@ -101,8 +101,6 @@ _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 
 class RedisSession:
-    """A connection to the server."""
-
     def __init__(self, address: Address, patience: float, attach: Callable[[RedisSession, str], None]) -> None:
         """`attach` is the first operation, and gets the server's `run_id`."""
         self.deadline = 0.0  # of the current operation
@@ -339,7 +337,6 @@ class RedisDirectory:
         return reply
 
     def _attach(self, session: RedisSession, run: str) -> None:
-        """Initialize a connection to the server process `run`."""
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
         self._incarnation = reply.content

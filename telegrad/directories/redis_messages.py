@@ -36,8 +36,6 @@ _FAILURES = re.compile("WRONGTYPE|not an integer|not a valid float|would overflo
 
 
 class Address(NamedTuple):
-    """The address of a server, and the login."""
-
     host: str
     port: int
     db: int
@@ -117,16 +115,12 @@ class RedisMalformed(Exception):
 
 
 class Changes(NamedTuple):
-    """The content of a reply to a watch."""
-
     since: int
     events: list[Event]
     milliseconds: int  # until the next lease ends; -1: no lease
 
 
 class RedisReply(NamedTuple):
-    """A reply of the script."""
-
     status: bytes
     revision: int
     content: Any = None  # the result of the operation, if it was executed

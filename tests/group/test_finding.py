@@ -330,10 +330,10 @@ def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder, lis
     assert not _directory_is_used(sealed(store))
     for me, lives in (listening, True), (listening._replace(incarnation="dead", tcp=("127.0.0.1", free_port())), False):
         lease = found.directory.grant(LONG)
-        registry = Registry(found.directory, "")
+        registry = Registry(found.directory)
         registry.publish(registry.reserve(me, lease, lambda _: True), lease)
         assert _directory_is_used(sealed(store)) == lives
-        Registry(found.directory, "").leave(me, lease)
+        Registry(found.directory).leave(me, lease)
         assert not _directory_is_used(sealed(store))
 
 

@@ -159,7 +159,7 @@ def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> Non
 def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
     raw = NaiveEngine().client()
     directory = SealedDirectory(raw, KEYS, "place")
-    registry = Registry(directory, "")
+    registry = Registry(directory)
     lease = directory.grant(PATIENCE)
     registry.publish(registry.reserve(member("w1", 1, 1), lease, lambda _: True), lease)
     (entry,) = raw.list("live/member/").entries
@@ -174,7 +174,7 @@ def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
 
 def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
     raw = NaiveEngine().client()
-    registry = Registry(SealedDirectory(raw, KEYS, "place"), "")
+    registry = Registry(SealedDirectory(raw, KEYS, "place"))
     since = registry.roster().revision
     raw.swap("live/ended", b"of a stranger")
     assert registry.watch(since, 0.0)[1] == []

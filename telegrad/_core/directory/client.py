@@ -104,8 +104,6 @@ class Result(NamedTuple, Generic[T]):
 
 
 class Sessions(Generic[S]):
-    """All connections of one client."""
-
     def __init__(
         self, make: Callable[[int], S], endpoints: Sequence[str], patience: float, what: str, advice: str
     ) -> None:
@@ -274,44 +272,22 @@ def _text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
 
 
-class _ServerConnection:
-    """The directory that a client is connected to."""
-
-    def __init__(self, address: tuple[str, int], keys: Keyring, path: str) -> None:
-        self.address, self.keys = address, keys
-        self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
-        self.claim = Hello(secrets.token_hex(8), 0, "", "")
-        self.identity = ""  # of the first directory that answered
-        self._name = name_of(path) if path else ""
-
-    def check(self, name: str) -> None:
-        """Raise an error if this name belongs to another directory than before."""
-        if not name.startswith(self._name):
-            raise HandshakeError(f"{self.at} belongs to another group")
-        self.identity = self.identity or name
-        if name != self.identity:
-            raise DirectoryReset(
-                f"{self.at} was restarted without its data: its host was restarted, or its file was removed. The "
-                "state of the group is lost; start the group again"
-            )
-
-
 class EmbeddedSession:
     """A connection that carries one request at a time."""
 
-    def __init__(self, peer: _ServerConnection) -> None:
-        self._peer = peer
+    def __init__(self, directory: EmbeddedDirectory) -> None:
+        self._directory = directory
         self._sock: socket.socket | None = None
         self._channel: Channel | None = None
 
     def open(self, deadline: float) -> None:
         """Connect and perform the handshake; with the next key if the directory does not know the first one."""
-        peer, attempt = self._peer, 0
+        directory, attempt = self._directory, 0
         deadline = min(deadline, monotonic() + HANDSHAKE)
         while True:
-            end = Initiator(peer.keys, peer.claim, INCARNATION, attempt=attempt)
+            end = Initiator(directory.keys, directory.claim, INCARNATION, attempt=attempt)
             try:
-                self._sock = sock = socket.create_connection(peer.address, left(deadline))
+                self._sock = sock = socket.create_connection(directory.address, left(deadline))
                 tune_tcp(sock, SILENCE)
                 self._shake_hands(sock, end, deadline)
                 break
@@ -319,8 +295,8 @@ class EmbeddedSession:
                 self.close()
                 if end.has_other_key:
                     attempt += 1
-                elif isinstance(error, HandshakeError) and not peer.identity:
-                    raise type(error)(f"{peer.at}: {error}") from error
+                elif isinstance(error, HandshakeError) and not directory.identity:
+                    raise type(error)(f"{directory.at}: {error}") from error
                 else:
                     raise Unsent(str(error)) from None
             except TimeoutError:
@@ -329,7 +305,7 @@ class EmbeddedSession:
                 raise Unsent(f"the connection failed ({error})") from None
         assert end.peer is not None
         assert end.ciphers is not None
-        peer.check(end.peer.name)
+        directory.check(end.peer.name)
         self._channel = Channel(end.ciphers, LONGEST, end.leftover)
 
     def usable(self) -> bool:
@@ -387,14 +363,29 @@ class EmbeddedDirectory:
             patience: seconds that an operation waits for the server.
             path: the directory's file. The directory of another group that has got the port since is refused.
         """
-        peer = _ServerConnection(address, keys, path)
+        self.address, self.keys = address, keys
+        self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
+        self.claim = Hello(secrets.token_hex(8), 0, "", "")
+        self.identity = ""  # of the first directory that answered
+        self._name = name_of(path) if path else ""
         self._sessions = Sessions(
-            lambda _: EmbeddedSession(peer),
-            [peer.at],
+            lambda _: EmbeddedSession(self),
+            [self.at],
             patience,
-            peer.at,
+            self.at,
             "Check that the process that keeps it runs, is not stopped, and can be reached from here",
         )
+
+    def check(self, name: str) -> None:
+        """Raise an error if this name, which the server has proved, belongs to another directory than before."""
+        if not name.startswith(self._name):
+            raise HandshakeError(f"{self.at} belongs to another group")
+        self.identity = self.identity or name
+        if name != self.identity:
+            raise DirectoryReset(
+                f"{self.at} was restarted without its data: its host was restarted, or its file was removed. The "
+                "state of the group is lost; start the group again"
+            )
 
     def grant(self, ttl: float) -> Lease:
         check_ttl(ttl)

@@ -70,8 +70,6 @@ _OUTCOMES: dict[type[TelegradError], int] = {
 
 
 class DirectoryServer:
-    """A directory on a listening socket."""
-
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
     ) -> None:
@@ -104,7 +102,7 @@ class DirectoryServer:
             while not self.stopped:
                 last = self._turn(last)
                 # Processes that the parent has forked hold the pipe, too.
-                if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.has_leases:
+                if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.leases:
                     break
         finally:
             for connection in [*self._strangers, *(each for own in self._clients.values() for each in own)]:

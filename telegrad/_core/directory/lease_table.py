@@ -43,13 +43,10 @@ CREATE TABLE IF NOT EXISTS leases (lease INTEGER PRIMARY KEY, ttl);
 CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, revision, key, value BLOB, created, lease);
 CREATE INDEX IF NOT EXISTS changes_by_revision ON changes (revision);
 """
-_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with the values of `_under`
 _SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # the same as `_size`
 
 
 class Limits(NamedTuple):
-    """The limits of the stored data."""
-
     changes: int = 10_000  # for watches
     change_bytes: int = 32 << 20
     keys: int = 1 << 16
@@ -148,8 +145,9 @@ class LeaseTable:
         self._clients = Counter(client for _, client in self._entries.values())
         self._bytes = file.one(f"{total} entries")
         self._changes, self._change_bytes = file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
-        self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
-        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; too early for renewed leases
+        # The ends and ttls of leases, by id.
+        self.leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
+        self._ends = [(end, lease) for lease, (end, _) in self.leases.items()]  # a heap; too early for renewed leases
         heapq.heapify(self._ends)
 
     # Leases
@@ -160,23 +158,23 @@ class LeaseTable:
         Raises:
             LimitReached: there are too many.
         """
-        if len(self._leases) >= self.limits.leases:
-            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End some leases first")
+        if len(self.leases) >= self.limits.leases:
+            raise LimitReached(f"the directory is full: it has {len(self.leases)} leases. End some leases first")
         self.revision += 1
         self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
-        self._leases[self.revision] = now + ttl, ttl
+        self.leases[self.revision] = now + ttl, ttl
         heapq.heappush(self._ends, (now + ttl, self.revision))
         return self.revision
 
     def renew(self, lease: int, now: float) -> None:
         """Restart the ttl of a lease. Raises LeaseLost."""
         self._check_lease(lease)
-        end, ttl = self._leases[lease]
-        self._leases[lease] = max(end, now + ttl), ttl
+        end, ttl = self.leases[lease]
+        self.leases[lease] = max(end, now + ttl), ttl
 
     def revoke(self, lease: int) -> None:
         """End a lease, unless it has ended."""
-        if self._leases.pop(lease, None) is None:
+        if self.leases.pop(lease, None) is None:
             return
         keys = [key for (key,) in self.file.rows("SELECT key FROM entries WHERE lease = ? ORDER BY key", lease)]
         self.revision += bool(keys)
@@ -188,7 +186,7 @@ class LeaseTable:
         """End the leases that were not renewed in time."""
         while self._ends and self._ends[0][0] <= now:
             _, lease = heapq.heappop(self._ends)
-            end, _ = self._leases.get(lease, (now, 0.0))
+            end, _ = self.leases.get(lease, (now, 0.0))
             if end > now:
                 heapq.heappush(self._ends, (end, lease))
             else:
@@ -198,14 +196,9 @@ class LeaseTable:
         """Return when to call `expire` next; None without leases."""
         return self._ends[0][0] if self._ends else None
 
-    @property
-    def has_leases(self) -> bool:
-        """True if a lease has not ended."""
-        return bool(self._leases)
-
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by the time in which the server did not run and took no renewals."""
-        self._leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self._leases.items()}
+        self.leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self.leases.items()}
 
     # Keys
 
@@ -267,9 +260,10 @@ class LeaseTable:
         size = 0
         for revision, key, value, created, lease in self.file.rows(
             "SELECT revision, key, value, created, lease FROM changes "
-            f"WHERE revision > ? AND {_UNDER} ORDER BY revision, number",
+            "WHERE revision > ? AND key >= ? AND key < CAST(? AS TEXT) ORDER BY revision, number",
             since,
-            *_under(prefix),
+            prefix,
+            prefix.encode() + b"\xff",  # UTF-8 has no byte 255
         ):
             if size > most and revision != found[-1].revision:
                 return found[-1].revision, found
@@ -284,7 +278,7 @@ class LeaseTable:
     # Internal
 
     def _check_lease(self, lease: int) -> None:
-        if lease not in self._leases:
+        if lease not in self.leases:
             raise LeaseLost(
                 "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others "
                 "may own them now: stop the work that needs them, and begin a new lease"
@@ -345,11 +339,6 @@ def remove(path: str) -> None:
 
 def _size(key: str, value: bytes | None) -> int:
     return OVERHEAD + len(key.encode()) + len(value or b"")
-
-
-def _under(prefix: str) -> tuple[str, bytes]:
-    """Return the bounds of the keys that begin with a prefix: UTF-8 has no byte 255."""
-    return prefix, prefix.encode() + b"\xff"
 
 
 def _boot() -> str:

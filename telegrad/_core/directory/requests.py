@@ -55,8 +55,6 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply of the server."""
-
     outcome: int
     revision: int = 0  # or the id of a lease
     changes: Events = []  # noqa: RUF012 nobody changes it

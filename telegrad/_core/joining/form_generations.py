@@ -170,7 +170,6 @@ class JoinRequest(NamedTuple):
     timeout: float  # seconds; without limit for a spare worker while a generation runs
 
     def meet(self, _: float) -> RendezvousStore:
-        """Open the store."""
         if self.held is None:
             if not (size := os.environ.get("WORLD_SIZE", "")).isdecimal():
                 raise UsageError(
@@ -195,8 +194,6 @@ class JoinRequest(NamedTuple):
 
 
 class _Joining:
-    """One worker that joins."""
-
     def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
         self._held = held
         self._limits = coming.limits
@@ -231,7 +228,7 @@ class _Joining:
                 self._wait.look()
 
     def _join_in(self, directory: Directory) -> Formed:
-        group, _ = Registry(directory, "").identify()
+        group, _ = Registry(directory).identify()
         if self._before.group not in ("", group):
             raise DirectoryReset("the directory of the group was restarted without its data: start the group again")
         arrival = Arrival(self._me, self._before, str(self._limits))

@@ -39,8 +39,6 @@ KNOCK = 2.0  # seconds for a worker whose name or rank is claimed to answer
 
 
 class Joined(NamedTuple):
-    """The result of joining."""
-
     me: Member
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
@@ -72,7 +70,7 @@ def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout:
     def enter(meeting: RendezvousStore, found: Found) -> Joined:
         if lives_in(found.directory, is_alive):
             raise mixed(me)
-        group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
+        group = DynamicGroup(found.directory, ttl_of(silence), found.launched)
         try:
             joined = group.join(me, shows_life)
             _point(meeting, found)
@@ -100,7 +98,12 @@ def _enter_directory(
     ) as wait:
         while True:
             try:
-                found = _find_directory(meeting, me, until, wait)
+                if meeting.directory is not None:
+                    found = Found(meeting.directory(), launched=meeting.launched)
+                elif fixed_group_lives(meeting.store):
+                    raise mixed(me)
+                else:
+                    found = find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
             except StoreLost:
                 meeting = _reopened(meeting, until)
                 continue
@@ -145,16 +148,7 @@ def ttl_of(silence: float) -> float:
     return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
 
 
-def _find_directory(meeting: RendezvousStore, me: Member, until: float, wait: Wait) -> Found:
-    if meeting.directory is not None:
-        return Found(meeting.directory(), launched=meeting.launched)
-    if fixed_group_lives(meeting.store):
-        raise mixed(me)
-    return find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
-
-
 def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
-    """Open the store at the same place again."""
     left = until - monotonic()
     host, port = meeting.place
     if host is None or port is None or left <= 0:
@@ -218,7 +212,7 @@ def _directory_is_used(store: SealedStore) -> bool:
 
 
 def _dynamic_group_lives(directory: Directory) -> bool:
-    return any(is_alive(each.member) for each in Registry(directory, "").roster().members.values())
+    return any(is_alive(each.member) for each in Registry(directory).roster().members.values())
 
 
 def mixed(me: Member) -> RendezvousError:

@@ -159,7 +159,7 @@ class Keeper:
         return self._keeping.pointer.to_json(), self._made
 
     def _watch(self, end: Callable[[], None]) -> None:
-        registry = Registry(connect(self._keeping.pointer, self._keys), "")
+        registry = Registry(connect(self._keeping.pointer, self._keys))
         while monotonic() - self._needed < IDLE:
             sleep(LOOK)
             with contextlib.suppress(DirectoryLost):

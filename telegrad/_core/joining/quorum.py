@@ -80,7 +80,6 @@ class Formed(NamedTuple):
 
     @property
     def lives(self) -> set[str]:
-        """The incarnations of the members."""
         return {member.incarnation for member in self.members}
 
 
@@ -168,7 +167,6 @@ class Quorum:
         return f"{workers} of {self._limits} joined: {names}; more may join"
 
     def missing(self) -> list[str]:
-        """Return the names of the members that are awaited."""
         return [member.name for member in self.awaited()]
 
     def _here(self) -> list[Arrival]:
@@ -195,7 +193,6 @@ class ElasticState(NamedTuple):
 
 
 def look(directory: Directory) -> ElasticState:
-    """Read the current generation and the arrivals."""
     revision, entries = directory.list(PREFIX)
     running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
     come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
@@ -204,7 +201,6 @@ def look(directory: Directory) -> ElasticState:
 
 
 def arrivals_in(directory: Directory) -> list[Arrival]:
-    """Read which workers wait for the next generation."""
     return [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
 
 

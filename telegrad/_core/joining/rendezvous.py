@@ -77,7 +77,6 @@ class ArrivalTable:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if each rank was checked."""
         return not self._unasked
 
     def knock(self, is_alive: Callable[[Member], bool]) -> None:
@@ -85,7 +84,6 @@ class ArrivalTable:
         self._silent = [member for member in list(self._come.values())[-MOST_ASKED:] if not is_alive(member)]
 
     def complete(self, members: Iterable[Member]) -> None:
-        """Record that all have come."""
         self._absent, self._unasked, self._come = [], 0, {member.id: member for member in members}
 
     def missing(self) -> list[str]:
@@ -112,8 +110,6 @@ class ArrivalTable:
 
 
 class RankTable(NamedTuple):
-    """The result of a rendezvous."""
-
     members: Members
     group: str  # its identity
     round: int = 0  # in this store
@@ -198,7 +194,6 @@ class _Static:
             self._root.swap(ROUND, number, str(int(number) + 1))
 
     def _look_back(self, number: int) -> None:
-        """Record the outcome of the previous round."""
         board = KeyValueStore(self.store, f"telegrad/{number}")
         verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:

@@ -62,22 +62,20 @@ class DynamicGroup:
     def __init__(
         self,
         directory: Directory,
-        prefix: str,
         ttl: float,
         launched: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Use a directory in which the keys of the group begin with `prefix`.
+        """Use a directory.
 
         Args:
             directory: closed by `leave`.
-            prefix: the prefix of the group's keys.
             ttl: seconds after which a worker is lost that does not renew its lease.
             launched: a launcher started the directory: it has made the group, and restarts failed workers.
             clock: the clock of the lease ends that `directory` returns.
         """
         self.directory = directory
-        self.registry = Registry(directory, prefix, clock)
+        self.registry = Registry(directory, clock)
         self.identity = ""
         self.over = ""  # why this life has ended; set once
         self._ttl, self._clock = ttl, clock
@@ -244,7 +242,6 @@ class DynamicGroup:
     # The threads
 
     def _renew(self) -> None:
-        """Renew the lease whenever it is time."""
         wait = self._until_renewal()
         while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
             wait = self.renew_if_due()
@@ -280,11 +277,9 @@ class DynamicGroup:
         return self._until_renewal()
 
     def _until_renewal(self) -> float:
-        """Return the seconds until the next renewal."""
         return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - self._clock())
 
     def _main(self) -> None:
-        """Watch the members."""
         wait = 0.0
         while not self._stopped.wait(wait) and not self.over:
             wait = self.watch_once()
@@ -308,7 +303,6 @@ class DynamicGroup:
         return LONGEST_PAUSE
 
     def _step(self) -> None:
-        """Wait for changes, and apply them."""
         try:
             wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once, to see if it answers again
             since, changes = self.registry.watch(self._since, wait)

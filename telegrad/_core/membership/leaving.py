@@ -13,24 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from telegrad._core.membership.members import Identity, Member, Members, listed
 from telegrad._core.membership.registry import LOST
-from telegrad._core.membership.shutdown_barrier import (
-    DONE,
-    WAITING,
-    Ask,
-    Entered,
-    Leave,
-    Left,
-    Letter,
-    Message,
-    Missing,
-    Quiet,
-    ShutdownBarrier,
-    Who,
-)
+from telegrad._core.membership.shutdown_barrier import DONE, WAITING, Letter, Message, ShutdownBarrier
 from telegrad._core.membership.suspects import is_broken
 from telegrad._core.progress import Wait
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
@@ -175,7 +162,6 @@ class Leaving:
         return True
 
     def awaited(self) -> str:
-        """Return what this worker waits for."""
         return f"calls by worker {self._me.name!r}, or to it, are still in flight"
 
     def missing(self) -> list[str]:
@@ -208,7 +194,7 @@ class LeavingTogether(Leaving):
         self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
         self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
-        for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
+        for message in get_args(Message):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
@@ -374,6 +360,5 @@ class ServeState:
             self.fail(f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log")
 
     def fail(self, why: str) -> None:
-        """End with an error."""
         self.missed = self.missed or why
         self.ended.set()

@@ -59,20 +59,12 @@ class CallbackThread:
         self.of_losses: list[Callable[[WorkerInfo, Exception], Any]] = []
         self._entered = entered
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread = Background("telegrad-members", self._main)
-
-    def begin(self) -> None:
-        """Start the thread: a callback was added."""
-        self._thread.want()
+        self.thread = Background("telegrad-members", self._main)  # started with the first callback
 
     @property
     def hears_of_ends(self) -> bool:
         """Return True if there is a callback for leaving or lost workers."""
         return bool(self.of_ends or self.of_losses)
-
-    def come(self, member: Member) -> None:
-        for callback in self.of_joins:
-            self.tell(callback, info(member))
 
     def gone(self, member: Member, lost: Exception | None) -> None:
         """Schedule the callbacks for a member that is gone; without a reason of its loss, it has left."""
@@ -145,7 +137,6 @@ class Membership:
             self._watch_next()
 
     def present(self) -> list[Member]:
-        """Return all members, by rank."""
         with self._changed:
             return sorted(self._present.values(), key=lambda member: member.id)
 
@@ -160,7 +151,6 @@ class Membership:
     # For users
 
     def workers(self) -> list[WorkerInfo]:
-        """Return the present workers, by rank."""
         self.refresh()
         return list(self.view().workers)
 
@@ -226,7 +216,7 @@ class Membership:
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
         """Call `callback` with each other worker: the present ones now, later ones when they join."""
-        self._teller.begin()
+        self._teller.thread.want()
         with self._changed:
             self._teller.of_joins.append(callback)
             for member in self._others():
@@ -241,7 +231,7 @@ class Membership:
         self._hear_of_ends(self._teller.of_losses, callback)
 
     def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
-        self._teller.begin()
+        self._teller.thread.want()
         with self._changed:
             told.append(callback)
         self.greet()
@@ -315,7 +305,8 @@ class Membership:
                 self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
         self._new_version()
         if member.incarnation != self._me.incarnation:
-            self._teller.come(member)
+            for callback in self._teller.of_joins:
+                self._teller.tell(callback, info(member))
         self._changed.notify_all()
 
     # The probing thread

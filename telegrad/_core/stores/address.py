@@ -48,7 +48,6 @@ def loopback() -> str:
 
 
 def is_address(host: str) -> bool:
-    """Return True if a host is given by its address."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

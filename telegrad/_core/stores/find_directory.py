@@ -49,8 +49,6 @@ log = logging.getLogger("telegrad")
 
 
 class Pointer(NamedTuple):
-    """The location of a directory."""
-
     host: str
     port: int
     machine: str  # the identity of the host of its process
@@ -151,8 +149,6 @@ def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Dire
 
 
 class Found(NamedTuple):
-    """The directory of a group."""
-
     directory: Directory
     keeping: DirectoryMonitor | None = None  # if this worker has started it
     launched: bool = False  # started by a launcher instead of a worker

@@ -83,7 +83,6 @@ class Sealer:
         self._renew_at = 0.0  # the time of the next renewal, while there are two keys
 
     def seal(self, group: str, place: str, value: str, serial: int) -> str:
-        """Return the sealed form of a value."""
         life = f"{self._life}-{next(self._sealed)}"  # no two writers seal the same text, so each knows which was first
         text = json.dumps([group, place, serial, life, value])
         return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
@@ -213,7 +212,6 @@ class SealedStore:
         return [place for _, place in list(self._seen)]
 
     def look_up(self, group: str, place: str) -> tuple[Opened, str]:
-        """Return the opened value and its sealed form."""
         newest = self._seen.get((group, place), 0)
         raw = self.ask(place)
         return self._open(group, place, raw, newest), raw

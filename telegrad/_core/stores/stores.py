@@ -87,7 +87,6 @@ class RendezvousStore(NamedTuple):
 
     @property
     def keys(self) -> Keyring:
-        """The keys that seal the store's values."""
         return self.store.keys
 
     @property
@@ -334,7 +333,6 @@ def join_store(
 
 
 def spot(host: str, port: int | None) -> str:
-    """Return an address for messages."""
     return host if port is None else place(host, port)
 
 
