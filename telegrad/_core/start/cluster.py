@@ -28,8 +28,7 @@ from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.host import resources
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.generation_monitor import GenerationMonitor
-from telegrad._core.joining.join import is_alive, join, ttl_of
-from telegrad._core.joining.launched import find_place
+from telegrad._core.joining.join import find_place, is_alive, join, ttl_of
 from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY

@@ -16,7 +16,7 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.host import resources
 from telegrad._core.interrupts import install
-from telegrad._core.joining.launched import open_meeting
+from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
 from telegrad._core.rpc.functions import must_finish
