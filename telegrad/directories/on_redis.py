@@ -225,11 +225,7 @@ class RedisDirectory:
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server.
 
-        Args:
-            url: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]`, or `rediss://` for TLS.
-            group: name of the group; groups of different names are isolated from each other.
-            patience: maximum seconds that an operation waits for the server.
-
+        Groups of different names are isolated from each other. An operation waits `patience` seconds for the server.
         Raises the same errors as `connect`.
         """
         self._address = parse(url)

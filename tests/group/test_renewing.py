@@ -121,7 +121,7 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
         else:  # a stranger has filled the store: what was seen is renewed still
             monkeypatch.setattr(sealed_store, "_MOST_PLACES", 0)
             member._sealer._renew_at = 0
-            member.read("", SERVED)
+            KeyValueStore(member).read(SERVED)
             member.renew()
             assert SERVED not in unreadable(store)
 

@@ -355,13 +355,9 @@ class EmbeddedDirectory:
     """A `Directory` that `directory_server.py` serves. `directory.py` documents its methods."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
-        """Initialise. The first operation connects.
+        """Initialise. The first operation connects. An operation waits `patience` seconds for the server.
 
-        Args:
-            address: the address of the server.
-            keys: the keys of the group.
-            patience: seconds that an operation waits for the server.
-            path: the directory's file. The directory of another group that has got the port since is refused.
+        `path` is the directory's file. The directory of another group that has got the port since is refused.
         """
         self.address, self.keys = address, keys
         self.at = f"the directory at {bracketed(address[0])}:{address[1]}"

@@ -60,13 +60,9 @@ class DynamicGroup:
     """This worker's registration, and the members known here."""
 
     def __init__(
-        self,
-        directory: Directory,
-        ttl: float,
-        launched: bool = False,
-        clock: Callable[[], float] = monotonic,
+        self, directory: Directory, ttl: float, launched: bool = False, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Use a directory.
+        """Initialise without joining.
 
         Args:
             directory: closed by `leave`.

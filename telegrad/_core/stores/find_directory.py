@@ -160,13 +160,8 @@ def find_directory(
 ) -> Found:
     """Return the directory that the store points to; start it if this worker has to.
 
-    Args:
-        store: the store in which the group meets.
-        place: its location, for messages.
-        port: the port at which this worker serves it; None if it does not.
-        address: the address at which other workers reach this one.
-        until: when to give up.
-        wait: polled regularly.
+    `place` is the location of the store, for messages. `port` is the port at which this worker serves it, if it does.
+    `address` is that at which other workers reach this one. `wait` is polled until the time `until`.
 
     Raises:
         StoreUnreachable: there is none in time.

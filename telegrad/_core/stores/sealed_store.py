@@ -151,24 +151,9 @@ class SealedStore:
         raw = _text(self.call("compare_set", place, absent, absent))
         return "" if raw == absent else raw
 
-    def swap(self, group: str, place: str, expected: str, value: str) -> str:
-        """Write `value` if the current value is `expected` ("" for none); return the value after that."""
-        if not expected and (group, place) not in self._seen:
-            found, raw = NOTHING, ""  # most claims are for places without a value
-        else:
-            found, raw = self.look_up(group, place)
-        while found.value == expected:
-            written, found, raw = self.replace(group, place, raw, value, found.serial + 1)
-            if written:
-                return value
-        return found.value
-
-    def read(self, group: str, place: str) -> str:
-        """Return the value, "" for none."""
-        found, raw = self.look_up(group, place)
-        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
-            self.replace(group, place, raw, found.value, found.serial + 1)
-        return found.value
+    def has_seen(self, group: str, place: str) -> bool:
+        """Return True if this process has seen a value at this place."""
+        return (group, place) in self._seen
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return the values at places that must have one.
@@ -196,13 +181,13 @@ class SealedStore:
             above = place.rpartition("/")[0]
             if place.endswith(f"/{TERMS}"):
                 with contextlib.suppress(StoreUntrusted):  # a worker may have that name
-                    if terms := self.read("", place):
+                    if terms := KeyValueStore(self).read(place):
                         groups[above] = str(json.loads(terms)[0])
                     continue
             while above and above not in groups:
                 above = above.rpartition("/")[0]
             with contextlib.suppress(StoreUntrusted):  # a counter, or an invalid value, which its reader will report
-                self.read(groups.get(above, ""), place)
+                KeyValueStore(self, group=groups.get(above, "")).read(place)
 
     def _places(self) -> Iterable[str]:
         """Return the places in the store; only the seen ones if it cannot list them or has too many."""
@@ -257,10 +242,10 @@ def unauthenticated(place: str) -> StoreUntrusted:
 class KeyValueStore:
     """The keys of a store under a prefix. Polls, because torch's own waits cannot be interrupted."""
 
-    def __init__(self, store: SealedStore, prefix: str = "") -> None:
-        self._prefix = prefix
-        self.group = ""  # the group's identity, bound to all values but the terms; set by `terms` and `claim_terms`
-        self._store = store
+    def __init__(self, store: SealedStore, prefix: str = "", group: str = "") -> None:
+        self._store, self._prefix = store, prefix
+        # The group's identity, bound to all values but the terms. `terms` and `claim_terms` set it.
+        self.group = group
 
     def _place(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -272,11 +257,24 @@ class KeyValueStore:
             StoreLost: the store is gone.
             StoreUntrusted: the current value was not written with the group's key.
         """
-        return self._store.swap(self.group, self._place(key), expected, value)
+        place = self._place(key)
+        if not expected and not self._store.has_seen(self.group, place):
+            found, raw = NOTHING, ""  # most claims are for places without a value
+        else:
+            found, raw = self._store.look_up(self.group, place)
+        while found.value == expected:
+            written, found, raw = self._store.replace(self.group, place, raw, value, found.serial + 1)
+            if written:
+                return value
+        return found.value
 
     def read(self, key: str) -> str:
         """Return the value, "" for none. Raises the same errors as `swap`."""
-        return self._store.read(self.group, self._place(key))
+        place = self._place(key)
+        found, raw = self._store.look_up(self.group, place)
+        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
+            self._store.replace(self.group, place, raw, found.value, found.serial + 1)
+        return found.value
 
     def write(self, key: str, value: str) -> None:
         """Write unconditionally. Others see it before any later write of this board.
@@ -291,11 +289,11 @@ class KeyValueStore:
 
     def terms(self) -> str:
         """Return the terms of the group that meets here, "" for none; bind this board to that group."""
-        return self._bind(self._store.read("", self._place(TERMS)))
+        return self._bind(KeyValueStore(self._store, self._prefix).read(TERMS))
 
-    def claim_terms(self, terms: str, expected: str = "") -> str:
-        """Write terms if the current ones are `expected`; return the valid terms and bind this board to their group."""
-        return self._bind(self._store.swap("", self._place(TERMS), expected, terms))
+    def claim_terms(self, terms: str) -> str:
+        """Write terms if there are none; return the valid terms and bind this board to their group."""
+        return self._bind(KeyValueStore(self._store, self._prefix).swap(TERMS, "", terms))
 
     def _bind(self, terms: str) -> str:
         if terms:
