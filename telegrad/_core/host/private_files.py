@@ -43,6 +43,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | getattr(os, "O_BIN
 # opening a FIFO must not block
 _READ = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
+_IRREGULAR = "it is not a regular file"
 _MOST_STEPS = 1000  # steps in the resolution of one path, against circular symlinks
 
 log = logging.getLogger("telegrad")
@@ -261,8 +262,8 @@ def _check_base(folder: int | str, path: str) -> None:
     """Check that only this user and root can replace folders in this one."""
     found = os.stat(folder)
     # the owner of / may not be root in a user namespace
-    if not _is_trusted(found) and found.st_uid != os.stat("/").st_uid:
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to this one", path)
+    if not _is_trusted(found) and _owner(found) != os.stat("/").st_uid:
+        raise PermissionError(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one", path)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise UnsafePath(errno.EPERM, f"other users may change it (mode {stat.S_IMODE(found.st_mode):o})", path)
 
@@ -278,7 +279,7 @@ def _check_private(descriptor: int, path: str) -> None:
 def refuse_foreign(found: os.stat_result, path: str) -> None:
     """Raise UnsafePath if another user owns the file with the status `found`, or may write it."""
     if not _is_own(found):
-        raise UnsafePath(errno.EPERM, f"it belongs to user {found.st_uid}, not to this one, {os.geteuid()}", path)
+        raise UnsafePath(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one, {os.geteuid()}", path)
     if found.st_mode & 0o022:
         raise UnsafePath(errno.EPERM, f"other users may write it (mode {stat.S_IMODE(found.st_mode):o})", path)
 
@@ -296,12 +297,16 @@ def _read_private(path: str) -> bytes:
     return data
 
 
+def _owner(found: os.stat_result) -> int:
+    return found.st_uid
+
+
 def _is_own(found: os.stat_result) -> bool:
-    return not _POSIX or found.st_uid == os.geteuid()
+    return not _POSIX or _owner(found) == os.geteuid()
 
 
 def _is_trusted(found: os.stat_result) -> bool:
-    return _is_own(found) or found.st_uid == 0
+    return _is_own(found) or _owner(found) == 0
 
 
 # Paths that the user has given
@@ -359,7 +364,7 @@ def _open_regular(path: str) -> io.BufferedReader:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()  # it was replaced after `lstat`
-    raise UnsafePath(errno.EPERM, "it is not a regular file", path)
+    raise UnsafePath(errno.EPERM, _IRREGULAR, path)
 
 
 def make_folder(path: Path) -> str:
@@ -436,7 +441,7 @@ def _refuse_planted(found: os.stat_result, folder: str, path: str, what: str) ->
     """Raise UnsafePath if neither this user, root nor the owner of its world-writable sticky folder owns an entry."""
     above = os.stat(folder)
     is_shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
-    if _POSIX and is_shared and not _is_trusted(found) and found.st_uid != above.st_uid:
+    if _POSIX and is_shared and not _is_trusted(found) and _owner(found) != _owner(above):
         raise UnsafePath(
-            errno.EPERM, f"user {found.st_uid} has put {what} there, in a folder that all users may write to", path
+            errno.EPERM, f"user {_owner(found)} has put {what} there, in a folder that all users may write to", path
         )

@@ -97,8 +97,7 @@ class Keyring:
     def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
         """`path` is the file of the keys, if any; it is read again after it has changed.
 
-        `is_open`: there is no key, so connections are encrypted, but anyone can connect. `source` describes for people
-        where the keys come from.
+        `is_open`: there is no key. `source` describes for people where the keys come from.
         """
         self.is_open = is_open
         self.source = source
@@ -140,6 +139,11 @@ class Keyring:
         return (
             f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'} from {self.source or 'a program'}>"
         )
+
+
+def open_ring() -> Keyring:
+    """Return the ring of a group without a key: connections are encrypted, but anyone can connect."""
+    return Keyring((), is_open=True, source="key=False")
 
 
 def read_keys(path: str, setting: str = "") -> list[bytes]:
@@ -202,7 +206,7 @@ def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -
         log.warning(
             "telegrad: key=False: this group has no key. Anyone who reaches its workers can run code as their users"
         )
-        return Keyring((), is_open=True, source="key=False")
+        return open_ring()
     if given is not None:
         return Keyring([check_key(given, "the option key")], source="the option key")
     keys, path, source = of_environment(environment)
