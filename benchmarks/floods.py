@@ -26,7 +26,7 @@ from benchmarks.command import run
 from benchmarks.groups import join
 from benchmarks.measuring import MB, TELEGRAD
 from benchmarks.processes import Child, answer_all, children_killed, free_port
-from telegrad._core.host import open_files as descriptors
+from telegrad._core.host import resources as descriptors
 from telegrad._core.sockets import NOT_NOW
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.transport.link import Link
@@ -41,7 +41,7 @@ FIRST = 1 << 20  # first call id, beyond those of the flooder's own calls
 RESULT = 10 * MB
 KEPT = 1 << 15  # elements of a 128 KB tensor, which is sent in lent memory, unlike bytes of that size
 RATIO = 3.0  # maximum ratio of the p99 beside a flood to that beside an idle caller
-LENT = descriptors.to_lend()  # descriptors of memory lent to one worker: half of the files, two each
+LENT = descriptors.files_to_lend()  # descriptors of memory lent to one worker: half of the files, two each
 
 Frames = Iterator[bytes]
 

@@ -14,7 +14,7 @@ import torch
 
 import telegrad
 from telegrad import errors, rpc
-from telegrad._core.host import open_files
+from telegrad._core.host import resources
 from tests.cluster import PATIENCE, Process, free_port, init, processes, run_all, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
@@ -25,7 +25,7 @@ def limit(left: int) -> None:
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    used = {int(name) for name in os.listdir(open_files.FOLDER) if os.path.exists(f"{open_files.FOLDER}/{name}")}
+    used = {int(name) for name in os.listdir(resources.FOLDER) if os.path.exists(f"{resources.FOLDER}/{name}")}
     free = (number for number in itertools.count() if number not in used)
     first_refused = next(itertools.islice(free, left, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (first_refused, most))
@@ -54,11 +54,11 @@ def error_of_joining(left: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("left", [2, 6, 10, open_files.TO_JOIN - 1])
+@pytest.mark.parametrize("left", [2, 6, 10, resources.TO_JOIN - 1])
 def test_joining_with_few_descriptors_says_how_many_are_needed(two: list[Process], left: int) -> None:
     said = two[0].run(error_of_joining, left)
     assert "ulimit -n" in said
-    assert f"needs {open_files.TO_JOIN} descriptors" in said
+    assert f"needs {resources.TO_JOIN} descriptors" in said
 
 
 def error_of_starting(left: int) -> str:
@@ -162,7 +162,7 @@ def test_calls_of_a_worker_with_few_descriptors_blame_no_other(two: list[Process
 
 def test_other_errors_stay_as_they_are() -> None:
     error = PermissionError(errno.EACCES, "no")
-    assert open_files.error_text(error) == str(error)
-    with pytest.raises(PermissionError) as caught, open_files.translate_error("it", errors.RendezvousError):
+    assert resources.error_text(error) == str(error)
+    with pytest.raises(PermissionError) as caught, resources.translate_error("it", errors.RendezvousError):
         raise error
     assert caught.value is error

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from telegrad._core.joining.generation_keys import look
+from telegrad._core.joining.quorum import look
+from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores.find_directory import POINTER, Pointer, connect
-from telegrad._core.stores.group_keys import user_keys
-from telegrad._core.stores.key_value_store import KeyValueStore
+from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import open_store
 from tests.cluster import PATIENCE, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from telegrad._core.host import host_memory
+from telegrad._core.host import resources
 from telegrad.rpc import TelegradOptions
 
 MACHINE = 64 << 30
@@ -14,9 +14,9 @@ MACHINE = 64 << 30
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "_of_machine", lambda: MACHINE)
+    monkeypatch.setattr(resources, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(resources, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(resources, "_of_machine", lambda: MACHINE)
     return tmp_path
 
 
@@ -26,7 +26,7 @@ def put(path: Path, text: str) -> None:
 
 
 def test_without_groups_it_is_that_of_the_machine(groups: Path) -> None:
-    assert host_memory.usable() == MACHINE
+    assert resources.usable_memory() == MACHINE
     assert TelegradOptions().shared_memory == MACHINE // 2
     assert TelegradOptions(shared_memory=7).shared_memory == 7
 
@@ -34,9 +34,9 @@ def test_without_groups_it_is_that_of_the_machine(groups: Path) -> None:
 def test_the_smallest_limit_above_the_process_holds(groups: Path) -> None:
     put(groups / "own", "0::/system/job\n")
     put(groups / "groups" / "system" / "job" / "memory.max", "max\n")
-    assert host_memory.usable() == MACHINE
+    assert resources.usable_memory() == MACHINE
     put(groups / "groups" / "system" / "memory.max", f"{8 << 30}\n")
-    assert host_memory.usable() == 8 << 30
+    assert resources.usable_memory() == 8 << 30
     put(groups / "groups" / "memory.max", f"{6 << 30}\n")
     assert TelegradOptions().shared_memory == 3 << 30
 
@@ -45,10 +45,10 @@ def test_groups_of_the_first_version(groups: Path) -> None:
     put(groups / "own", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
     put(groups / "groups" / "memory" / "job" / "memory.limit_in_bytes", "9223372036854771712\n")
     put(groups / "groups" / "memory" / "memory.limit_in_bytes", f"{2 << 30}\n")
-    assert host_memory.usable() == 2 << 30
+    assert resources.usable_memory() == 2 << 30
     put(groups / "own", "what is this\n")
-    assert host_memory.usable() == MACHINE
+    assert resources.usable_memory() == MACHINE
 
 
 def test_here_it_is_some() -> None:
-    assert host_memory._of_machine() > 1 << 20
+    assert resources._of_machine() > 1 << 20

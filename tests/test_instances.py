@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad._core.host.live_objects import instances
+from telegrad._core.host.resources import instances
 
 
 class Base: ...

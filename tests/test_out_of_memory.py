@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad._core.host import out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.pickling.pickling import decode, encode
 from tests.cluster import Process, group, init
 
@@ -129,9 +129,9 @@ def test_a_value_that_takes_too_much_memory_is_no_matter_of_versions() -> None:
     ],
 )
 def test_errors_of_memory_are_told_from_others(error: Exception) -> None:
-    assert out_of_memory.is_out(error)
+    assert resources.out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), errors.LimitReached("out of memory")])
 def test_other_errors_are_not(error: Exception) -> None:
-    assert not out_of_memory.is_out(error)
+    assert not resources.out_of_memory(error)

@@ -100,7 +100,7 @@ MAKE_FILES = {
 }
 ELSEWHERE = {
     ("checkpoint/folders.py", "open"),  # a folder, for its fsync
-    ("_core/stores/file_store.py", "open"),  # a store that the user has named: no link, checked once it is open
+    ("_core/stores/raw_stores.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
     ("insight/seen_groups.py", "open"),  # to read, what may have become a pipe
     ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
@@ -130,7 +130,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "directories/on_redis.py",
         "_core/directory/lease_table.py",
         "_core/stores/address.py",
-        "_core/host/host_memory.py",
+        "_core/host/resources.py",
         "insight/collect.py",
         "insight/seen_groups.py",
         "insight/web.py",

@@ -16,10 +16,9 @@ import pytest
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, read_keys
 from telegrad._core.start.cluster import start
-from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.find_directory import POINTER
-from telegrad._core.stores.key_value_store import KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.raw_stores import FileStore
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions

@@ -63,18 +63,21 @@ def processor_time(threads: Iterable[threading.Thread]) -> float | None:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
 
 
-def run_in_thread(name: str, run: Callable[..., None], *args: Any) -> None:
-    """Run a function on a new thread, or on this one if the program has ended.
+def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: float = 0.0) -> None:
+    """Run a function on a new thread, or on this one if the program has ended; wait up to `patience` seconds for it.
 
     Raises:
         RuntimeError: there is no memory for a thread.
     """
+    thread = Thread(target=run, args=args, name=name)
     try:
-        Thread(target=run, args=args, name=name).start()
+        thread.start()
     except RuntimeError:
         if not program_has_ended():
             raise
         run(*args)
+    else:
+        thread.join(patience)
 
 
 class Exclusive:

@@ -23,11 +23,12 @@ from telegrad.ext.processes import shut, tune_tcp
 
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096
+# The ends of messages of errors after which etcd has not executed the request:
+OUTDATED = "revision of auth store is old"  # the token has to be requested again
+NOT_STARTED = ("too many requests", "no leader")
 
 
 class EtcdAnswer(NamedTuple):
-    """A response of etcd."""
-
     content: Json
     header: Header
     sent: float  # when the request was sent, or a little earlier
@@ -62,8 +63,6 @@ class _Timed(io.RawIOBase):
 
 
 class EtcdSession:
-    """A connection to one member."""
-
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
         self.deadline = 0.0  # of the current exchange
         self._address, self._context = (host, port), context
@@ -196,14 +195,14 @@ class EtcdClient:
         try:
             return messages.answer_of(status, body)
         except EtcdRefused as error:
-            if error.needs_token() and self._user:
+            is_outdated = error.code == messages.UNAUTHENTICATED or error.message.endswith(OUTDATED)
+            if is_outdated and self._user:
                 self._token = ""
-                raise Unsent(error.message) from None
-            if error.was_turned_away():
-                raise Unsent(error.message) from None
-            if error.is_passing():
-                raise Unanswered(error.message) from None
-            raise
+            elif not error.message.endswith(NOT_STARTED):
+                if error.code in messages.PASSING:
+                    raise Unanswered(error.message) from None
+                raise
+            raise Unsent(error.message) from None
 
     def token(self, session: EtcdSession, deadline: float) -> str:
         """Return the user's token, and request one if there is none; "" without a user."""

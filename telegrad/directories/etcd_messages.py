@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 
 class EtcdSettings(NamedTuple):
-    """The settings in a URL."""
-
     endpoints: tuple[tuple[str, int], ...]
     prefix: str  # of all keys of the group, ending with a slash
     ca: str = ""  # a certificate file, "system" for the host's certificates, or "" for no TLS
@@ -60,18 +58,6 @@ class EtcdRefused(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-
-    def is_passing(self) -> bool:
-        """Return True if the same request may succeed later or at another member."""
-        return self.code in PASSING
-
-    def was_turned_away(self) -> bool:
-        """Return True if the member did not start the request, and may accept it later."""
-        return self.message.endswith(("too many requests", "no leader"))
-
-    def needs_token(self) -> bool:
-        """Return True if the token is outdated. The request was not executed."""
-        return self.code == UNAUTHENTICATED or self.message.endswith("revision of auth store is old")
 
 
 class EtcdMalformed(Exception):
@@ -188,7 +174,6 @@ def ttl_of(answer: Json) -> float:
 
 @_checked
 def lease_of(answer: Json) -> int:
-    """Return the id of a new lease."""
     return int(answer["ID"])
 
 

@@ -15,7 +15,7 @@ end
 
 -- Entries ---------------------------------------------------------------------
 
--- A record is "REVISION CREATED LEASE VALUE"; redis_replies.py parses it too.
+-- A record is "REVISION CREATED LEASE VALUE"; redis_messages.py parses it too.
 local function parsed(record)
     if not record then
         return '0', nil, '0'

@@ -23,7 +23,7 @@ moment raises DirectoryLost once. Configure the server's clock to be slewed, not
 
 While a server restarts, no worker can renew. So the first connection to the new process gives every lease its full TTL
 again (`run` is INFO's `run_id`; each connection compares it first). Each connection also refuses a server that would
-lose acknowledged writes in a crash (redis_settings.py). A later change of the settings is noticed by the next
+lose acknowledged writes in a crash (`find_faults`). A later change of the settings is noticed by the next
 connection.
 
 Limits. Redis replicates after it has replied. When a replica replaces the master, acknowledged writes may be missing
@@ -33,6 +33,10 @@ the incarnation differs. A client that joins later cannot detect it.
 
 The keys of a group stay after the group has ended, so a later group of that name continues the revisions. They may be
 deleted when no worker of that group runs.
+
+redis-py provides the protocol and the sockets. Its pool is not used: its timeouts apply to single steps, not to an
+operation, and it does not report whether a failed command was sent. A compare-and-set must not be sent twice, so both
+matter.
 """
 
 from __future__ import annotations
@@ -41,17 +45,27 @@ import hashlib
 import importlib.resources
 import math
 import secrets
+import ssl
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from telegrad.directories.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
-from telegrad.directories.redis_replies import RedisMalformed, RedisReply, is_of_malformed_keys, read_reply
-from telegrad.directories.redis_settings import parse
-from telegrad.errors import StoreUntrusted
+from telegrad.directories.redis_messages import (
+    RIGHTS,
+    Address,
+    RedisMalformed,
+    RedisReply,
+    find_faults,
+    is_of_malformed_keys,
+    parse,
+    parse_info,
+    read_reply,
+)
+from telegrad.errors import StoreUntrusted, TelegradError, UsageError
 from telegrad.ext.directories import (
     ABSENT,
     Compacted,
+    DirectoryRefused,
     DirectoryReset,
     Events,
     Lease,
@@ -60,19 +74,138 @@ from telegrad.ext.directories import (
     Result,
     Sessions,
     Swap,
+    Unanswered,
+    Unsent,
     check_key,
     check_ttl,
     check_value,
 )
+from telegrad.ext.files import reason
+from telegrad.ext.joining import load_own
+
+try:
+    import redis
+    from redis import exceptions
+except ImportError as error:
+    raise ImportError("the directory on Redis needs redis-py: pip install 'telegrad[redis]'") from error
 
 T = TypeVar("T")
 
+_BROKEN = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
 _BATCH = 100  # maximum number of changes in one reply
 _SLICE = 1.0  # seconds after which a watch notices that `close` was called
 _KEYS = ("state", "entries", "order", "ends", "ttls", "held", "history")
 _SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_bytes()
 _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+
+
+class RedisSession:
+    def __init__(self, address: Address, patience: float, attach: Callable[[RedisSession, str], None]) -> None:
+        """`attach` is the first operation, and gets the server's `run_id`."""
+        self.deadline = 0.0  # of the current operation
+        self._address, self._attach = address, attach
+        self._is_checked = False
+        options: dict[str, Any] = {
+            "host": address.host,
+            "port": address.port,
+            "protocol": 2,
+            "socket_timeout": patience,
+            "driver_info": None,  # otherwise redis-py sends it while connecting, without the deadline
+        }
+        if address.tls is None:
+            self._connection = redis.Connection(**options)
+        else:
+            options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **address.tls}
+            self._connection = redis.SSLConnection(**options)
+
+    def open(self, deadline: float) -> None:
+        """Connect and check the server, which may be another one than before or have other settings."""
+        self.deadline = deadline
+        self._connection.socket_connect_timeout = max(0.001, deadline - time.monotonic())
+        try:
+            self._connection.connect()
+            self._attach(self, self._check())
+            self._is_checked = True
+        except TelegradError:  # before the next clauses: some TelegradErrors are OSErrors
+            raise
+        except exceptions.AuthenticationError as error:
+            raise DirectoryRefused(
+                f"the Redis server at {self._address} refuses the login ({error}): give its user and password in the "
+                "URL"
+            ) from None
+        except _BROKEN as error:
+            raise Unsent(str(error)) from None
+        except exceptions.RedisError as error:
+            if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
+                raise DirectoryRefused(
+                    f"the Redis server at {self._address} refuses a command that a directory needs ({error}): allow "
+                    f"the user {RIGHTS} with ACL SETUSER. A server without CONFIG cannot be used, because it cannot be "
+                    "checked"
+                ) from None
+            raise
+
+    def usable(self) -> bool:
+        try:
+            return not self._connection.can_read()
+        except _BROKEN:
+            return False
+
+    def interrupt(self) -> None:
+        """Do nothing: no command waits longer than a second."""
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+    def ask(self, *command: bytes | str | int) -> Any:
+        """Send a command and return its reply: bytes, numbers, None and lists of these.
+
+        The deadline applies until the reply begins. The socket's own timeout, which equals the patience, applies to
+        sending and to gaps in a reply. So a server that stops in the middle of a reply is noticed one patience later.
+
+        Raises:
+            Unanswered: no reply arrived.
+            RedisError: the server refuses the command, with a reply such as OOM, READONLY or BUSY.
+        """
+        try:
+            self._connection.send_command(*command)
+            if not self._connection.can_read(max(0.0, self.deadline - time.monotonic())):
+                raise Unanswered("no reply")
+            return self._connection.read_response()
+        except exceptions.AuthenticationError as error:  # a subclass of redis-py's ConnectionError
+            if self._is_checked:  # a password was set after the login
+                raise Unsent(str(error)) from None
+            raise
+        except _BROKEN as error:
+            raise Unanswered(str(error)) from None
+
+    def _check(self) -> str:
+        """Log in; return the `run_id` of a server that can hold a directory, or raise DirectoryRefused."""
+        if self._address.login:
+            self.ask("AUTH", *self._address.login)
+        if self._address.db:
+            self.ask("SELECT", self._address.db)
+        info = parse_info(self.ask("INFO").decode(errors="replace"))
+        settings = [text.decode(errors="replace") for text in self.ask("CONFIG", "GET", "*append*")]
+        if faults := find_faults(info, dict(zip(settings[::2], settings[1::2], strict=True))):
+            raise DirectoryRefused(f"the Redis server at {self._address} cannot hold a directory: {'; '.join(faults)}")
+        return info["run_id"]
+
+
+def check_own(address: Address) -> None:
+    """Load the client's certificate like redis-py does, and check it.
+
+    redis-py does not check who else may read the key, and would prompt for a passphrase.
+    """
+    tls = address.tls or {}
+    if certificate := tls.get("ssl_certfile"):
+        private_key = tls.get("ssl_keyfile", certificate)
+        try:
+            load_own(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificate, private_key)
+        except OSError as error:
+            raise UsageError(
+                f"the certificate {certificate!r} for Redis with key {private_key!r} cannot be used: {reason(error)}"
+            ) from error
 
 
 def connect(url: str, patience: float = 10.0) -> RedisDirectory:
@@ -92,11 +225,7 @@ class RedisDirectory:
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server.
 
-        Args:
-            url: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]`, or `rediss://` for TLS.
-            group: name of the group; groups of different names are isolated from each other.
-            patience: maximum seconds that an operation waits for the server.
-
+        Groups of different names are isolated from each other. An operation waits `patience` seconds for the server.
         Raises the same errors as `connect`.
         """
         self._address = parse(url)
@@ -165,7 +294,7 @@ class RedisDirectory:
     def _run_with(self, operation: Callable[[RedisSession, float], T], repeat: bool = True) -> Result[T]:
         try:
             return self._sessions.run(operation, repeat)
-        except ServerError as error:
+        except exceptions.RedisError as error:
             raise self._sessions.lost("answers with an error", {0: str(error)}) from error
 
     def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> RedisReply:
@@ -179,7 +308,7 @@ class RedisDirectory:
         except RedisMalformed as error:
             field = f", field {error.field!r}," if error.field else ""
             raise self._untrusted(error.key, f"{field} has a value that no worker of the group wrote") from None
-        except ScriptFailed as error:
+        except exceptions.ResponseError as error:
             if is_of_malformed_keys(str(error)):
                 raise self._untrusted("*", f" cannot be used ({error})") from None
             raise
@@ -191,7 +320,7 @@ class RedisDirectory:
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         try:
             raw = session.ask("EVALSHA", _SHA, *command)
-        except ScriptUnknown:  # after SCRIPT FLUSH; nothing was run
+        except exceptions.NoScriptError:  # after SCRIPT FLUSH; nothing was run
             raw = session.ask("EVAL", _SCRIPT, *command)
         reply = read_reply(str(name), arguments[0], raw)
         if name == "watch" and reply.status == b"done":
@@ -204,7 +333,6 @@ class RedisDirectory:
         return reply
 
     def _attach(self, session: RedisSession, run: str) -> None:
-        """Initialize a connection to the server process `run`."""
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
         self._incarnation = reply.content

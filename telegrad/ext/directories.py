@@ -1,6 +1,6 @@
 """The protocol that a directory engine implements, and the functions for its clients."""
 
-from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, Unanswered, Unsent, is_quiet, left
 from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
@@ -18,7 +18,6 @@ from telegrad._core.directory.directory import (
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.sessions import Result, Sessions, Unanswered, Unsent, is_quiet, left
 
 __all__ = [
     "ABSENT", "Compacted", "DirectoryLost", "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory", "Entry",

@@ -3,14 +3,20 @@
 from telegrad._core.joining.rendezvous import call_off
 from telegrad._core.membership.members import check_name, check_role
 from telegrad._core.pickling import main_program
-from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.security.keyring import (
+    FILE,
+    FILE_VARIABLE,
+    Keyring,
+    find_keys,
+    given_keys,
+    new_key,
+    of_environment,
+    user_keys,
+)
 from telegrad._core.security.tls import load_own
 from telegrad._core.stores import find_directory, supervised
 from telegrad._core.stores.find_directory import DirectoryMonitor, connect
-from telegrad._core.stores.group_keys import FILE, FILE_VARIABLE, find_keys, given_keys, of_environment, user_keys
-from telegrad._core.stores.key_renewal import SealRenewal
-from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, SealRenewal
 
 __all__ = [
     "FILE", "FILE_VARIABLE", "OPEN", "SERVED", "DirectoryMonitor", "KeyValueStore", "Keyring", "SealRenewal",

@@ -2,8 +2,7 @@
 
 from telegrad._core import forks, interrupts
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host.live_objects import instances
-from telegrad._core.host.open_files import error_text, translate_error
+from telegrad._core.host.resources import error_text, instances, translate_error
 from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
 from telegrad._core.processes import (
     SAFE_PATH,

@@ -4,8 +4,8 @@ from telegrad._core.joining import join
 from telegrad._core.joining.join import shows_life, ttl_of
 from telegrad._core.start.life import check_free, enter_group
 from telegrad._core.stores import stores
+from telegrad._core.stores.raw_stores import reach_tcp, serve_on, serve_tcp
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.stores.tcp_store import reach_tcp, serve_on, serve_tcp
 
 __all__ = [
     "RendezvousStore", "check_free", "enter_group", "join", "reach_tcp", "serve_on", "serve_tcp", "shows_life",

@@ -88,7 +88,7 @@ def _end_group() -> None:
     store, keeping = _served
     directory = connect(keeping.pointer, store.keys)
     with contextlib.suppress(TelegradError):
-        Registry(directory, "").end("the program that started the workers has ended the group")
+        Registry(directory).end("the program that started the workers has ended the group")
     directory.close()
 
 

@@ -196,7 +196,7 @@ class Registration:
 
     def _joined(self, address: Address) -> DynamicGroup:
         me, agent = self._worker.me, self._agent
-        group = DynamicGroup(EmbeddedDirectory(address, agent.keys, PATIENCE), "", ttl_of(agent.settings.silence))
+        group = DynamicGroup(EmbeddedDirectory(address, agent.keys, PATIENCE), ttl_of(agent.settings.silence))
         group.on_claim = self._on_claim
         try:  # an older registration of this worker that has not ended does not count as alive
             group.join(me, lambda member: member.incarnation != me.incarnation and shows_life(member))

@@ -23,7 +23,7 @@ with gc_paused():
     from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT, remote, rpc_async, rpc_stream, rpc_sync
     from telegrad._core.rpc.rref import RRef
     from telegrad._core.security.tls import TlsFiles
-    from telegrad._core.start.elastic import Generation
+    from telegrad._core.start.cluster import Generation
     from telegrad._core.start.life import generation, init_rpc, rendezvous_again, serve, shutdown, stop_serving
     from telegrad._core.streams.streams import Stream
     from telegrad._core.worker.actors import actor

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad._core.directory.channel import Channel
 from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event
 from telegrad._core.directory.requests import (
     LONGEST_REQUEST,
+    Channel,
     Reply,
     Request,
     read_reply,

@@ -25,8 +25,7 @@ from telegrad._core.directory.directory import (
     Swap,
 )
 from telegrad.directories import on_redis
-from telegrad.directories.on_redis import RedisDirectory
-from telegrad.directories.redis_connections import RedisSession
+from telegrad.directories.on_redis import RedisDirectory, RedisSession
 from telegrad.errors import StoreUntrusted
 from tests.directory.contract import Contract
 from tests.directory.faults import Faults

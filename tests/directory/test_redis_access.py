@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
 from telegrad.directories.on_redis import RedisDirectory
-from telegrad.directories.redis_settings import RIGHTS
+from telegrad.directories.redis_messages import RIGHTS
 from telegrad.errors import UsageError
 from tests.cluster import free_port
 from tests.directory.harness import SOON, written

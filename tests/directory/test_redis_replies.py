@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from telegrad._core.directory.directory import Entry, Event
-from telegrad.directories.redis_replies import Changes, RedisMalformed, RedisReply, read_reply
+from telegrad.directories.redis_messages import Changes, RedisMalformed, RedisReply, read_reply
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
 RECORD = b"7 5 2 of a value\n"

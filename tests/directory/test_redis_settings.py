@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telegrad.directories.redis_settings import DURABLE, Address, find_faults, parse, parse_info
+from telegrad.directories.redis_messages import DURABLE, Address, find_faults, parse, parse_info
 from telegrad.errors import InvalidArgument
 
 INFO = {"redis_version": "7.0.15", "redis_mode": "standalone", "role": "master", "maxmemory_policy": "noeviction"}

@@ -12,11 +12,10 @@ import pytest
 
 from telegrad._core.directory import directory_server
 from telegrad._core.directory import requests as messages
-from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.directory.client import KEPT, EmbeddedDirectory, EmbeddedSession
 from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
 from telegrad._core.directory.directory_server import DirectoryServer
 from telegrad._core.directory.requests import Request, write_request
-from telegrad._core.directory.sessions import KEPT
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
 from tests.cluster import KEYS

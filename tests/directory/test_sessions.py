@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory import sessions
+from telegrad._core.directory import client
+from telegrad._core.directory.client import Sessions, Unanswered, Unsent
 from telegrad._core.directory.directory import DirectoryLost
-from telegrad._core.directory.sessions import Sessions, Unanswered, Unsent
 from telegrad.errors import StoreUntrusted
 from tests.directory.harness import LONG, SOON
 
@@ -92,7 +92,7 @@ def test_an_error_of_this_package_is_final() -> None:
 
 def test_pauses_come_after_each_round_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     world, pauses = World(2), list[float]()
-    monkeypatch.setattr(sessions._random, "random", lambda: 0.5)
+    monkeypatch.setattr(client._random, "random", lambda: 0.5)
     monkeypatch.setattr(world.sessions, "wait", pauses.append)
     assert len(world.ask(*(Unsent("busy") for _ in range(12)))) == 13
     assert pauses[::2] == [0.0] * 6

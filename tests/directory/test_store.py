@@ -23,21 +23,21 @@ def path(tmp_path: pathlib.Path) -> str:
 
 def content(table: LeaseTable) -> dict[str, Any]:
     """Return all that a table says."""
-    leases = {lease: ttl for lease, (_, ttl) in table._leases.items()}
+    leases = {lease: ttl for lease, (_, ttl) in table.leases.items()}
     return {
         "listing": table.list(""),
         "changes": table.changes("", table.compacted, 1 << 30),
         "leases": leases,
         "entries": table._entries,
         "sorted": table._sorted,
-        "used": table._used,
+        "used": (table._bytes, table._changes, table._change_bytes),
         "clients": +table._clients,
     }
 
 
 def work(table: LeaseTable, chance: random.Random) -> None:
     """Do something at random."""
-    leases = list(table._leases)
+    leases = list(table.leases)
     key, client = f"{chance.randrange(6)}", f"client{chance.randrange(3)}"
     found = table.list(key).entries
     kind = chance.random()

@@ -127,9 +127,9 @@ class Beside(RuleBasedStateMachine):
     @invariant()
     def counts_what_is_used(self) -> None:
         entries = self.model.entries.values()
-        assert (len(self.table._sorted), len(self.table._leases)) == (len(entries), len(self.model.leases))
+        assert (len(self.table._sorted), len(self.table.leases)) == (len(entries), len(self.model.leases))
         assert sum(self.table._clients.values()) == len(entries)
-        assert self.table._used.bytes == sum(OVERHEAD + len(entry.key.encode()) + len(entry.value) for entry in entries)
+        assert self.table._bytes == sum(OVERHEAD + len(entry.key.encode()) + len(entry.value) for entry in entries)
 
 
 TestBeside = Beside.TestCase

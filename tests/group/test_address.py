@@ -10,7 +10,7 @@ import pytest
 from telegrad import errors
 from telegrad._core.stores import address
 from telegrad._core.stores.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
-from telegrad._core.stores.tcp_store import serve_tcp
+from telegrad._core.stores.raw_stores import serve_tcp
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad._core.joining.arrivals import MOST_ASKED, ArrivalTable
+from telegrad._core.joining.rendezvous import MOST_ASKED, ArrivalTable
 from telegrad._core.membership.members import Member
 
 

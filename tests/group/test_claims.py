@@ -31,7 +31,7 @@ def directory(engine: NaiveEngine) -> Iterator[Directory]:
 
 @pytest.fixture
 def registry(directory: Directory) -> Registry:
-    return Registry(directory, "telegrad/")
+    return Registry(directory)
 
 
 def claims_in(registry: Registry, since: int) -> list[Claimed]:
@@ -80,7 +80,7 @@ def test_a_name_that_is_no_key_is_refused(registry: Registry, directory: Directo
 
 
 def join(engine: NaiveEngine, name: str, ttl: float = LONG) -> DynamicGroup:
-    group = DynamicGroup(engine.client(), "", ttl)
+    group = DynamicGroup(engine.client(), ttl)
     group.join(Member(name, -1, f"life of {name}", "", "host", "", ("127.0.0.1", 1)), lambda _: True)
     return group
 

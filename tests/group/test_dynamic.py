@@ -40,7 +40,7 @@ class Worker:
     def __init__(
         self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, launched: bool = False
     ) -> None:
-        self.group = DynamicGroup(engine.client(PATIENCE), "", ttl, launched)
+        self.group = DynamicGroup(engine.client(PATIENCE), ttl, launched)
         self.asked = member(name, rank)
         self.told: list[Change] = []
 

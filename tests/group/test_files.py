@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.stores import file_store
+from telegrad._core.stores import raw_stores
 from tests.cluster import opened
 from tests.other_user import NOBODY, as_nobody, is_root, shared
 
@@ -38,7 +38,7 @@ def put(store: Any, key: str, value: str) -> None:
 
 def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    mine, theirs = file_store.FileStore(path), dist.FileStore(path, -1)
+    mine, theirs = raw_stores.FileStore(path), dist.FileStore(path, -1)
     put(mine, "a", "1")
     theirs.set("b", "2")
     assert mine.multi_get(["a", "b"]) == theirs.multi_get(["a", "b"]) == [b"1", b"2"]
@@ -58,13 +58,13 @@ def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
 
 def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
     def count(_: int) -> None:
-        store = file_store.FileStore(str(tmp_path / "store"))
+        store = raw_stores.FileStore(str(tmp_path / "store"))
         for _ in range(50):
             store.add("n", 1)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(count, range(4)))
-    assert file_store.FileStore(str(tmp_path / "store")).multi_get(["n"]) == [b"200"]
+    assert raw_stores.FileStore(str(tmp_path / "store")).multi_get(["n"]) == [b"200"]
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,7 +79,7 @@ def test_any_content_is_read_or_refused_at_once(
     path.chmod(0o600)
     begun, refused = time.monotonic(), ""
     try:
-        store = file_store.FileStore(str(path))
+        store = raw_stores.FileStore(str(path))
         store.add("counter", 1)
         store.compare_set("a", "", "1")
     except errors.StoreUntrusted as error:
@@ -87,13 +87,13 @@ def test_any_content_is_read_or_refused_at_once(
     assert not refused or str(path) in refused
     assert time.monotonic() - begun < SOON
     if kept >= len(content(entries)) and not behind:
-        assert all(file_store.FileStore(str(path)).check([key]) for key, _ in entries)
+        assert all(raw_stores.FileStore(str(path)).check([key]) for key, _ in entries)
 
 
 @pytest.mark.parametrize("spoil", ["cut", "garbled", "zeros", "replaced", "gone"])
 def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> None:
     path = tmp_path / "store"
-    store = file_store.FileStore(str(path))
+    store = raw_stores.FileStore(str(path))
     put(store, "a", "value")
     if spoil == "cut":
         os.truncate(path, path.stat().st_size - 2)
@@ -142,9 +142,9 @@ def test_a_file_of_another_user(shared: pathlib.Path) -> None:
 def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
-    monkeypatch.setattr(file_store, "LOCKED", 0.1)
+    monkeypatch.setattr(raw_stores, "LOCKED", 0.1)
     path = tmp_path / "store"
-    store = file_store.FileStore(str(path))
+    store = raw_stores.FileStore(str(path))
     with path.open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         with pytest.raises(errors.StoreLost, match=f"{path}.*locked by another process"):
@@ -157,7 +157,7 @@ def test_a_look_needs_no_lock(tmp_path: Path) -> None:
     import fcntl
 
     path = tmp_path / "store"
-    store = file_store.FileStore(str(path))
+    store = raw_stores.FileStore(str(path))
     put(store, "a", "1")
     with path.open() as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)

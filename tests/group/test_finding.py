@@ -21,16 +21,15 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.directory import Directory
 from telegrad._core.directory.server_process import ServerProcess
-from telegrad._core.joining.generation_keys import COME, GENERATION
 from telegrad._core.joining.join import _directory_is_used
-from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Formed
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import find_directory as finding
 from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Found, Pointer, find_directory
-from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
+from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, processes, sealed, wait_until
@@ -331,10 +330,10 @@ def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder, lis
     assert not _directory_is_used(sealed(store))
     for me, lives in (listening, True), (listening._replace(incarnation="dead", tcp=("127.0.0.1", free_port())), False):
         lease = found.directory.grant(LONG)
-        registry = Registry(found.directory, "")
+        registry = Registry(found.directory)
         registry.publish(registry.reserve(me, lease, lambda _: True), lease)
         assert _directory_is_used(sealed(store)) == lives
-        Registry(found.directory, "").leave(me, lease)
+        Registry(found.directory).leave(me, lease)
         assert not _directory_is_used(sealed(store))
 
 

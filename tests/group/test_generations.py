@@ -13,10 +13,20 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
 from telegrad._core.joining import form_generations
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.form_generations import JoinRequest
-from telegrad._core.joining.generation_keys import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
-from telegrad._core.joining.quorum import Arrival, Before, Formed, GroupSize
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.quorum import (
+    COME,
+    GENERATION,
+    Arrival,
+    Before,
+    Formed,
+    GroupSize,
+    arrivals_in,
+    end,
+    is_wanted,
+    lives_in,
+    look,
+)
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import Found
 from telegrad._core.stores.stores import RendezvousStore

@@ -12,14 +12,13 @@ import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.directory.server_process import ServerProcess
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.generation_keys import COME, GENERATION, look
-from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.joining.form_generations import DirectoryLease
+from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Formed, look
 from telegrad._core.membership.members import Member
+from telegrad._core.stores.address import is_here
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
-from telegrad._core.stores.key_value_store import KeyValueStore
+from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import RendezvousStore, join_store
-from telegrad._core.stores.urls import is_here
 from tests.cluster import KEYS, PATIENCE, free_port, opened, wait_until
 
 FORMED = Formed(1, (Member("w", 0, "life", "", "host", "", ("127.0.0.1", 1)),), limits="1")

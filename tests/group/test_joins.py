@@ -42,7 +42,7 @@ def alive(_: Member) -> bool:
 
 
 def join(engine: NaiveEngine, name: str, directory: NaiveClient | None = None, ttl: float = LONG) -> DynamicGroup:
-    group = DynamicGroup(directory or engine.client(), "", ttl)
+    group = DynamicGroup(directory or engine.client(), ttl)
     group.join(worker(name), alive)
     return group
 
@@ -61,7 +61,7 @@ def test_a_worker_that_may_have_come_and_gone_does_not_join(engine: NaiveEngine)
 
 
 def test_a_worker_whose_lease_has_ended_before_it_was_published_may_try_again(engine: NaiveEngine) -> None:
-    group = DynamicGroup(engine.client(), "", LONG)
+    group = DynamicGroup(engine.client(), LONG)
     group._lease = Lease(99, LONG, 0.0)
     with pytest.raises(LeaseLost):
         group._publish(worker("a", rank=1))

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import telegrad
 from telegrad import errors, rpc
-from telegrad._core.security.keyring import Keyring, check_key, new_key, read_keys
+from telegrad._core.security.keyring import Keyring, check_key, find_keys, given_keys, new_key, read_keys
 from telegrad._core.security.tls import TlsFiles
-from telegrad._core.stores.group_keys import find_keys, given_keys
 from telegrad._core.worker.options import TelegradOptions
 from telegrad.launch import run_command
 
@@ -65,7 +64,7 @@ def test_the_users_own_file(home: pathlib.Path) -> None:
 
 
 def test_processes_at_once_find_one_key() -> None:
-    program = "from telegrad._core.stores.group_keys import find_keys; print(find_keys().derive(b'test')[0].hex())"
+    program = "from telegrad._core.security.keyring import find_keys; print(find_keys().derive(b'test')[0].hex())"
     made = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert len({process.communicate(timeout=60)[0] for process in made}) == 1
 

@@ -18,8 +18,8 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.directory import Lease
-from telegrad._core.joining import on_ray
-from telegrad._core.joining.launched import open_meeting
+from telegrad._core.joining import join
+from telegrad._core.joining.join import open_meeting
 from telegrad._core.start.life import init_rpc
 from telegrad._core.stores import address
 from telegrad._core.stores.address import await_name
@@ -203,7 +203,7 @@ class FakeRay(types.ModuleType):
 def test_on_ray_an_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(on_ray, "LOOK", 0.01)
+    monkeypatch.setattr(join, "LOOK", 0.01)
     met = [open_meeting(place, -1, None, None, 30) for place in ("env://", "ray://")]
     assert [(each.rank, each.world_size, each.serves, each.launched) for each in met] == [(-1, None, False, True)] * 2
     directories = [each.directory() for each in met if each.directory is not None]
@@ -216,10 +216,10 @@ def test_on_ray_an_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatc
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
-        "resources": {on_ray.HEAD: on_ray.LITTLE},
+        "resources": {join.HEAD: join.LITTLE},
     }
     assert not ray.killed.wait(0.1)
-    monkeypatch.setattr(on_ray, "IDLE", 0.0)
+    monkeypatch.setattr(join, "IDLE", 0.0)
     assert ray.killed.wait(30)
     for directory in directories:
         directory.close()

@@ -45,7 +45,7 @@ class SlowWatch(NaiveClient):
 
 
 def joined(directory: SlowWatch) -> tuple[DynamicGroup, list[Change]]:
-    group, changes = DynamicGroup(directory, "", TTL), list[Change]()
+    group, changes = DynamicGroup(directory, TTL), list[Change]()
     group.join(Member("a", 0, "life of a", "program", "host", "", ("127.0.0.1", 1)), lambda _: True)
     group.begin(changes.append)
     return group, changes

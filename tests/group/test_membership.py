@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
-from telegrad._core.membership.message_sender import MessageQueue
+from telegrad._core.membership.leaving import MessageQueue
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LeftEarly, PeerError, PeerLost, PeerSilent

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.stores.urls import is_here, split, spot_of
+from telegrad._core.stores.address import is_here, split, spot_of
 from telegrad.errors import UsageError
 
 URLS = st.lists(

@@ -23,7 +23,6 @@ from telegrad._core.membership.registry import (
 from tests.directory.naive import NaiveEngine
 
 LONG = 60.0
-PREFIX = "telegrad/"
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def directory() -> Iterator[Directory]:
 
 @pytest.fixture
 def registry(directory: Directory) -> Registry:
-    return Registry(directory, PREFIX)
+    return Registry(directory)
 
 
 def worker(name: str = "", rank: int = -1, role: str = "") -> Member:
@@ -77,7 +76,7 @@ def test_a_role_names_its_workers(registry: Registry, directory: Directory) -> N
 def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> None:
     engine = NaiveEngine()
     directory = engine.client()
-    registry = Registry(directory, PREFIX)
+    registry = Registry(directory)
     join(registry, worker("a"), directory.grant(0.3), alive)
     engine.forget()
     assert join(registry, worker("a"), directory.grant(LONG), lambda _: None).member.name == "a"
@@ -128,8 +127,7 @@ def test_a_lookup_is_of_exactly_that_name(registry: Registry, directory: Directo
 def test_all_workers_find_one_identity(registry: Registry, directory: Directory) -> None:
     identity, founded = registry.identify()
     assert founded
-    assert Registry(directory, PREFIX).identify() == (identity, False)
-    assert Registry(directory, "other/").identify()[0] != identity
+    assert Registry(directory).identify() == (identity, False)
 
 
 def test_nothing_is_left_of_members_that_have_gone(registry: Registry, directory: Directory) -> None:

@@ -19,8 +19,7 @@ from telegrad._core import progress
 from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.key_value_store import REFUSED, KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
 
 T = TypeVar("T")

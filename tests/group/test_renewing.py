@@ -18,16 +18,13 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.directory.directory import Directory
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.form_generations import JoinRequest
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store
-from telegrad._core.stores.file_store import FileStore
-from telegrad._core.stores.key_renewal import SealRenewal
-from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore, Sealer
+from telegrad._core.stores.raw_stores import FileStore
+from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, Sealer, SealRenewal
 from telegrad._core.stores.stores import RendezvousStore, join_store, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
@@ -123,8 +120,8 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
             assert unreadable(store) == []
         else:  # a stranger has filled the store: what was seen is renewed still
             monkeypatch.setattr(sealed_store, "_MOST_PLACES", 0)
-            member._renew_at = 0
-            member.read("", SERVED)
+            member._sealer._renew_at = 0
+            KeyValueStore(member).read(SERVED)
             member.renew()
             assert SERVED not in unreadable(store)
 

@@ -10,8 +10,8 @@ import pytest
 from telegrad import errors
 from telegrad._core.directory.directory import Directory, Event
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
-from telegrad._core.stores import sealed_directory
-from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores import sealed_store
+from telegrad._core.stores.sealed_store import SealedDirectory
 from tests.cluster import KEYS
 from tests.directory.harness import written
 from tests.directory.naive import NaiveEngine
@@ -136,7 +136,7 @@ def test_seals_are_renewed_once_the_key_was_replaced(raw: Directory, tmp_path: p
 def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
     raw: Directory, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_directory, "RENEW_AGAIN", 0.0)
+    monkeypatch.setattr(sealed_store, "RENEW_AGAIN", 0.0)
     old, new = new_key(), new_key()
     directory = SealedDirectory(raw, KeyFile(tmp_path / "key", new, old).ring(), "place")
     directory.renew_seals()

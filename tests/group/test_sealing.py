@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.key_value_store import KeyValueStore
-from telegrad._core.stores.sealed_store import Sealer
+from telegrad._core.stores.sealed_store import KeyValueStore, Sealer
 from tests.cluster import KEYS, sealed
 
 OTHERS = Keyring([new_key()])

@@ -18,7 +18,7 @@ TTL = 0.6
 
 @pytest.mark.parametrize("stands", [False, True])
 def test_a_worker_that_stands_is_declared_lost_and_learns_of_it(stands: bool) -> None:
-    group = DynamicGroup(NaiveEngine().client(), "", TTL)
+    group = DynamicGroup(NaiveEngine().client(), TTL)
     me = group.join(Member("w0", 0, "life", "program", "host", "", ("127.0.0.1", 1000)), lambda _: True)
     told: list[Change] = []
     over = threading.Event()

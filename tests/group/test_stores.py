@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores import stores, tcp_store
-from telegrad._core.stores.key_value_store import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
+from telegrad._core.stores import raw_stores, stores
+from telegrad._core.stores.raw_stores import reach_tcp
+from telegrad._core.stores.sealed_store import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.stores.tcp_store import reach_tcp
 from tests.cluster import free_port, in_threads, opened, processes, sealed, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
@@ -304,7 +304,7 @@ def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
 def test_torchs_client_meets_no_stranger(answer: bytes | None, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can wait there without an end, and a process that ends meanwhile is aborted."""
     met: list[object] = []
-    monkeypatch.setattr(tcp_store, "reach_tcp", noted(reach_tcp, met))
+    monkeypatch.setattr(raw_stores, "reach_tcp", noted(reach_tcp, met))
     with stranger(answer, greets) as port, pytest.raises(errors.StoreUnreachable, match="is not the group's store"):
         opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
     assert not met
@@ -321,7 +321,7 @@ def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., An
 def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[object] = []
     looked: list[object] = []
-    monkeypatch.setattr(stores, "meet_tcp", noted(tcp_store.meet_tcp, met))
+    monkeypatch.setattr(stores, "meet_tcp", noted(raw_stores.meet_tcp, met))
     monkeypatch.setattr(stores, "read_server_mark", noted(read_server_mark, looked))
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, 2, 30)
@@ -349,7 +349,7 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
     served = opened(url, 0, 2, 30)
     monkeypatch.setattr(stores, "TAKEN", 0.05)
     monkeypatch.setattr(stores, "PROBE", 0.05)
-    monkeypatch.setattr(tcp_store, "reach_tcp", connect)
+    monkeypatch.setattr(raw_stores, "reach_tcp", connect)
     assert meets(served, opened(url, 1, 2, 30))
     stuck.set()
     assert len(tries) == 2

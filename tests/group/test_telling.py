@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.membership.callbacks import CallbackThread
+from telegrad._core.membership.membership import CallbackThread
 from tests.cluster import PATIENCE
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Swap
-from telegrad._core.joining import directory_lease
-from telegrad._core.joining.generation_keys import COME, GENERATION
+from telegrad._core.joining.form_generations import DirectoryLease
+from telegrad._core.joining.quorum import COME, GENERATION
 from tests.cluster import Process, processes, wait_until
 from tests.rpc.test_elastic import end, is_right, place, train
 
@@ -34,7 +34,7 @@ def kill_directory() -> None:
                 os.kill(keeping._keeper.pid, signal.SIGKILL)
 
 
-holders: list[directory_lease.DirectoryLease] = []  # of this process
+holders: list[DirectoryLease] = []  # of this process
 
 
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> dict[str, int]:
@@ -43,9 +43,9 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
-    hold, swap = directory_lease.DirectoryLease.hold, EmbeddedDirectory.swap
+    hold, swap = DirectoryLease.hold, EmbeddedDirectory.swap
 
-    def note(self: directory_lease.DirectoryLease, *arguments: Any) -> None:
+    def note(self: DirectoryLease, *arguments: Any) -> None:
         hold(self, *arguments)
         holders.append(self)
 
@@ -59,7 +59,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(directory_lease.DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
+    setattr(DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()

@@ -17,7 +17,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.agent.incoming import MOST_FAILURES
 from telegrad._core.calls.futures import Future
-from telegrad._core.security.refusals import PERIOD
+from telegrad._core.security.handshake import PERIOD
 from telegrad.errors import WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer

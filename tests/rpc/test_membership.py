@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores import supervised
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
-from telegrad._core.stores.group_keys import user_keys
-from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, group, processes, wait_until

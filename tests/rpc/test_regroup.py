@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.stores.group_keys import user_keys
-from telegrad._core.stores.key_value_store import KeyValueStore
+from telegrad._core.security.keyring import user_keys
+from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all

@@ -59,7 +59,7 @@ class Server:
     def note(self) -> None:
         """Take note of what has changed."""
         table, since = self.table, self._noted
-        leases = set(table._leases)
+        leases = set(table.leases)
         for lease in self._leases - leases:
             self.ended[lease] = self.world.now
         is_quiet = table.revision == since and leases == self._leases

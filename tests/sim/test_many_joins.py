@@ -92,14 +92,14 @@ def fill(table: LeaseTable, present: range) -> None:
     """Have these workers be there."""
     for number in present:
         directory = Directory(table, f"client {number}")
-        registry, lease = Registry(directory, ""), directory.grant(TTL)
+        registry, lease = Registry(directory), directory.grant(TTL)
         registry.publish(registry.reserve(member(f"w{number}", number), lease, alive), lease)
         assert directory.asked == {"grant": 1, "swap": 3}
 
 
 def join(table: LeaseTable, name: str) -> tuple[DynamicGroup, Directory]:
     directory = Directory(table, name)
-    group = DynamicGroup(directory, "", TTL)
+    group = DynamicGroup(directory, TTL)
     group.join(member(name)._replace(incarnation=name), alive)
     return group, directory
 
@@ -139,7 +139,7 @@ def test_many_that_join_at_once_find_free_numbers_soon(table: LeaseTable, name: 
 
     def join(number: int) -> None:
         directory = Crowded(table, f"client {number}", fibers, waiting)
-        group = DynamicGroup(directory, "", TTL)
+        group = DynamicGroup(directory, TTL)
         group.join(member(name and f"{name}{number}")._replace(incarnation=f"life {number}"), alive)
         joined.append((group, directory))
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from telegrad._core.security.encrypted_records import RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState, DecryptionFailed
-from telegrad._core.stores.file_store import FileStore
-from telegrad._core.stores.key_value_store import KeyValueStore
-from telegrad._core.stores.sealed_store import SealedStore, Sealer
+from telegrad._core.stores.raw_stores import FileStore
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, Sealer
 from telegrad._core.wire.messages import split, unpack_numbers
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.unpacking import unpack

@@ -21,7 +21,7 @@ INSTRUMENTED = [
     "telegrad._core.security.handshake",
     "telegrad._core.security.encrypted_records",
     "telegrad._core.stores.sealed_store",
-    "telegrad._core.stores.file_store",
+    "telegrad._core.stores.raw_stores",
     "telegrad._core.wire.unpacking",
 ]
 MEGABYTES = 512  # of memory: a target that needs more has failed

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.security.handshake import Hello, Initiator
+from telegrad._core.security.handshake import MOST_LINES, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.refusals import MOST_LINES
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents

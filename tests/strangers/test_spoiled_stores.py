@@ -16,7 +16,7 @@ from telegrad._core.joining import rendezvous
 from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import POINTER, find_directory
-from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, free_port, processes, sealed

@@ -26,9 +26,9 @@ from telegrad._core.membership.registry import Registry
 from telegrad._core.security.handshake import PURPOSE
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.start.cluster import start
-from telegrad._core.stores import address, tcp_store
+from telegrad._core.stores import address, raw_stores
 from telegrad._core.stores.find_directory import POINTER, find_directory
-from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
@@ -159,7 +159,7 @@ def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> Non
 def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
     raw = NaiveEngine().client()
     directory = SealedDirectory(raw, KEYS, "place")
-    registry = Registry(directory, "")
+    registry = Registry(directory)
     lease = directory.grant(PATIENCE)
     registry.publish(registry.reserve(member("w1", 1, 1), lease, lambda _: True), lease)
     (entry,) = raw.list("live/member/").entries
@@ -174,7 +174,7 @@ def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
 
 def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
     raw = NaiveEngine().client()
-    registry = Registry(SealedDirectory(raw, KEYS, "place"), "")
+    registry = Registry(SealedDirectory(raw, KEYS, "place"))
     since = registry.roster().revision
     raw.swap("live/ended", b"of a stranger")
     assert registry.watch(since, 0.0)[1] == []
@@ -198,7 +198,7 @@ def listening(port: int) -> list[str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_a_store_on_loopback_listens_there_alone(host: str) -> None:
-    store, port = tcp_store.serve_tcp(host, 0)
+    store, port = raw_stores.serve_tcp(host, 0)
     wanted = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
     assert listening(port) == [wanted]
     del store
@@ -220,7 +220,7 @@ def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: py
 def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store and the command lines of processes can be read by all; the key has crossed a pipe."""
     stores: list[Recorded] = []
-    serve = tcp_store.serve_on
+    serve = raw_stores.serve_on
 
     def recorded(listener: socket.socket) -> tuple[Recorded, int]:
         store, port = serve(listener)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 
 import pytest
+from telegrad._core.host.host_memory import LOOK
 
-from telegrad._core.host.host_memory import GROWN, LOOK, Heap, own_bytes, trimmer
+from telegrad._core.host.heap import GROWN, Heap, own_bytes, trimmer
 
 MB = 1 << 20
 

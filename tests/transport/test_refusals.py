@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad._core.security.refusals import MOST_HOSTS, MOST_LINES, OTHERS, PERIOD, Refusals, host_of, to_give_way
+from telegrad._core.security.handshake import MOST_HOSTS, MOST_LINES, OTHERS, PERIOD, Refusals, host_of, to_give_way
 
 
 def test_a_host_has_a_few_lines_in_each_period_and_the_rest_is_counted() -> None:

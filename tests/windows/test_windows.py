@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.stores import tcp_store as tcp
+from telegrad._core.stores import raw_stores as tcp
 from tests.cluster import PATIENCE, free_port
 
 HERE = pathlib.Path(__file__).parent

@@ -22,8 +22,8 @@ from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.host import open_files
-from telegrad._core.host.host_memory import Heap
+from telegrad._core.host import resources
+from telegrad._core.host.heap import Heap
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources, SharedBuffers
@@ -219,7 +219,7 @@ class Connections:
 
     def _reach(self, target: Target) -> OpenedChannel:
         settings = self.settings
-        with open_files.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
+        with resources.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(
                 target,
                 self.joined.keys,

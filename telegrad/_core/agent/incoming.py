@@ -33,7 +33,7 @@ from telegrad._core.pickling.remote_text import already_described, first_line
 from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.security.refusals import Refusals
+from telegrad._core.security.handshake import Refusals
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import (
     FAILURE,

@@ -22,18 +22,23 @@ import socket
 import sys
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.channel import INCARNATION, Channel, name_of
 from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
-from telegrad._core.directory.requests import LONGEST_REQUEST, Request, read_request, write_reply
+from telegrad._core.directory.requests import (
+    INCARNATION,
+    LONGEST_REQUEST,
+    Channel,
+    Request,
+    name_of,
+    read_request,
+    write_reply,
+)
 from telegrad._core.directory.watches import Watches
-from telegrad._core.security.handshake import Acceptor, Hello
+from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
-from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.sockets import NOT_NOW, tune_tcp
 from telegrad.errors import (
     HandshakeError,
@@ -65,19 +70,7 @@ _OUTCOMES: dict[type[TelegradError], int] = {
 }
 
 
-class Config(NamedTuple):
-    """The configuration of a serving process."""
-
-    parent: int  # the process that started it
-    listener: int  # the descriptor of a listening socket
-    keys: Keyring
-    path: str
-    limits: Limits
-
-
 class DirectoryServer:
-    """A directory on a listening socket."""
-
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
     ) -> None:
@@ -110,7 +103,7 @@ class DirectoryServer:
             while not self.stopped:
                 last = self._turn(last)
                 # Processes that the parent has forked hold the pipe, too.
-                if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.has_leases:
+                if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.leases:
                     break
         finally:
             for connection in [*self._strangers, *(each for own in self._clients.values() for each in own)]:
@@ -322,28 +315,22 @@ class _Connection:
         self._is_asked = False
 
 
-def _raise_limit() -> None:
-    """Raise the limit of open descriptors as far as permitted."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
+def main(pipe: int) -> None:
+    """Serve the directory that the pipe describes."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # open as many descriptors as permitted
         import resource
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def main(pipe: int) -> None:
-    """Serve the directory that the pipe describes."""
-    _raise_limit()
     size = int.from_bytes(_read_all(pipe, 4), "little")
-    config = Config(*pickle.loads(_read_all(pipe, size)))  # written by the process that started this one
-    listener = socket.socket(fileno=config.listener)
+    parent, listener, keys, path, limits = pickle.loads(_read_all(pipe, size))  # written by `ServerProcess`
     try:
-        DirectoryServer(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
+        DirectoryServer(socket.socket(fileno=listener), keys, path, limits).run(pipe, parent)
     except TelegradError as error:  # the file's disk may be that of the log, and full
         with contextlib.suppress(OSError):  # the keeper has ended
             os.write(sys.stdout.fileno(), str(error).encode())
         raise
-    remove(config.path)  # no lease is left, so no later group needs the file
+    remove(path)  # no lease is left, so no later group needs the file
 
 
 def _read_all(pipe: int, size: int) -> bytes:

@@ -25,7 +25,6 @@ import sqlite3
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
@@ -44,13 +43,10 @@ CREATE TABLE IF NOT EXISTS leases (lease INTEGER PRIMARY KEY, ttl);
 CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, revision, key, value BLOB, created, lease);
 CREATE INDEX IF NOT EXISTS changes_by_revision ON changes (revision);
 """
-_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with the values of `_under`
 _SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # the same as `_size`
 
 
 class Limits(NamedTuple):
-    """The limits of the stored data."""
-
     changes: int = 10_000  # for watches
     change_bytes: int = 32 << 20
     keys: int = 1 << 16
@@ -128,15 +124,6 @@ class _File:
         self._database.close()
 
 
-@dataclass
-class _Used:
-    """The resources in use."""
-
-    bytes: int
-    changes: int
-    change_bytes: int
-
-
 class LeaseTable:
     """The directory. One thread at a time."""
 
@@ -156,11 +143,11 @@ class LeaseTable:
         }
         self._sorted = sorted(self._entries)
         self._clients = Counter(client for _, client in self._entries.values())
-        self._used = _Used(
-            file.one(f"{total} entries"), file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
-        )
-        self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
-        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; too early for renewed leases
+        self._bytes = file.one(f"{total} entries")
+        self._changes, self._change_bytes = file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
+        # The ends and ttls of leases, by id.
+        self.leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
+        self._ends = [(end, lease) for lease, (end, _) in self.leases.items()]  # a heap; too early for renewed leases
         heapq.heapify(self._ends)
 
     # Leases
@@ -171,23 +158,23 @@ class LeaseTable:
         Raises:
             LimitReached: there are too many.
         """
-        if len(self._leases) >= self.limits.leases:
-            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End some leases first")
+        if len(self.leases) >= self.limits.leases:
+            raise LimitReached(f"the directory is full: it has {len(self.leases)} leases. End some leases first")
         self.revision += 1
         self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
-        self._leases[self.revision] = now + ttl, ttl
+        self.leases[self.revision] = now + ttl, ttl
         heapq.heappush(self._ends, (now + ttl, self.revision))
         return self.revision
 
     def renew(self, lease: int, now: float) -> None:
         """Restart the ttl of a lease. Raises LeaseLost."""
         self._check_lease(lease)
-        end, ttl = self._leases[lease]
-        self._leases[lease] = max(end, now + ttl), ttl
+        end, ttl = self.leases[lease]
+        self.leases[lease] = max(end, now + ttl), ttl
 
     def revoke(self, lease: int) -> None:
         """End a lease, unless it has ended."""
-        if self._leases.pop(lease, None) is None:
+        if self.leases.pop(lease, None) is None:
             return
         keys = [key for (key,) in self.file.rows("SELECT key FROM entries WHERE lease = ? ORDER BY key", lease)]
         self.revision += bool(keys)
@@ -199,7 +186,7 @@ class LeaseTable:
         """End the leases that were not renewed in time."""
         while self._ends and self._ends[0][0] <= now:
             _, lease = heapq.heappop(self._ends)
-            end, _ = self._leases.get(lease, (now, 0.0))
+            end, _ = self.leases.get(lease, (now, 0.0))
             if end > now:
                 heapq.heappush(self._ends, (end, lease))
             else:
@@ -209,14 +196,9 @@ class LeaseTable:
         """Return when to call `expire` next; None without leases."""
         return self._ends[0][0] if self._ends else None
 
-    @property
-    def has_leases(self) -> bool:
-        """True if a lease has not ended."""
-        return bool(self._leases)
-
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by the time in which the server did not run and took no renewals."""
-        self._leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self._leases.items()}
+        self.leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self.leases.items()}
 
     # Keys
 
@@ -248,7 +230,7 @@ class LeaseTable:
             self._clients[owner] -= 1
         self._clients[client] += 1
         self._entries[key] = entry, client
-        self._used.bytes += more
+        self._bytes += more
         self._log(key, value, entry.created, lease)
         return Swap(True, entry)
 
@@ -278,9 +260,10 @@ class LeaseTable:
         size = 0
         for revision, key, value, created, lease in self.file.rows(
             "SELECT revision, key, value, created, lease FROM changes "
-            f"WHERE revision > ? AND {_UNDER} ORDER BY revision, number",
+            "WHERE revision > ? AND key >= ? AND key < CAST(? AS TEXT) ORDER BY revision, number",
             since,
-            *_under(prefix),
+            prefix,
+            prefix.encode() + b"\xff",  # UTF-8 has no byte 255
         ):
             if size > most and revision != found[-1].revision:
                 return found[-1].revision, found
@@ -295,7 +278,7 @@ class LeaseTable:
     # Internal
 
     def _check_lease(self, lease: int) -> None:
-        if lease not in self._leases:
+        if lease not in self.leases:
             raise LeaseLost(
                 "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others "
                 "may own them now: stop the work that needs them, and begin a new lease"
@@ -308,8 +291,8 @@ class LeaseTable:
             full = f"all clients together have {keys} keys"
         elif is_more and own >= limits.keys_of_one:
             full = f"this client has {own} keys"
-        elif more > 0 and self._used.bytes + more > limits.bytes:
-            full = f"all clients together have {self._used.bytes} bytes"
+        elif more > 0 and self._bytes + more > limits.bytes:
+            full = f"all clients together have {self._bytes} bytes"
         else:
             return
         raise LimitReached(
@@ -320,28 +303,28 @@ class LeaseTable:
         entry, client = self._entries.pop(key)
         del self._sorted[bisect_left(self._sorted, key)]
         self._clients[client] -= 1
-        self._used.bytes -= _size(key, entry.value)
+        self._bytes -= _size(key, entry.value)
         self.file.write("DELETE FROM entries WHERE key = ?", key)
         self._log(key, None, 0, 0)
 
     def _log(self, key: str, value: bytes | None, created: int, lease: int) -> None:
         self.file.write("INSERT INTO changes VALUES (NULL, ?, ?, ?, ?, ?)", self.revision, key, value, created, lease)
-        self._used.changes += 1
-        self._used.change_bytes += _size(key, value)
-        if self._used.changes > self.limits.changes or self._used.change_bytes > self.limits.change_bytes:
+        self._changes += 1
+        self._change_bytes += _size(key, value)
+        if self._changes > self.limits.changes or self._change_bytes > self.limits.change_bytes:
             self._forget()
 
     def _forget(self) -> None:
         """Forget the oldest changes, except the newest; an eighth more than necessary, to do this rarely."""
-        used, last = self._used, 0
+        last = 0
         count, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
         for number, revision, bytes_ in self.file.rows(
             f"SELECT number, revision, {_SIZE} FROM changes ORDER BY number"
         ):
-            if used.changes == 1 or (used.changes <= count and used.change_bytes <= size):
+            if self._changes == 1 or (self._changes <= count and self._change_bytes <= size):
                 break
-            used.changes -= 1
-            used.change_bytes -= bytes_
+            self._changes -= 1
+            self._change_bytes -= bytes_
             last, self.compacted = number, revision  # others of that revision may remain, but cannot be requested
         self.file.write("DELETE FROM changes WHERE number <= ?", last)
         self.file.write("UPDATE facts SET value = ? WHERE name = 'compacted'", self.compacted)
@@ -356,11 +339,6 @@ def remove(path: str) -> None:
 
 def _size(key: str, value: bytes | None) -> int:
     return OVERHEAD + len(key.encode()) + len(value or b"")
-
-
-def _under(prefix: str) -> tuple[str, bytes]:
-    """Return the bounds of the keys that begin with a prefix: UTF-8 has no byte 255."""
-    return prefix, prefix.encode() + b"\xff"
 
 
 def _boot() -> str:

@@ -5,15 +5,26 @@ All operations have the same layouts of requests and replies. A connection carri
     request   operation, revision, lease, seconds, length of the key, whether there is a value; key; value
     reply     outcome, revision, number of changes; the changes, or a text if there are none
     change    length of the key, length of the value, revision, created, lease; key; value
+
+After the handshake of a connection, each direction is a stream of encrypted records, with the messages in sequence. A
+message is its length in four bytes, and its content. Records (`encrypted_records.py`) split that stream anywhere: a
+message longer than a record is in several.
 """
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 see below
+import hashlib
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+# Otherwise imported at the first connection, by many forked processes that connect at the same moment.
+from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
+
 from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event, Events
+from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordWriter
+from telegrad._core.security.noise import TAG, Ciphers
 from telegrad.errors import InvalidArgument, ProtocolViolation
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations
@@ -25,6 +36,11 @@ _CHANGE = struct.Struct("<HIQQQ")
 _DELETED = 0xFFFFFFFF  # instead of a value's length
 
 LONGEST_REQUEST = _REQUEST.size + KEY_BYTES + VALUE_BYTES
+
+INCARNATION = "directory"  # of directories in handshakes; workers have others
+
+_LENGTH = struct.Struct("<I")
+_HEAD = _LENGTH.size
 
 
 class Request(NamedTuple):
@@ -39,8 +55,6 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply of the server."""
-
     outcome: int
     revision: int = 0  # or the id of a lease
     changes: Events = []  # noqa: RUF012 nobody changes it
@@ -112,3 +126,66 @@ def read_reply(data: bytes) -> Reply:
     if start != len(data):
         raise ProtocolViolation("it sent a directory reply that is cut off, or too long")
     return Reply(outcome, revision, changes)
+
+
+def name_of(path: str) -> str:
+    """Return the common prefix of the names of all directories that are stored at `path` over time."""
+    return f"directory-{hashlib.sha256(path.encode()).hexdigest()[:16]}-"
+
+
+class Channel:
+    """Both directions. One thread may call `encrypt` while another calls `decrypt`."""
+
+    def __init__(self, ciphers: Ciphers, longest: int, leftover: bytes = b"") -> None:
+        """`longest` is the longest message that is accepted; `leftover` was received after the handshake."""
+        self._writer = RecordWriter(ciphers.sending)
+        self._decrypt = ciphers.receiving.decrypt
+        self._longest = longest
+        self._records = bytearray(leftover)
+        self._content = bytearray()
+
+    def encrypt(self, message: bytes) -> bytes:
+        """Return the records of a message."""
+        content = _LENGTH.pack(len(message)) + message
+        if len(content) <= RECORD:
+            return self._writer.encrypt(content)
+        pieces = memoryview(content)
+        return b"".join(self._writer.encrypt(pieces[at : at + RECORD]) for at in range(0, len(content), RECORD))
+
+    def decrypt(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the complete messages.
+
+        Raises:
+            ProtocolViolation: a record or a message is too long.
+            DecryptionFailed: the bytes are not the next record of the other end.
+        """
+        self._records += data
+        for record in _split(self._records, _check_record):
+            self._content += self._decrypt(record)
+        return list(_split(self._content, self._check_message))
+
+    def _check_message(self, size: int) -> None:
+        if size > self._longest:
+            raise ProtocolViolation(f"a message of {size} bytes was announced; at most {self._longest} are allowed")
+
+
+def _check_record(size: int) -> None:
+    if not TAG < size <= LONGEST + TAG:
+        raise ProtocolViolation(f"a record of {size} bytes was announced")
+
+
+def _split(data: bytearray, check: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the complete pieces at the begin of `data`, each of which follows its length; then remove them.
+
+    `check` is called with each length, and raises if it is invalid.
+    """
+    start = 0
+    while len(data) - start >= _HEAD:
+        (size,) = _LENGTH.unpack_from(data, start)
+        check(size)
+        end = start + _HEAD + size
+        if end > len(data):
+            break
+        yield bytes(data[start + _HEAD : end])
+        start = end
+    del data[:start]

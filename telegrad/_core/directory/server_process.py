@@ -65,7 +65,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that serves now."""
         return self._process.pid
 
     def restart_if_ended(self) -> bool:

@@ -26,8 +26,6 @@ C = TypeVar("C", bound=Hashable)  # a connection
 
 
 class _Watch(NamedTuple):
-    """A waiting request."""
-
     prefix: str
     since: int
     ends: float
@@ -127,7 +125,6 @@ class Watches(Generic[C]):
                 watched.notified = self._seen
 
     def _notify(self, prefix: str, watched: _Prefix[C], now: float) -> list[tuple[C, bytes]]:
-        """Answer the watches of a prefix."""
         found = []
         replies: dict[int, bytes | None] = {}
         for connection, watch in watched.watchers.items():

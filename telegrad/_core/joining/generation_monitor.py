@@ -15,23 +15,13 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import get_args
 
-from telegrad._core.joining.directory_lease import DirectoryLease
-from telegrad._core.joining.generation_keys import IsAlive, arrivals_in, gone_on, is_wanted
-from telegrad._core.joining.quorum import Before, Formed
-from telegrad._core.membership.generation_steps import (
-    FINISH,
-    Finish,
-    GenerationBarrier,
-    Impatient,
-    Letter,
-    Message,
-    Move,
-    Stay,
-    StepReport,
-)
+from telegrad._core.joining.form_generations import DirectoryLease
+from telegrad._core.joining.quorum import Before, Formed, IsAlive, arrivals_in, gone_on, is_wanted
+from telegrad._core.membership.generation_steps import FINISH, GenerationBarrier, Letter, Message
+from telegrad._core.membership.leaving import MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.membership.message_sender import MessageQueue, MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown
@@ -64,7 +54,7 @@ class GenerationMonitor:
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
         self._closed = False  # set once
         self._thread = Background("telegrad-generation", self._main)
-        for message in (StepReport, Stay, Move, Finish, Impatient):
+        for message in get_args(Message):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
@@ -114,7 +104,6 @@ class GenerationMonitor:
         return told
 
     def serve(self) -> str:
-        """Wait for a decision, and return it."""
         while (told := self._told(threading.TIMEOUT_MAX)) == "":
             pass
         return told

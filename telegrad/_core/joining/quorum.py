@@ -5,15 +5,29 @@ workers, as long as there is room. So the worker of rank 0 was in the previous g
 
 It is complete once all living workers of the last one have come, and they are enough. A generation without survivors is
 complete once it is full, or no worker has come for some time.
+
+The keys in the directory are:
+
+    elastic/generation  the last generation that has formed (`Formed`); whether the group has ended with it
+    elastic/come/LIFE   a worker that wants to join the next one (`Arrival`); has the lease of its process
+
+A generation forms by one compare-and-set of `elastic/generation`, with the previous number plus one. Therefore each
+number has one generation, whichever worker decides, even if several do.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from telegrad._core.directory.directory import ABSENT, Directory
 from telegrad._core.membership.members import Member, listed, named
+
+PREFIX = "elastic/"
+GENERATION, COME = PREFIX + "generation", PREFIX + "come/"
+
+IsAlive = Callable[[Member], bool]
 
 
 class Before(NamedTuple):
@@ -66,7 +80,6 @@ class Formed(NamedTuple):
 
     @property
     def lives(self) -> set[str]:
-        """The incarnations of the members."""
         return {member.incarnation for member in self.members}
 
 
@@ -154,7 +167,6 @@ class Quorum:
         return f"{workers} of {self._limits} joined: {names}; more may join"
 
     def missing(self) -> list[str]:
-        """Return the names of the members that are awaited."""
         return [member.name for member in self.awaited()]
 
     def _here(self) -> list[Arrival]:
@@ -168,3 +180,60 @@ class Quorum:
 
     def __repr__(self) -> str:
         return f"<Quorum of {self._limits}: {self.lacks()}>"
+
+
+class ElasticState(NamedTuple):
+    """The content of the directory at one revision."""
+
+    revision: int = 0
+    running: Formed = NONE
+    since: int = ABSENT  # the revision of `running`
+    arrivals: tuple[Arrival, ...] = ()  # in order of arrival
+    came: tuple[int, ...] = ()  # the revisions of the arrivals
+
+
+def look(directory: Directory) -> ElasticState:
+    revision, entries = directory.list(PREFIX)
+    running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
+    come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
+    arrivals = tuple(Arrival.from_json(each.value) for each in come)
+    return ElasticState(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
+
+
+def arrivals_in(directory: Directory) -> list[Arrival]:
+    return [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
+
+
+def gone_on(arrivals: Iterable[Arrival], mine: Formed) -> list[int]:
+    """Return the ranks of the workers that have left the generation `mine`, because they wait for the next one."""
+    lives = {arrival.before.me for arrival in arrivals}
+    return [member.id for member in mine.members if member.incarnation in lives]
+
+
+def is_wanted(arrivals: Iterable[Arrival], mine: Formed, most: int, is_alive: IsAlive) -> bool:
+    """Return True if a living worker waits that could join the generation after `mine`."""
+    return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
+
+
+def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
+    if arrival.member.incarnation in mine.lives:
+        return False
+    if arrival.before.me in mine.lives:
+        return True  # it has stopped waiting for the others
+    has_room = not most or len(mine.members) < most
+    return has_room and arrival.member.name not in {member.name for member in mine.members}
+
+
+def lives_in(directory: Directory, is_alive: IsAlive) -> bool:
+    """Return True if an elastic group runs, or forms, in this directory."""
+    state = look(directory)
+    running = () if state.running.has_ended else state.running.members
+    return any(map(is_alive, (*running, *(each.member for each in state.arrivals))))
+
+
+def end(directory: Directory, mine: Formed) -> bool:
+    """Write that the group has ended normally with this generation; return False if another one has formed since."""
+    state = look(directory)
+    if state.running.number != mine.number:
+        return False
+    return directory.swap(GENERATION, mine._replace(has_ended=True).to_json().encode(), state.since).done

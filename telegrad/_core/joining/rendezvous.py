@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from time import monotonic, time
 from typing import NamedTuple
 
-from telegrad._core.joining.arrivals import ArrivalTable
-from telegrad._core.membership.members import Member, Members, named
+from telegrad._core.membership.members import Member, Members, listed, named
 from telegrad._core.progress import Times, Wait
-from telegrad._core.stores.key_value_store import OVER, REFUSED, SERVED, KeyValueStore, poll_intervals
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.raw_stores import poll_intervals
+from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
 from telegrad.errors import (
     AuthenticationFailed,
     GroupIncomplete,
@@ -37,6 +36,7 @@ from telegrad.errors import (
     WorkerTaken,
 )
 
+MOST_ASKED = 32  # ranks per check, and workers that are probed: all others of the group do the same
 LINGER = 2.0  # seconds that the store's server waits for the others to leave first
 LONGEST_LOOK = 2.0  # seconds to find the missing workers if a group of hundreds does not form
 NEIGHBOURS = 4  # next workers by rank that each worker checks: the first dead one of each sequence is found
@@ -53,9 +53,63 @@ _FAULTS: dict[str, type[TelegradError]] = {
 log = logging.getLogger("telegrad")
 
 
-class RankTable(NamedTuple):
-    """The result of a rendezvous."""
+class ArrivalTable:
+    """Which workers have arrived, as far as this worker has checked.
 
+    The waiting worker writes it. Its values are replaced as wholes, so other threads read them without a lock.
+    """
+
+    def __init__(self, size: int, me: int, names: Sequence[str] = ()) -> None:
+        """`names` are those of all ranks, if known in advance."""
+        self._names = names
+        self._come: dict[int, Member] = {}
+        self._absent = [(me + step) % size for step in range(1, size)] if me in range(size) else list(range(size))
+        self._unasked = len(self._absent)  # how many of these, the first ones, were never checked
+        self._silent: list[Member] = []  # workers that came and no longer answer
+
+    def look(self, entry_of: Callable[[int], str]) -> None:
+        """Check some ranks not known to have come; `entry_of` returns what a rank has published, or ""."""
+        asked, others = self._absent[:MOST_ASKED], self._absent[MOST_ASKED:]
+        entries = {rank: entry_of(rank) for rank in asked}
+        self._come |= {rank: Member.from_json(entry) for rank, entry in entries.items() if entry}
+        self._absent = others + [rank for rank, entry in entries.items() if not entry]
+        self._unasked = max(0, self._unasked - len(asked))
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._unasked
+
+    def knock(self, is_alive: Callable[[Member], bool]) -> None:
+        """Probe the workers found last, and record those that do not answer."""
+        self._silent = [member for member in list(self._come.values())[-MOST_ASKED:] if not is_alive(member)]
+
+    def complete(self, members: Iterable[Member]) -> None:
+        self._absent, self._unasked, self._come = [], 0, {member.id: member for member in members}
+
+    def missing(self) -> list[str]:
+        """Return the missing workers, by name, or as "rank 2"."""
+        absent = sorted(self._absent)
+        return [self._name(rank) or f"rank {rank}" for rank in absent] + [who.name for who in self._silent]
+
+    def said(self) -> list[str]:
+        """Return the missing workers as text for users."""
+        said = []
+        if absent := sorted(self._absent):
+            ranks = listed([repr(self._name(rank)) if self._names else str(rank) for rank in absent])
+            way = "not known to have joined yet" if self._unasked and self._come else "did not join"
+            said.append(f"{'' if self._names else 'rank ' if len(absent) == 1 else 'ranks '}{ranks} {way}")
+        if self._silent:
+            said.append(f"{listed(list(map(str, self._silent)))} joined, then stopped answering")
+        return said
+
+    def _name(self, rank: int) -> str:
+        return self._names[rank] if self._names else ""
+
+    def __repr__(self) -> str:
+        return f"<ArrivalTable: {len(self._come)} have come; {'; '.join(self.said()) or 'nobody is missing'}>"
+
+
+class RankTable(NamedTuple):
     members: Members
     group: str  # its identity
     round: int = 0  # in this store
@@ -104,7 +158,7 @@ class _Static:
     def __post_init__(self) -> None:
         self._root = KeyValueStore(self.store)
         self._until = monotonic() + self.timeout
-        self._formed_before: KeyValueStore | None = None  # a group that has formed in this store without this worker
+        self._formed_before: KeyValueStore | None = None  # of a group that has formed in this store without this worker
         self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
     def join(self) -> RankTable:
@@ -140,7 +194,6 @@ class _Static:
             self._root.swap(ROUND, number, str(int(number) + 1))
 
     def _look_back(self, number: int) -> None:
-        """Record the outcome of the previous round."""
         board = KeyValueStore(self.store, f"telegrad/{number}")
         verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:
@@ -162,9 +215,8 @@ class _Static:
         gate = COMPLETE
         try:
             self._claim()
-            self._board.swap(
-                f"come/{self.me.id}", "", OPENED
-            )  # after the claims, so that no open gate hides a conflict
+            # after the claims, so that no open gate hides a conflict
+            self._board.swap(f"come/{self.me.id}", "", OPENED)
             self._open(COMPLETE)
             with Wait("init_rpc", self._awaited, self._attendance.missing, self.place, self.me.name) as wait:
                 self._pass(COMPLETE, self._watch(wait))
@@ -175,10 +227,9 @@ class _Static:
                 self._board.swap(f"read/{self.me.id}", "", OPENED)
                 self._open(READY)
                 self._pass(READY, self._doubt(members, wait))
-        except _Past:
-            raise
         except BaseException as error:
-            self._tell(gate, error)
+            if not isinstance(error, _Past):
+                self._tell(gate, error)
             raise
         self._leave(range(self.size))
         return RankTable(members, self._board.group, self._round)
@@ -209,7 +260,10 @@ class _Static:
             if found != entry:
                 other = Member.from_json(found)
                 self._check_present(other)
-                raise taken(what, other, me)
+                raise WorkerTaken(
+                    f"the {what} is not unique, two workers claim it: {other} and {me}. Give each its own, and use a "
+                    "fresh store (another port or file) if one of them belongs to an earlier run"
+                )
 
     def _agree(self) -> None:
         """Read the group's terms, or write them as the first worker, and bind the board to the group.
@@ -219,7 +273,7 @@ class _Static:
             RendezvousError: the workers expect groups of different sizes.
         """
         try:
-            found = Terms.from_json(self._board.claim_terms(new_terms(self.size, self.me).to_json()))
+            found = _claim_terms(self._board, self.size, self.me)
             if found.size != self.size:
                 first = found.first or "who called it off"
                 raise RendezvousError(
@@ -292,9 +346,9 @@ class _Static:
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
         limit = monotonic() + LONGEST_LOOK
-        self._attendance.look(self._entry_of)
+        self._look()
         while not self._attendance.is_complete and monotonic() < limit:
-            self._attendance.look(self._entry_of)
+            self._look()
         self._attendance.knock(self.is_alive)
         self._look_for_refused()
         who = self._absent() or "a worker joined, but ended before all had joined"
@@ -310,7 +364,7 @@ class _Static:
         def look() -> None:
             looks, knocks = times.due(monotonic())
             if looks or knocks:
-                self._attendance.look(self._entry_of)
+                self._look()
                 self._look_for_refused()
                 self._open(COMPLETE)
             if knocks:  # more rarely, because each worker probes all
@@ -319,13 +373,13 @@ class _Static:
 
         return look
 
+    def _look(self) -> None:
+        self._attendance.look(lambda rank: self._board.read(f"rank/{rank}"))
+
     def _look_for_refused(self) -> None:
         """Note how many workers were refused for another key: only a hint, as an attacker can change the counter."""
         if refused := self._root.hint(REFUSED) - self._refused:
             self._before = f"{refused} tried to join with another key (an unverified count)"
-
-    def _entry_of(self, rank: int) -> str:
-        return self._board.read(f"rank/{rank}")
 
     def _awaited(self) -> str:
         where = f" at {self.place}" if self.place else ""
@@ -356,13 +410,6 @@ def _fault(error: BaseException) -> str:
     return json.dumps([kind, str(error), time()])
 
 
-def taken(what: str, first: Member, second: Member) -> WorkerTaken:
-    return WorkerTaken(
-        f"the {what} is not unique, two workers claim it: {first} and {second}. Give each its own, and use a fresh "
-        "store (another port or file) if one of them belongs to an earlier run"
-    )
-
-
 class Terms(NamedTuple):
     """The terms of a group, written by its first worker for all later ones."""
 
@@ -370,26 +417,16 @@ class Terms(NamedTuple):
     size: int
     first: Member | None  # None if the group was cancelled before any worker came
 
-    def to_json(self) -> str:
-        return json.dumps(self)
-
     @classmethod
     def from_json(cls, text: str) -> Terms:
         group, size, first, *_ = json.loads(text)
         return cls(group, size, Member.of(first) if first else None)
 
 
-def new_terms(size: int, first: Member | None) -> Terms:
-    """Return terms for a new group."""
-    return Terms(secrets.token_hex(16), size, first)
-
-
-def mixed(me: Member) -> RendezvousError:
-    return RendezvousError(
-        f"RPC group mixes statically and dynamically initialized members which is not supported. {me} joined at a "
-        "store that another kind of group uses. Give all workers world_size, or all of them min_workers or "
-        "max_workers (an elastic group), or none of them any of these; or give each group a port or a file of its own"
-    )
+def _claim_terms(board: KeyValueStore, size: int, first: Member | None) -> Terms:
+    """Return the terms of the group that meets on a board; write new ones if there are none."""
+    new = Terms(secrets.token_hex(16), size, first)
+    return Terms.from_json(board.claim_terms(json.dumps(new)))
 
 
 def terms_of(board: KeyValueStore) -> Terms | None:
@@ -401,16 +438,5 @@ def terms_of(board: KeyValueStore) -> Terms | None:
 def call_off(store: SealedStore, size: int, why: str) -> None:
     """Make the group of that size that forms in this store fail, for all its workers."""
     board = KeyValueStore(store, f"telegrad/{KeyValueStore(store).swap(ROUND, '', '1')}")
-    board.claim_terms(new_terms(size, None).to_json())
+    _claim_terms(board, size, None)
     board.swap(COMPLETE, "", _fault(RendezvousError(why)))
-
-
-def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
-    """Return True if a group of fixed size forms in this store, or has formed and runs."""
-    number = KeyValueStore(store).read(ROUND)
-    board = KeyValueStore(store, f"telegrad/{number}")
-    terms = terms_of(board) if number else None
-    if terms is None or board.read(COMPLETE) not in ("", OPENED):
-        return False
-    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
-    return any(is_alive(Member.from_json(entry)) for entry in entries if entry)

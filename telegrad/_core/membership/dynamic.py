@@ -60,24 +60,18 @@ class DynamicGroup:
     """This worker's registration, and the members known here."""
 
     def __init__(
-        self,
-        directory: Directory,
-        prefix: str,
-        ttl: float,
-        launched: bool = False,
-        clock: Callable[[], float] = monotonic,
+        self, directory: Directory, ttl: float, launched: bool = False, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Use a directory in which the keys of the group begin with `prefix`.
+        """Initialise without joining.
 
         Args:
             directory: closed by `leave`.
-            prefix: the prefix of the group's keys.
             ttl: seconds after which a worker is lost that does not renew its lease.
             launched: a launcher started the directory: it has made the group, and restarts failed workers.
             clock: the clock of the lease ends that `directory` returns.
         """
         self.directory = directory
-        self.registry = Registry(directory, prefix, clock)
+        self.registry = Registry(directory, clock)
         self.identity = ""
         self.over = ""  # why this life has ended; set once
         self._ttl, self._clock = ttl, clock
@@ -244,7 +238,6 @@ class DynamicGroup:
     # The threads
 
     def _renew(self) -> None:
-        """Renew the lease whenever it is time."""
         wait = self._until_renewal()
         while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
             wait = self.renew_if_due()
@@ -280,11 +273,9 @@ class DynamicGroup:
         return self._until_renewal()
 
     def _until_renewal(self) -> float:
-        """Return the seconds until the next renewal."""
         return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - self._clock())
 
     def _main(self) -> None:
-        """Watch the members."""
         wait = 0.0
         while not self._stopped.wait(wait) and not self.over:
             wait = self.watch_once()
@@ -308,7 +299,6 @@ class DynamicGroup:
         return LONGEST_PAUSE
 
     def _step(self) -> None:
-        """Wait for changes, and apply them."""
         try:
             wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once, to see if it answers again
             since, changes = self.registry.watch(self._since, wait)
@@ -419,9 +409,8 @@ class DynamicGroup:
         self._stopped.set()
         if me is not None and not self.over:
             self.over = HAS_LEFT
-            done = threading.Event()
-            run_in_thread("telegrad-leave", self._leave, me, lost, done)
-            done.wait(PATIENCE)  # if the directory does not answer, the lease expires
+            # If the directory does not answer, the lease expires.
+            run_in_thread("telegrad-leave", self._leave, me, lost, patience=PATIENCE)
         self.directory.close()  # makes waiting operations raise
         self._thread.join(PATIENCE)
         self._renewing.join(PATIENCE)
@@ -429,18 +418,13 @@ class DynamicGroup:
         if keeping is not None:
             keeping.leave()
 
-    def _leave(self, me: Member, lost: str, done: threading.Event) -> None:
-        try:
-            with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
-                if self._store is not None and len(self._known) <= 1:
-                    remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
-                self.registry.leave(me, self._lease, lost, self._ends_with(me, lost))
-        finally:
-            done.set()
-
-    def _ends_with(self, me: Member, lost: str) -> bool:
-        """Return True if workers that only serve end when `me` leaves: it has rank 0, or has made the group."""
-        return me.id == 0 and not lost if self._launched else me.id == 0 or self._founded
+    def _leave(self, me: Member, lost: str) -> None:
+        # Workers that only serve end with the worker that has rank 0, or has made the group.
+        ends = me.id == 0 and not lost if self._launched else me.id == 0 or self._founded
+        with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
+            if self._store is not None and len(self._known) <= 1:
+                remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
+            self.registry.leave(me, self._lease, lost, ends)
 
     def __repr__(self) -> str:
         state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"

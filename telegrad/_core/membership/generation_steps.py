@@ -125,7 +125,6 @@ class GenerationBarrier:
         return StepReport(self._how, self._step, self.broken)
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
-        """Process a message."""
         if isinstance(message, StepReport):
             return self._on_standing(sender, message)
         if sender not in self.alive:

@@ -1,30 +1,23 @@
-"""Leaving a group: alone, or together with all other workers. Does the I/O for `shutdown_barrier.py`."""
+"""Leaving a group: alone, or together with all other workers. Does the I/O for `shutdown_barrier.py`.
+
+Also the end of a worker that only serves, the interface of an agent that its group uses, and a queue of messages to
+send by it.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import Any, Protocol, get_args
 
 from telegrad._core.membership.members import Identity, Member, Members, listed
-from telegrad._core.membership.message_sender import MessageQueue, MessageSender
-from telegrad._core.membership.shutdown_barrier import (
-    DONE,
-    WAITING,
-    Ask,
-    Entered,
-    Leave,
-    Left,
-    Letter,
-    Message,
-    Missing,
-    Quiet,
-    ShutdownBarrier,
-    Who,
-)
+from telegrad._core.membership.registry import LOST
+from telegrad._core.membership.shutdown_barrier import DONE, WAITING, Letter, Message, ShutdownBarrier
 from telegrad._core.membership.suspects import is_broken
 from telegrad._core.progress import Wait
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
@@ -32,6 +25,74 @@ from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSil
 BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
 ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
+
+log = logging.getLogger("telegrad")
+
+
+class MessageSender(Protocol):
+    """A worker's control messages, and the state of its calls and connections."""
+
+    lost: list[Callable[[Identity, PeerError], None]]  # called when a connection to a worker ended
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def idle(self) -> bool:
+        """Return True if no call of this worker is in flight, and none runs here."""
+
+    @property
+    def started(self) -> int:
+        """The number of calls that this worker has begun."""
+
+    @property
+    def stands_for(self) -> float:
+        """The seconds for which no thread has polled this worker's connections, though one should have."""
+
+    def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
+        """Call `handler(sender, message)` for every control message of that class."""
+
+    def notify(self, to: str | int, message: tuple[Any, ...]) -> None:
+        """Send a control message; on failure, call the functions in `lost`."""
+
+    def warn_lost(self, who: Identity, why: str) -> None:
+        """Log that a worker was lost, unless that was logged before."""
+
+    def forget_names(self, but: Collection[str]) -> None:
+        """Forget the results of earlier name lookups, except for the lives that are still present."""
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """Close the connections with a worker that is out of the group, and refuse later ones."""
+
+
+class MessageQueue:
+    """Sends messages in the order in which they were decided, from any thread.
+
+    If a slow thread sent one after the other worker had left, that would open a connection, and its failure would look
+    like the death of that worker.
+    """
+
+    def __init__(self, post: MessageSender) -> None:
+        self._post = post
+        self._messages: deque[tuple[int, tuple[Any, ...]]] = deque()
+        self._sending = threading.Lock()  # acquired without waiting
+
+    def add(self, messages: Iterable[tuple[int, tuple[Any, ...]]]) -> None:
+        """Queue messages under the lock of their decision. Call `send` after it is released."""
+        self._messages.extend(messages)
+
+    def send(self) -> None:
+        """Send the queued messages, unless another thread does: that one looks again after it releases the lock."""
+        while self._messages and self._sending.acquire(blocking=False):
+            try:
+                while self._messages:
+                    to, message = self._messages.popleft()
+                    try:
+                        self._post.notify(to, message)
+                    except PeerError:
+                        log.debug("telegrad: %r has already left", to)
+            finally:
+                self._sending.release()
 
 
 class Leaving:
@@ -101,7 +162,6 @@ class Leaving:
         return True
 
     def awaited(self) -> str:
-        """Return what this worker waits for."""
         return f"calls by worker {self._me.name!r}, or to it, are still in flight"
 
     def missing(self) -> list[str]:
@@ -134,7 +194,7 @@ class LeavingTogether(Leaving):
         self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
         self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
-        for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
+        for message in get_args(Message):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
@@ -266,3 +326,44 @@ def _may_live(reason: PeerError, inside: bool) -> bool:
 
 def _quoted(names: list[str]) -> str:
     return listed([repr(name) for name in names])
+
+
+class ServeState:
+    """Decides when a worker that only serves a dynamic group ends.
+
+    It ends with the group, or when a required worker is lost. That includes itself, because no worker calls one that
+    was declared lost. The lock of its membership guards all but `ended`.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
+        self.ended = threading.Event()  # this worker no longer serves
+        self.missed = ""  # why it must not serve on: a member was lost; set once, before `ended`
+        self._only_serves = False
+        self._required: Sequence[Member] = ()
+
+    @property
+    def leaves(self) -> bool:
+        """Return True if this worker only served, and no longer does."""
+        return self._only_serves and self.ended.is_set()
+
+    def begin(self, required: Sequence[Member], gone: Mapping[str, str]) -> None:
+        """Only serve from now on; `gone` maps the incarnations of former members to how they went."""
+        self._required, self._only_serves = required, True
+        for member in required:
+            self.miss(member, gone.get(member.incarnation, ""))
+
+    def miss(self, member: Member, how: str) -> None:
+        """Record that a member is gone, which may be required."""
+        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
+        if how == LOST and required:
+            itself = member.incarnation == self._me.incarnation
+            self.fail(
+                f"this worker, {self._me.name!r}, was declared lost; see its log"
+                if itself
+                else f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log"
+            )
+
+    def fail(self, why: str) -> None:
+        self.missed = self.missed or why
+        self.ended.set()

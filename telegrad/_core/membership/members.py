@@ -217,7 +217,6 @@ def check_name(name: str) -> None:
 
 
 def missing_names(names: Collection[str], wanted: int | Collection[str]) -> list[str]:
-    """Return the wanted names that are not among `names`."""
     return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
 
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.membership.callbacks import CallbackThread
+from telegrad._core import forks
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
+from telegrad._core.membership.leaving import MessageSender, ServeState
 from telegrad._core.membership.members import (
     Identity,
     Member,
@@ -32,7 +34,6 @@ from telegrad._core.membership.members import (
     info,
     missing_names,
 )
-from telegrad._core.membership.message_sender import MessageSender
 from telegrad._core.membership.registry import LEFT, LOST, Change, MemberGone, MemberJoined
 from telegrad._core.membership.suspects import Probes, Suspect, is_broken, remember
 from telegrad._core.progress import Wait
@@ -46,50 +47,51 @@ PATIENCE = 2.0  # seconds for the probing thread to end
 log = logging.getLogger("telegrad")
 
 
-class Greeting(NamedTuple):
-    """An empty message. The connection that carries it will report the receiver's end."""
+class CallbackThread:
+    """Calls the users' callbacks, one at a time, on its own thread.
 
-
-class ServeState:
-    """Decides when a worker that only serves a dynamic group ends.
-
-    It ends with the group, or when a required worker is lost. That includes itself, because no worker calls one that
-    was declared lost. The lock of its membership guards all but `ended`.
+    The owner of this object guards its lists.
     """
 
-    def __init__(self, me: Member) -> None:
-        self._me = me
-        self.ended = threading.Event()  # this worker no longer serves
-        self.missed = ""  # why it must not serve on: a member was lost; set once, before `ended`
-        self._only_serves = False
-        self._required: Sequence[Member] = ()
+    def __init__(self, entered: Callable[[], None]) -> None:
+        self.of_joins: list[Callable[[WorkerInfo], Any]] = []
+        self.of_ends: list[Callable[[WorkerInfo, str], Any]] = []
+        self.of_losses: list[Callable[[WorkerInfo, Exception], Any]] = []
+        self._entered = entered
+        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self.thread = Background("telegrad-members", self._main)  # started with the first callback
 
     @property
-    def leaves(self) -> bool:
-        """Return True if this worker only served, and no longer does."""
-        return self._only_serves and self.ended.is_set()
+    def hears_of_ends(self) -> bool:
+        """Return True if there is a callback for leaving or lost workers."""
+        return bool(self.of_ends or self.of_losses)
 
-    def begin(self, required: Sequence[Member], gone: Mapping[str, str]) -> None:
-        """Only serve from now on; `gone` maps the incarnations of former members to how they went."""
-        self._required, self._only_serves = required, True
-        for member in required:
-            self.miss(member, gone.get(member.incarnation, ""))
+    def gone(self, member: Member, lost: Exception | None) -> None:
+        """Schedule the callbacks for a member that is gone; without a reason of its loss, it has left."""
+        for callback in self.of_ends:
+            self.tell(callback, info(member), LOST if lost else LEFT)
+        for told in self.of_losses if lost else ():
+            self.tell(told, info(member), lost)
 
-    def miss(self, member: Member, how: str) -> None:
-        """Record that a member is gone, which may be required."""
-        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
-        if how == LOST and required:
-            itself = member.incarnation == self._me.incarnation
-            self.fail(
-                f"this worker, {self._me.name!r}, was declared lost; see its log"
-                if itself
-                else f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log"
-            )
+    def tell(self, callback: Callable[..., Any], *args: Any) -> None:
+        self._queue.put((callback, args))
 
-    def fail(self, why: str) -> None:
-        """End with an error."""
-        self.missed = self.missed or why
-        self.ended.set()
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _main(self) -> None:
+        self._entered()
+        while (told := self._queue.get()) is not None:
+            callback, args = told
+            try:
+                callback(*args)
+            except BaseException:  # sys.exit too, because it would end only this thread
+                forks.exit_if_user_code_ended()
+                log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
+
+
+class Greeting(NamedTuple):
+    """An empty message. The connection that carries it will report the receiver's end."""
 
 
 class Membership:
@@ -135,7 +137,6 @@ class Membership:
             self._watch_next()
 
     def present(self) -> list[Member]:
-        """Return all members, by rank."""
         with self._changed:
             return sorted(self._present.values(), key=lambda member: member.id)
 
@@ -150,7 +151,6 @@ class Membership:
     # For users
 
     def workers(self) -> list[WorkerInfo]:
-        """Return the present workers, by rank."""
         self.refresh()
         return list(self.view().workers)
 
@@ -216,7 +216,7 @@ class Membership:
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
         """Call `callback` with each other worker: the present ones now, later ones when they join."""
-        self._teller.begin()
+        self._teller.thread.want()
         with self._changed:
             self._teller.of_joins.append(callback)
             for member in self._others():
@@ -231,7 +231,7 @@ class Membership:
         self._hear_of_ends(self._teller.of_losses, callback)
 
     def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
-        self._teller.begin()
+        self._teller.thread.want()
         with self._changed:
             told.append(callback)
         self.greet()
@@ -305,7 +305,8 @@ class Membership:
                 self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
         self._new_version()
         if member.incarnation != self._me.incarnation:
-            self._teller.come(member)
+            for callback in self._teller.of_joins:
+                self._teller.tell(callback, info(member))
         self._changed.notify_all()
 
     # The probing thread

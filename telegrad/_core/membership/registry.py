@@ -50,8 +50,6 @@ class LifeOver(RendezvousError):
 
 
 class Registered(NamedTuple):
-    """A member and the epoch of its life."""
-
     member: Member
     epoch: int
 
@@ -64,8 +62,6 @@ class Claim(NamedTuple):
 
 
 class MemberJoined(NamedTuple):
-    """A worker has joined."""
-
     registered: Registered
 
 
@@ -103,22 +99,18 @@ class Roster(NamedTuple):
 
 
 class Registry:
-    """One client's view of a group in a directory. Thread-safe."""
+    """One client's view of the group of a directory. Thread-safe."""
 
-    def __init__(self, directory: Directory, group: str, clock: Callable[[], float] = monotonic) -> None:
-        """`group` is the prefix of the group's keys; several groups may share a directory.
-
-        `clock` is the clock of the lease ends that `directory` returns.
-        """
+    def __init__(self, directory: Directory, clock: Callable[[], float] = monotonic) -> None:
+        """`clock` is the clock of the lease ends that `directory` returns."""
         self._directory, self._clock = directory, clock
-        self._prefix = group
 
     # Joining and leaving
 
     def identify(self) -> tuple[str, bool]:
         """Return the identity of the group that meets here, and True if this call created it."""
         mine = secrets.token_hex(16)
-        swap = self._directory.swap(self._key("group"), mine.encode())
+        swap = self._directory.swap("group", mine.encode())
         assert swap.entry is not None
         return swap.entry.value.decode(), swap.done
 
@@ -154,7 +146,7 @@ class Registry:
             LeaseLost: the lease has ended, or another worker has ended it.
             DirectoryLost: the outcome is unknown; another call finds it out.
         """
-        swap = self._directory.swap(self._key(f"{MEMBERS}{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
+        swap = self._directory.swap(f"{MEMBERS}{me.incarnation}", me.to_json().encode(), ABSENT, lease)
         if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
             raise LeaseLost("another worker, or an earlier lease, has claimed the name or the rank")
         return Registered(me, swap.entry.created)
@@ -182,9 +174,9 @@ class Registry:
     def end(self, why: str, how: str = LEFT) -> None:
         """End the members that only serve, with an error if `how` is LOST. Later workers are not affected."""
         found, ended = self._read(ENDED), json.dumps([how, why]).encode()
-        swap = self._directory.swap(self._key(ENDED), ended, found.revision if found else ABSENT)
+        swap = self._directory.swap(ENDED, ended, found.revision if found else ABSENT)
         if swap.entry is not None:  # watchers have seen it
-            self._directory.swap(self._key(ENDED), None, swap.entry.revision)
+            self._directory.swap(ENDED, None, swap.entry.revision)
 
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
         """Write how a member has gone; return its entry, or None if the member was out before."""
@@ -192,7 +184,7 @@ class Registry:
         while (found := self._read(key)) is not None and _departure(found.value) is None:
             departure = json.dumps([how, why]).encode()
             with contextlib.suppress(LeaseLost):  # another worker has removed it meanwhile
-                swap = self._directory.swap(self._key(key), departure, found.revision, _holder(found))
+                swap = self._directory.swap(key, departure, found.revision, _holder(found))
                 if swap.done:
                     return swap.entry
         return None
@@ -203,7 +195,7 @@ class Registry:
         """Claim a key, even from a dead member. An unreachable one keeps it until its lease ends."""
         until = self._clock() + lease.ttl + OVERTIME
         while True:
-            swap = self._directory.swap(self._key(key), me.incarnation.encode(), ABSENT, lease)
+            swap = self._directory.swap(key, me.incarnation.encode(), ABSENT, lease)
             if swap.done:
                 return
             if swap.entry is None:
@@ -219,9 +211,9 @@ class Registry:
                     f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
                 )
             if lives is None:
-                since = self._directory.list(self._key(key)).revision  # changes since the claim may be forgotten
+                since = self._directory.list(key).revision  # changes since the claim may be forgotten
                 with contextlib.suppress(Compacted):
-                    self._directory.watch(self._key(key), since, LOOK)
+                    self._directory.watch(key, since, LOOK)
                 self._directory.renew(lease)
             else:
                 self.declare_lost(life, f"another worker claims its {what}, and it does not answer")
@@ -231,7 +223,7 @@ class Registry:
 
         If it is about to join, one compare-and-set decides whether it is published or refused.
         """
-        key = self._key(f"{MEMBERS}{claim.value.decode()}")
+        key = f"{MEMBERS}{claim.value.decode()}"
         departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
         with contextlib.suppress(LeaseLost):
             swap = self._directory.swap(key, departure, ABSENT, _holder(claim))
@@ -250,7 +242,7 @@ class Registry:
             number = next(itertools.islice(numbers, skipped, None), None)
             if number is None:
                 break
-            if self._directory.swap(self._key(f"{prefix}{number}"), me.incarnation.encode(), ABSENT, lease).done:
+            if self._directory.swap(f"{prefix}{number}", me.incarnation.encode(), ABSENT, lease).done:
                 return number
         raise RendezvousError(f"no free number was found for {prefix!r} among {MOST_RANKS}")
 
@@ -264,14 +256,14 @@ class Registry:
         """
         entry = None
         while entry is None:
-            entry = self._directory.swap(self._key(f"{PUBLISHED}{name}"), life.encode(), ABSENT, lease).entry
+            entry = self._directory.swap(f"{PUBLISHED}{name}", life.encode(), ABSENT, lease).entry
         if entry.value.decode() == life and entry.lease != lease.id:
             raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
         return Claim(entry.value.decode(), entry.created)
 
     def release(self, name: str, claim: Claim) -> None:
         """Delete the key of a published value, if this claim is still valid."""
-        self._directory.swap(self._key(f"{PUBLISHED}{name}"), None, claim.token)
+        self._directory.swap(f"{PUBLISHED}{name}", None, claim.token)
 
     def owner(self, name: str) -> Claim | None:
         """Return the claim of the member that owns a published value."""
@@ -282,24 +274,20 @@ class Registry:
 
     def roster(self) -> Roster:
         """Return all members, and the owners of published values, possibly at a later revision."""
-        members = self._directory.list(self._key(MEMBERS))
-        published = self._directory.list(self._key(PUBLISHED))
+        members = self._directory.list(MEMBERS)
+        published = self._directory.list(PUBLISHED)
         told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]
         return Roster(
             members.revision,
             {
-                self._named(entry.key, MEMBERS): Registered(Member.of(parts), entry.created)
+                entry.key.removeprefix(MEMBERS): Registered(Member.of(parts), entry.created)
                 for entry, parts in told
                 if _departed(parts) is None
             },
-            {
-                self._named(entry.key, PUBLISHED): Claim(entry.value.decode(), entry.created)
-                for entry in published.entries
-            },
+            {each.key.removeprefix(PUBLISHED): Claim(each.value.decode(), each.created) for each in published.entries},
         )
 
     def find(self, to: str | int) -> Registered | None:
-        """Return the member that has a name or a rank now."""
         holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
         entry = self._read(f"{MEMBERS}{holder.value.decode()}") if holder is not None else None
         if entry is None or _departure(entry.value) is not None:
@@ -313,8 +301,8 @@ class Registry:
             Compacted: too much has changed; read the roster again.
             DirectoryLost: the directory does not answer.
         """
-        revision, events = self._directory.watch(self._key(WATCHED), since, timeout)
-        read = ((at, self._change(key[len(self._prefix) :], entry, at)) for at, key, entry in events)
+        revision, events = self._directory.watch(WATCHED, since, timeout)
+        read = ((at, self._change(key, entry, at)) for at, key, entry in events)
         return revision, [(at, change) for at, change in read if change is not None]
 
     @staticmethod
@@ -337,17 +325,10 @@ class Registry:
         return Member.from_json(entry.value) if entry is not None and _departure(entry.value) is None else None
 
     def _read(self, key: str) -> Entry | None:
-        wanted = self._key(key)
-        return next((entry for entry in self._directory.list(wanted).entries if entry.key == wanted), None)
-
-    def _key(self, key: str) -> str:
-        return self._prefix + key
-
-    def _named(self, key: str, kind: str) -> str:
-        return key[len(self._prefix) + len(kind) :]
+        return next((entry for entry in self._directory.list(key).entries if entry.key == key), None)
 
     def __repr__(self) -> str:
-        return f"<Registry of {self._prefix!r} in {self._directory!r}>"
+        return f"<Registry in {self._directory!r}>"
 
 
 def _registered(entry: Entry) -> Registered:

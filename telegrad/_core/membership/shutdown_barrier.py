@@ -110,7 +110,6 @@ class ShutdownBarrier:
         return self._alive & set(self._told.busy)
 
     def ask_who(self) -> list[Letter]:
-        """Ask the leader which workers are missing."""
         return [] if self.leader == self._me or self.state == DONE else [(self.leader, Who())]
 
     @property
@@ -128,7 +127,6 @@ class ShutdownBarrier:
         return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
-        """Process a message."""
         if sender not in self._alive or self.state == DONE:
             return []
         if isinstance(message, Entered):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from telegrad._core.devices.device_streams import Arrived, Streams
 from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
-from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.warm_memory import Block, Lender, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
@@ -52,7 +52,7 @@ class SharedMaps:
         self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
         self._streams = streams
-        self._most = 2 * open_files.to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
+        self._most = 2 * resources.files_to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
@@ -109,7 +109,7 @@ class SharedMaps:
         try:
             base = _map(fd, number, size)
         except (OSError, MemoryError) as error:
-            if out_of_memory.is_out(error):
+            if resources.out_of_memory(error):
                 self.released.append(number)
                 if not number & COMMON:  # the peer passes the descriptor only once
                     self._unmapped[number] = fd
@@ -184,7 +184,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        if open_files.is_out(error) or out_of_memory.is_out(error):
+        if resources.out_of_files(error) or resources.out_of_memory(error):
             raise
         fault = f"it cannot be mapped: {error}"
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")
@@ -404,7 +404,7 @@ class IncomingBlob:
 
 def _unreceived(size: int, error: Exception) -> Unreceived:
     """Return the placeholder of a blob without memory. Re-raise `error` if it has another cause."""
-    if not out_of_memory.is_out(error):
+    if not resources.out_of_memory(error):
         raise error
     return Unreceived(size, str(error) or type(error).__name__)
 

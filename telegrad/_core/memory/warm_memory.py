@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from telegrad._core.devices.staging import DeviceBlock, sharer
-from telegrad._core.host import open_files
+from telegrad._core.host import resources
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, address_of, copy, memory
 
@@ -214,7 +214,7 @@ class SharedBlockPool:
         self._made = 0  # the last number given to a block or loan
         self._warned = False  # that the limit was reached
         self._bytes: Counter[int] = Counter()  # by device
-        self.most_files, self._files = open_files.to_lend(), 0  # memory files of the host
+        self.most_files, self._files = resources.files_to_lend(), 0  # memory files of the host
         self._shelf = _FreeBlocks()
         self._lent: dict[int, AnyBlock] = {}  # by number of the block, or of the loan of a common block
         self._common: dict[int, Block] = {}  # in use, by address

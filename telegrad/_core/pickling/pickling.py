@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from telegrad._core import forks
-from telegrad._core.host import out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
@@ -128,7 +128,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         advice = "use the same versions of its packages on all workers, or send the data that it is built from"
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
-            f"{out_of_memory.advice(error, advice)}"
+            f"{resources.advice(error, advice)}"
         ) from error
 
 

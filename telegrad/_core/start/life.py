@@ -15,15 +15,14 @@ from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.interrupts import install
-from telegrad._core.joining.launched import open_meeting
+from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
 from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.start.cluster import start
-from telegrad._core.start.elastic import Elastic, Generation, limits_of
+from telegrad._core.start.cluster import Elastic, Generation, limits_of, start
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
@@ -127,7 +126,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
     main_program.check_not_imported("init_rpc")
     what = "this worker could not join", RendezvousError
-    with _lock, out_of_memory.explained(*what), open_files.translate_error(*what):
+    with _lock, resources.explained(*what), resources.translate_error(*what):
         check_free()
         current.ended_by = None
         current.worker = begin()

@@ -1,6 +1,6 @@
-"""Chooses the address that a worker publishes, and finds out if two workers share a host.
+"""The addresses of workers and of stores: which one a worker publishes, if two workers share a host, and parts of URLs.
 
-No packet is sent for that: connecting a datagram socket only queries the routing table.
+Choosing an address sends no packet: connecting a datagram socket only queries the routing table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import uuid
 from time import monotonic, sleep
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.sockets import text_of
@@ -23,6 +24,7 @@ ANY_PORT = 9  # the port of a route query does not matter
 IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all pods
 ASK_AGAIN = 0.5  # seconds between two queries for a name that may appear
 ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): its route is the default route
+Spot = tuple[str, int]  # host and port
 
 
 def host_identity() -> str:
@@ -46,7 +48,6 @@ def loopback() -> str:
 
 
 def is_address(host: str) -> bool:
-    """Return True if a host is given by its address."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -159,11 +160,6 @@ def spelled(host: str) -> Any:
     return host.encode() if host.isascii() else host
 
 
-def answers(address: tuple[str, int], patience: float) -> bool:
-    """Return True if a program listens there."""
-    return knock(address, patience) is True
-
-
 def knock(address: tuple[str, int], patience: float) -> bool | None:
     """Return True if a program listens there; None if that is unknown because the host does not answer."""
     try:
@@ -212,3 +208,51 @@ def _checked(wanted: str) -> str:
             f"in the option `address` or in {ADDRESS_VARIABLE}"
         ) from error
     return text_of(address)
+
+
+def split(url: str) -> SplitResult:
+    """Split a URL into its parts.
+
+    Raises:
+        UsageError: it is not a URL.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError as error:  # unbalanced brackets, or a host that cannot be normalized
+        raise UsageError(
+            f"{url!r} is not a URL ({error}): write tcp://HOST:PORT, an IPv6 address in brackets, file:///PATH or "
+            "env://"
+        ) from error
+
+
+def spot_of(url: SplitResult) -> Spot:
+    """Return the host and the port of tcp://HOST:PORT.
+
+    Raises:
+        UsageError: it names none, or several.
+    """
+    if "," in url.netloc:
+        raise UsageError(
+            f"{url.geturl()!r} names several hosts, but a group meets at one. For a group that survives the loss of a "
+            "host, keep its directory in etcd or Redis: init_method='etcd://HOST:2379' or 'redis://HOST:6379'"
+        )
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:  # the port is not a number, or too large
+        host = port = None
+    if not host or not port:
+        raise UsageError(
+            f"{url.geturl()!r} names no host and port (1 to 65535): write tcp://HOST:PORT, an IPv6 address in brackets"
+        )
+    return host, port
+
+
+def is_here(host: str) -> bool:
+    """Return True if `host` is an address of this host."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

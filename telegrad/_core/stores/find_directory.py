@@ -31,9 +31,9 @@ from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import answers, host_identity, knock, listening_address
-from telegrad._core.stores.key_value_store import KeyValueStore, poll_intervals, read_server_mark
-from telegrad._core.stores.sealed_store import SealedStore, short
+from telegrad._core.stores.address import host_identity, knock, listening_address
+from telegrad._core.stores.raw_stores import poll_intervals, short
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 
@@ -49,8 +49,6 @@ log = logging.getLogger("telegrad")
 
 
 class Pointer(NamedTuple):
-    """The location of a directory."""
-
     host: str
     port: int
     machine: str  # the identity of the host of its process
@@ -151,8 +149,6 @@ def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Dire
 
 
 class Found(NamedTuple):
-    """The directory of a group."""
-
     directory: Directory
     keeping: DirectoryMonitor | None = None  # if this worker has started it
     launched: bool = False  # started by a launcher instead of a worker
@@ -164,13 +160,8 @@ def find_directory(
 ) -> Found:
     """Return the directory that the store points to; start it if this worker has to.
 
-    Args:
-        store: the store in which the group meets.
-        place: its location, for messages.
-        port: the port at which this worker serves it; None if it does not.
-        address: the address at which other workers reach this one.
-        until: when to give up.
-        wait: polled regularly.
+    `place` is the location of the store, for messages. `port` is the port at which this worker serves it, if it does.
+    `address` is that at which other workers reach this one. `wait` is polled until the time `until`.
 
     Raises:
         StoreUnreachable: there is none in time.
@@ -292,7 +283,7 @@ def _remove_notes(folder: str) -> None:
             if machine == _machine():
                 # A running directory may have lost its file, because a logout can remove it.
                 pointer = _read_note(path)
-                is_over = not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
+                is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
             else:
                 is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
             if is_over:

@@ -1,4 +1,4 @@
-"""Authenticates the values in a store, which anyone on the network may read and write.
+"""Authenticates the values in a store or directory, which other programs may read and write.
 
 Each value is sealed with the group's key. The seal covers the group, the place in the store, the life of the process
 that wrote it, a serial number that increases with each value at that place, and the value itself. So a value can be
@@ -9,6 +9,9 @@ An attacker who reaches the store can still stop a group from forming, by removi
 value raises StoreUntrusted.
 
 Counters are not sealed, because the store increments them atomically. They are only shown to users.
+
+In a directory such as etcd or Redis, the seal has no serial number: a program that can write there can restore a value
+that was replaced.
 """
 
 from __future__ import annotations
@@ -17,12 +20,29 @@ import contextlib
 import hmac
 import itertools
 import json
+import logging
 import secrets
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
+from telegrad._core.directory.directory import (
+    ABSENT,
+    Directory,
+    DirectoryLost,
+    DirectoryRefused,
+    Entry,
+    Event,
+    Events,
+    Lease,
+    LeaseLost,
+    Listing,
+    Swap,
+)
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.stores.raw_stores import poll_intervals, short
+from telegrad._core.threads import Background
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
 _FORMAT = "tg1"
@@ -31,6 +51,14 @@ TERMS = "terms"  # a list that begins with the group's identity; itself bound to
 RENEW_AGAIN = 10.0  # seconds between two renewals of the whole store, while the file has two keys
 _MOST_PLACES = 1 << 16  # of a store that is renewed as a whole: an attacker may add any number of keys
 _OWN = "telegrad/"  # the prefix of this package's places
+LONGEST_HINT = 6  # digits
+SERVED, OPEN, OVER = "telegrad/served", "open", "over"
+REFUSED = "telegrad/refused"  # a hint: the number of workers refused because of another key
+GONE = "gone"  # returned instead of the mark if no store answers
+LOOK = 1.0  # seconds between checks of the key file
+PATIENCE = 1.0  # seconds for the thread to end
+
+log = logging.getLogger("telegrad")
 
 
 class Opened(NamedTuple):
@@ -45,15 +73,16 @@ NOTHING = Opened("", 0, True)
 
 
 class Sealer:
-    """Seals and opens values. Pure, except for the keys, which may come from a file that changes."""
+    """Seals and opens values. The keys may come from a file that changes."""
 
     def __init__(self, keys: Keyring, life: str) -> None:
         self._keys = keys
         self._life = life
         self._sealed = itertools.count()
+        self._renewed_with = keys.secrets()[0]  # the first key at the last renewal
+        self._renew_at = 0.0  # the time of the next renewal, while there are two keys
 
     def seal(self, group: str, place: str, value: str, serial: int) -> str:
-        """Return the sealed form of a value."""
         life = f"{self._life}-{next(self._sealed)}"  # no two writers seal the same text, so each knows which was first
         text = json.dumps([group, place, serial, life, value])
         return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
@@ -77,6 +106,17 @@ class Sealer:
                     return Opened(value, int(number), position == 0)
         raise unauthenticated(place)
 
+    def renew(self, seal_all: Callable[[], None]) -> None:
+        """Call `seal_all` if another key was first at the last renewal: later workers have only the first key.
+
+        While the file has two keys, this is repeated: on a host where the file is replaced later, a worker may have
+        sealed with the older key.
+        """
+        first, *others = self._keys.secrets()
+        if first != self._renewed_with or (others and monotonic() >= self._renew_at):
+            seal_all()
+            self._renewed_with, self._renew_at = first, monotonic() + RENEW_AGAIN
+
 
 def _macs(keys: Keyring, text: str) -> list[str]:
     return [hmac.digest(key, text.encode(), "sha256").hex() for key in keys.derive(b"store")]
@@ -89,8 +129,6 @@ class SealedStore:
         self.raw = store
         self.keys = keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
-        self._sealed_with = keys.secrets()[0]  # at the last renewal
-        self._renew_at = 0.0  # the time of the next one, while there are two keys
         # The highest serial number seen, by group and place. No lock: if two threads write concurrently, the lower
         # number may remain, and one older value would be accepted.
         self._seen: dict[tuple[str, str], int] = {}
@@ -113,24 +151,9 @@ class SealedStore:
         raw = _text(self.call("compare_set", place, absent, absent))
         return "" if raw == absent else raw
 
-    def swap(self, group: str, place: str, expected: str, value: str) -> str:
-        """Write `value` if the current value is `expected` ("" for none); return the value after that."""
-        if not expected and (group, place) not in self._seen:
-            found, raw = NOTHING, ""  # most claims are for places without a value
-        else:
-            found, raw = self.look_up(group, place)
-        while found.value == expected:
-            written, found, raw = self.replace(group, place, raw, value, found.serial + 1)
-            if written:
-                return value
-        return found.value
-
-    def read(self, group: str, place: str) -> str:
-        """Return the value, "" for none."""
-        found, raw = self.look_up(group, place)
-        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
-            self.replace(group, place, raw, found.value, found.serial + 1)
-        return found.value
+    def has_seen(self, group: str, place: str) -> bool:
+        """Return True if this process has seen a value at this place."""
+        return (group, place) in self._seen
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return the values at places that must have one.
@@ -148,25 +171,23 @@ class SealedStore:
         """Seal each value in the store with the first key, if another one was first before.
 
         Workers that join after the older key is dropped still read such values, whose writers may have left long
-        before. Therefore this goes through all places in the store, of all writers. While the file has two keys, it is
-        repeated: on a host where the file is replaced later, a worker may have sealed with the older key.
+        before. Therefore this goes through all places in the store, of all writers.
         """
-        first, *others = self.keys.secrets()
-        if first == self._sealed_with and (not others or monotonic() < self._renew_at):
-            return
+        self._sealer.renew(self._seal_all)
+
+    def _seal_all(self) -> None:
         groups: dict[str, str] = {}  # the identities of the groups in this store, by the prefix of their places
         for place in sorted(self._places(), key=lambda place: (place.count("/"), not place.endswith(f"/{TERMS}"))):
             above = place.rpartition("/")[0]
             if place.endswith(f"/{TERMS}"):
                 with contextlib.suppress(StoreUntrusted):  # a worker may have that name
-                    if terms := self.read("", place):
+                    if terms := KeyValueStore(self).read(place):
                         groups[above] = str(json.loads(terms)[0])
                     continue
             while above and above not in groups:
                 above = above.rpartition("/")[0]
             with contextlib.suppress(StoreUntrusted):  # a counter, or an invalid value, which its reader will report
-                self.read(groups.get(above, ""), place)
-        self._sealed_with, self._renew_at = first, monotonic() + RENEW_AGAIN
+                KeyValueStore(self, group=groups.get(above, "")).read(place)
 
     def _places(self) -> Iterable[str]:
         """Return the places in the store; only the seen ones if it cannot list them or has too many."""
@@ -176,7 +197,6 @@ class SealedStore:
         return [place for _, place in list(self._seen)]
 
     def look_up(self, group: str, place: str) -> tuple[Opened, str]:
-        """Return the opened value and its sealed form."""
         newest = self._seen.get((group, place), 0)
         raw = self.ask(place)
         return self._open(group, place, raw, newest), raw
@@ -204,11 +224,6 @@ class SealedStore:
         return f"<SealedStore over {type(self.raw).__name__}>"
 
 
-def short(error: BaseException) -> str:
-    """Return the first line of torch's message, without its C++ trace."""
-    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
-
-
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
@@ -222,3 +237,200 @@ def unauthenticated(place: str) -> StoreUntrusted:
         "that user's state folder, which hosts without a shared home do not have in common. If the store is a file "
         "of an earlier run, remove it or name another"
     )
+
+
+class KeyValueStore:
+    """The keys of a store under a prefix. Polls, because torch's own waits cannot be interrupted."""
+
+    def __init__(self, store: SealedStore, prefix: str = "", group: str = "") -> None:
+        self._store, self._prefix = store, prefix
+        # The group's identity, bound to all values but the terms. `terms` and `claim_terms` set it.
+        self.group = group
+
+    def _place(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Write `value` if the current value is `expected` ("" for none); return the value after that.
+
+        Raises:
+            StoreLost: the store is gone.
+            StoreUntrusted: the current value was not written with the group's key.
+        """
+        place = self._place(key)
+        if not expected and not self._store.has_seen(self.group, place):
+            found, raw = NOTHING, ""  # most claims are for places without a value
+        else:
+            found, raw = self._store.look_up(self.group, place)
+        while found.value == expected:
+            written, found, raw = self._store.replace(self.group, place, raw, value, found.serial + 1)
+            if written:
+                return value
+        return found.value
+
+    def read(self, key: str) -> str:
+        """Return the value, "" for none. Raises the same errors as `swap`."""
+        place = self._place(key)
+        found, raw = self._store.look_up(self.group, place)
+        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
+            self._store.replace(self.group, place, raw, found.value, found.serial + 1)
+        return found.value
+
+    def write(self, key: str, value: str) -> None:
+        """Write unconditionally. Others see it before any later write of this board.
+
+        A retried compare-and-set ensures that no serial number is repeated.
+        """
+        place = self._place(key)
+        found, raw = self._store.look_up(self.group, place)
+        written = False
+        while not written:
+            written, found, raw = self._store.replace(self.group, place, raw, value, found.serial + 1)
+
+    def terms(self) -> str:
+        """Return the terms of the group that meets here, "" for none; bind this board to that group."""
+        return self._bind(KeyValueStore(self._store, self._prefix).read(TERMS))
+
+    def claim_terms(self, terms: str) -> str:
+        """Write terms if there are none; return the valid terms and bind this board to their group."""
+        return self._bind(KeyValueStore(self._store, self._prefix).swap(TERMS, "", terms))
+
+    def _bind(self, terms: str) -> str:
+        if terms:
+            self.group = str(json.loads(terms)[0])
+        return terms
+
+    def add_hint(self, key: str) -> None:
+        """Increment a counter, unless it is not a number: then torch's server would close the connection."""
+        if self.hint(key) or not self._store.ask(self._place(key)):
+            self._store.call("add", self._place(key), 1)
+
+    def hint(self, key: str) -> int:
+        """Return a counter, 0 if it is not a number. It is not authenticated: do not rely on it."""
+        raw = self._store.ask(self._place(key))
+        return int(raw) if raw.isascii() and raw.isdecimal() and len(raw) <= LONGEST_HINT else 0
+
+    def has_all(self, keys: list[str]) -> bool:
+        """Return True if each of these keys has a value, authenticated or not."""
+        return bool(self._store.call("check", [self._place(key) for key in keys]))
+
+    def read_all(self, keys: list[str]) -> list[str]:
+        """Return the values of keys that are known to exist. Raises the same errors as `swap`."""
+        return self._store.read_all(self.group, [self._place(key) for key in keys])
+
+    def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None, waiting: int = 1) -> str:
+        """Poll until the key has a value, or return "" at `until`. `waiting`: the number of workers that poll."""
+        for _ in poll_intervals(until, waiting):
+            found = self.read(key)
+            if found:
+                return found
+            meanwhile()
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<KeyValueStore {self._prefix or 'without a prefix'}, {self._store!r}>"
+
+
+def read_server_mark(store: SealedStore) -> str:
+    """Return the mark set by the worker that serves the store, or "" if no worker does."""
+    try:
+        return KeyValueStore(store).read(SERVED)
+    except StoreLost:  # it was removed at this moment
+        return GONE
+
+
+class SealedDirectory:
+    """A `Directory` whose values carry a MAC under the group's key, which covers their keys as well.
+
+    Reading a value that another program has written raises StoreUntrusted. A watch skips it with a warning: it must not
+    stop there, because later changes are authentic.
+    """
+
+    def __init__(self, directory: Directory, keys: Keyring, place: str) -> None:
+        """`place` distinguishes this directory from those of other groups on the same servers."""
+        self._directory, self._place = directory, place
+        self._sealer = Sealer(keys, secrets.token_hex(8))
+        self._told: set[str] = set()  # keys with a logged warning; any thread adds to it
+
+    def grant(self, ttl: float) -> Lease:
+        return self._directory.grant(ttl)
+
+    def renew(self, lease: Lease) -> Lease:
+        return self._directory.renew(lease)
+
+    def revoke(self, lease: Lease) -> None:
+        self._directory.revoke(lease)
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        sealed = value if value is None else self._sealer.seal(self._place, key, value.decode(), 0).encode()
+        done, entry = self._directory.swap(key, sealed, expected, lease)
+        return Swap(done, entry and self._opened(entry))
+
+    def list(self, prefix: str) -> Listing:
+        revision, entries = self._directory.list(prefix)
+        return Listing(revision, tuple(map(self._opened, entries)))
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
+        revision, events = self._directory.watch(prefix, since, timeout)
+        opened = []
+        for event in events:
+            try:
+                opened.append(Event(event.revision, event.key, event.entry and self._opened(event.entry)))
+            except StoreUntrusted as error:
+                if event.key not in self._told:
+                    self._told.add(event.key)
+                    log.warning("telegrad: a change in the group's directory is ignored: %s", error)
+        return revision, opened
+
+    def renew_seals(self) -> None:
+        """Seal each value with the first key, if another one was first before."""
+        with contextlib.suppress(DirectoryLost, DirectoryRefused, StoreUntrusted):  # retried later
+            self._sealer.renew(self._seal_all)
+
+    def _seal_all(self) -> None:
+        for entry in self._directory.list("").entries:
+            with contextlib.suppress(StoreUntrusted, LeaseLost):  # another program's, or of a member that is gone
+                opened = self._open(entry)
+                if not opened.is_current:
+                    sealed = self._sealer.seal(self._place, entry.key, opened.value, 0).encode()
+                    lease = Lease(entry.lease, 0.0, 0.0) if entry.lease else None
+                    self._directory.swap(entry.key, sealed, entry.revision, lease)
+
+    def close(self) -> None:
+        self._directory.close()
+
+    def _opened(self, entry: Entry) -> Entry:
+        return entry._replace(value=self._open(entry).value.encode())
+
+    def _open(self, entry: Entry) -> Opened:
+        return self._sealer.open(self._place, entry.key, entry.value.decode("utf-8", "replace"))
+
+
+class SealRenewal:
+    """A thread that seals one store or directory again while the group's key is being replaced.
+
+    Some stores are read rarely, and also by workers that only have the new key: the store that points to the directory
+    of a dynamic or elastic group, and such a directory if its values are sealed; the store of a group of fixed size
+    that no worker serves (a file, or torchrun's), which restarted workers read again; and that of `telegrad run`.
+    """
+
+    def __init__(self, renew: Callable[[], None]) -> None:
+        """`renew` seals the values again if the key was replaced; it is called once a second."""
+        self._renew = renew
+        self._over = threading.Event()
+        self._thread = Background("telegrad-renewal", self._main)
+
+    def begin(self) -> None:
+        self._thread.want()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+
+    def _main(self) -> None:
+        while not self._over.wait(LOOK):
+            try:
+                self._renew()
+            except (TelegradError, RuntimeError) as error:
+                log.debug("telegrad: the store cannot be sealed again, because it is lost: %s", error)
+                return

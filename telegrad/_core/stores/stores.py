@@ -27,23 +27,29 @@ from telegrad._core.directory.directory import Directory
 from telegrad._core.host.private_files import resolved
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import await_name, check_resolves, means_loopback
-from telegrad._core.stores.file_store import FileStore
-from telegrad._core.stores.key_value_store import (
+from telegrad._core.stores.address import (
+    Spot,
+    await_name,
+    check_resolves,
+    is_here,
+    knock,
+    means_loopback,
+    split,
+    spot_of,
+)
+from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, poll_intervals, serve_tcp, short
+from telegrad._core.stores.sealed_store import (
     GONE,
     OPEN,
     OVER,
     REFUSED,
     SERVED,
     KeyValueStore,
-    poll_intervals,
+    SealedDirectory,
+    SealedStore,
     read_server_mark,
 )
-from telegrad._core.stores.sealed_directory import SealedDirectory
-from telegrad._core.stores.sealed_store import SealedStore, short
 from telegrad._core.stores.supervised import is_supervised, place
-from telegrad._core.stores.tcp_store import PROBE, listens, meet_tcp, serve_tcp
-from telegrad._core.stores.urls import Spot, is_here, split, spot_of
 from telegrad.errors import StorePortTaken, StoreUnreachable, StoreUntrusted, TelegradError, UsageError
 
 LONGEST = 1800.0  # seconds, if a caller sets no limit
@@ -75,13 +81,12 @@ class RendezvousStore(NamedTuple):
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, if known in advance
     file: str = ""  # the path, if the store is a file
-    coming: Any = None  # a `forming.Coming`, if the workers of an elastic group meet
+    coming: Any = None  # a `JoinRequest`, if the workers of an elastic group meet
     directory: Callable[[], Directory] | None = None  # connects to the group's directory, if no store points to it
     launched: bool = False  # a launcher started that directory
 
     @property
     def keys(self) -> Keyring:
-        """The keys that seal the store's values."""
         return self.store.keys
 
     @property
@@ -296,39 +301,26 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
 def join_store(
     host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False, marked: bool = False
 ) -> SealedStore:
-    """Wait for a store that another process serves, and connect to it. `marked`: its server sets a mark."""
-    place = spot(host, port)
-    text = f"no process serves the store at {place}; is the worker of rank 0 running?"
-    with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
-        return find_store(host, port, keys, timeout, lasting, wait.look, marked)
-
-
-def find_store(
-    host: str,
-    port: int,
-    keys: Keyring,
-    timeout: float,
-    lasting: bool = False,
-    meanwhile: Callable[[], None] = lambda: None,
-    marked: bool = False,
-) -> SealedStore:
     """Connect to a store that another process serves; it may not exist yet, and another program may have its port.
 
     With `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key.
     """
-    until = monotonic() + timeout
+    address, until = spot(host, port), monotonic() + timeout
+    text = f"no process serves the store at {address}; is the worker of rank 0 running?"
     site = _Site((host, port), keys)
-    for left in poll_intervals(until):
-        meanwhile()
-        mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
-        if site.store is not None and (mark != OVER or lasting) and (mark or not marked):
-            return site.store
-        until = min(until, site.until)
-        if monotonic() >= until or (lasting and site.refused is not None):  # a lasting store is no earlier program's
-            break
+    with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], address)) as wait:
+        for left in poll_intervals(until):
+            wait.look()
+            mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
+            if site.store is not None and (mark != OVER or lasting) and (mark or not marked):
+                return site.store
+            until = min(until, site.until)
+            # A lasting store is not the one of an earlier program.
+            if monotonic() >= until or (lasting and site.refused is not None):
+                break
     if site.refused is not None:
         raise site.refused
-    if listens(host, port):
+    if knock((host, port), PROBE):
         silent = ", or its worker is stopped or overloaded" if site.is_silent else ""
         raise StoreUnreachable(
             f"the server at {host}:{port} is not the group's store{silent} ({site.why}): "
@@ -341,7 +333,6 @@ def find_store(
 
 
 def spot(host: str, port: int | None) -> str:
-    """Return an address for messages."""
     return host if port is None else place(host, port)
 
 
@@ -359,7 +350,9 @@ class _Site:
 
     def look(self, probe: float, patience: float) -> str:
         """Connect if necessary, and return the store's mark."""
-        if self.store is None and listens(*self.place, probe):  # otherwise torch would retry after half a second
+        if self.store is None and knock(
+            self.place, max(probe, PROBE)
+        ):  # otherwise torch would retry after half a second
             found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)

@@ -10,7 +10,7 @@ import ssl
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.host import resources
 from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
 from telegrad._core.security.keyring import Keyring
@@ -254,15 +254,15 @@ def departed_error(peer: str, how: str) -> PeerError:
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
     """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
     cause = error.__cause__ or error
-    if open_files.is_out(cause):
+    if resources.out_of_files(cause):
         lacks = "file descriptor"
-    elif out_of_memory.is_out(cause):
+    elif resources.out_of_memory(cause):
         lacks = "memory"
     else:
         return lost(peer, why)
     return PeerLost(
         f"this process has no {lacks} left for the data of worker {peer!r}, and has closed the connection to it: "
-        f"{open_files.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
+        f"{resources.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
         "have run"
     )
 

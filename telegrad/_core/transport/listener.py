@@ -15,10 +15,10 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad._core.host.open_files import error_text
+from telegrad._core.host.resources import error_text
 from telegrad._core.security import handshake
+from telegrad._core.security.handshake import Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
 from telegrad._core.sockets import (
     HAS_UNIX,

@@ -11,10 +11,9 @@ import torch
 from telegrad._core import checks
 from telegrad._core.devices import device_streams
 from telegrad._core.devices.device_maps import Devices
-from telegrad._core.host import host_memory
-from telegrad._core.security.keyring import check_key
+from telegrad._core.host import resources
+from telegrad._core.security.keyring import Key, check_key
 from telegrad._core.security.tls import TlsFiles
-from telegrad._core.stores.group_keys import Key
 from telegrad.errors import DeviceError, InvalidArgument
 
 DEFAULT_RPC_TIMEOUT = 60.0
@@ -128,7 +127,7 @@ class TelegradOptions(RpcBackendOptions):
                 "leave key=False out; a group with TLS needs a key, too"
             )
         if shared_memory is None:
-            shared_memory = int(SHARED_MEMORY * host_memory.usable())
+            shared_memory = int(SHARED_MEMORY * resources.usable_memory())
         self.shared_memory: int = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
         self.silence: float = float(checks.seconds("silence", silence, "0 for never"))
         self.heartbeat: float = float(checks.seconds("heartbeat", heartbeat, "0 for none"))

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
+from telegrad._core.security.keyring import find_keys
 from telegrad._core.start.life import check_free
-from telegrad._core.stores.file_store import FileStore
-from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.address import split
+from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.stores import open_store
-from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.profiler import _server_process_global_profile
 from telegrad.compat.rpc import api, backend_registry

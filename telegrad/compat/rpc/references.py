@@ -15,7 +15,7 @@ from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.profiling import event_name
 from telegrad._core.calls.settings import DEFAULT
-from telegrad._core.host.live_objects import instances
+from telegrad._core.host.resources import instances
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.references import Id

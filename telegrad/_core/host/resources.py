@@ -1,0 +1,167 @@
+"""The resources of this process: its memory, its open files, the objects of a class; and errors for lack of them.
+
+The memory is that of the machine, or less if a container limits it. The size of /dev/shm does not count: files of
+`memfd_create` are not in it, and count as memory of the process. Each connection and each shared memory file needs a
+file descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from errno import EMFILE, ENFILE, ENOMEM
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from telegrad.errors import TelegradError
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+UNKNOWN = 8 << 30  # bytes assumed if the system reports no size
+TO_JOIN = 16  # descriptors to join and for the first call that shares memory: 8 and 7 on Linux
+PER_WORKER = 2  # at least so many more for each other worker that it calls and is called by
+MOST_LENT = 4096  # memory files of one worker at most
+FOLDER = "/proc/self/fd"
+# Parts of the texts of errors without a type of their own: from torch's allocators, and from OpenSSL.
+_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "malloc failure")
+_NO_THREAD = "can't start new thread"  # also raised if there is no memory for its stack
+
+
+# Memory
+
+
+def usable_memory() -> int:
+    """Return the bytes of memory that this process may use."""
+    return min([_of_machine(), *_group_limits()])
+
+
+def _of_machine() -> int:
+    # Windows has no sysconf, and other systems may lack these names
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return UNKNOWN
+
+
+def _group_limits() -> Iterator[int]:
+    """Yield the limits of the control groups of this process and of all their ancestors."""
+    with suppress(OSError, ValueError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+                continue
+            root, name = (GROUPS / "memory", "memory.limit_in_bytes") if controllers else (GROUPS, "memory.max")
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (own, *own.parents):
+                with suppress(OSError, ValueError):  # "max", or a file that the container does not show
+                    yield int((root / group / name).read_text())
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return True for an error that means that this process, or its device, has no memory left."""
+    if isinstance(error, OSError):
+        return error.errno == ENOMEM
+    if isinstance(error, RuntimeError | ValueError) and not isinstance(error, TelegradError):
+        return any(text in str(error) for text in _TEXTS)
+    return isinstance(error, MemoryError)
+
+
+def advice(error: BaseException, otherwise: str) -> str:
+    """Return the advice for a value that could not be rebuilt: `otherwise`, unless the cause is lack of memory."""
+    return "the process that received it has no memory left" if out_of_memory(error) else otherwise
+
+
+@contextlib.contextmanager
+def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
+    """Replace an error that means that no memory or thread is left by an error of type `kind`, "`what`: ..."."""
+    try:
+        yield
+    except Exception as error:
+        has_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+        if not (has_no_thread or out_of_memory(error)):
+            raise
+        lack = "has no memory left" + ", or has reached its limit of threads" * has_no_thread
+        raise kind(f"{what}: this process {lack} ({str(error) or type(error).__name__})") from error
+
+
+# Open files
+
+
+def out_of_files(error: BaseException | None) -> bool:
+    """Return True for an error that means that this process or this host has no descriptor left."""
+    return isinstance(error, OSError) and error.errno in (EMFILE, ENFILE)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error, with advice if the error means that no descriptor is left."""
+    if not out_of_files(error):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == ENFILE:
+        return f"{error}: this host has reached its limit of open files (`sysctl fs.file-max`): raise it"
+    limit = f"at most {_file_limit()} files" if _file_limit() else "no more files"
+    return (
+        f"{error}: this process may open {limit} (`ulimit -n`). A worker needs {TO_JOIN} descriptors beyond those of "
+        f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: raise the limit "
+        "by `ulimit -n 4096` before the program starts"
+    )
+
+
+@contextlib.contextmanager
+def translate_error(what: str, kind: type[TelegradError]) -> Iterator[None]:
+    """Replace an error that means that no descriptor is left by an error of type `kind`, "`what`: ..."."""
+    try:
+        yield
+    except OSError as error:
+        cause = error if out_of_files(error) else error.__cause__
+        if cause is None or not out_of_files(cause):
+            raise
+        raise kind(f"{what}: {error_text(cause)}") from error
+
+
+def check_open_files() -> None:
+    """Raise OSError if fewer descriptors are left than a worker needs to join: torch would then hang or exit."""
+    try:
+        used = len(os.listdir(FOLDER)) - 1  # without the descriptor of this listing
+    except FileNotFoundError:
+        used = 3  # assume stdin, stdout and stderr if the system does not tell
+    if _file_limit() and _file_limit() - used < TO_JOIN:
+        raise OSError(EMFILE, os.strerror(EMFILE))
+
+
+def files_to_lend() -> int:
+    """Return how many memory files a worker may have: these use half of the descriptors, two each."""
+    limit = _file_limit()
+    return min(MOST_LENT, limit // 4) if limit else MOST_LENT
+
+
+def _file_limit() -> int:
+    """Return the number of files that this process may open; 0 if there is no limit or it cannot be read."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else 0
+    return 0 if limit < 0 else limit
+
+
+# Objects
+
+
+def instances(*classes: type) -> list[Any]:
+    """Return all objects of these classes and of their subclasses.
+
+    `gc.get_objects()` takes a fifth of the time, but also refers to each tuple that another thread is filling at that
+    moment. CPython refuses to resize a tuple with a second reference: that thread's `tuple(...)` would fail with a
+    SystemError. `gc.get_referrers` returns only objects that refer to the classes.
+    """
+    family: set[type] = set()
+    ahead = list(classes)
+    while ahead:
+        found = ahead.pop()
+        if found not in family:
+            family.add(found)
+            ahead += type.__subclasses__(found)
+    return [each for each in gc.get_referrers(*family) if type(each) in family]
