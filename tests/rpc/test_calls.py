@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad._core.rpc import remote_calls
+from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker.worker import Worker
 from telegrad.rpc import Future, functions
 from tests.cluster import agents
@@ -33,7 +33,7 @@ def fail(kind: type[BaseException], *args: Any) -> NoReturn:
 
 
 def who() -> str:
-    return remote_calls.get_worker_info().name
+    return presence.get_worker_info().name
 
 
 def relay(path: list[str], function: Callable[..., Any], *args: Any) -> str:
@@ -144,7 +144,7 @@ def test_by_name_and_rank(pair: list[Worker], to: int | str) -> None:
 
 def test_by_worker_info(pair: list[Worker]) -> None:
     def ask() -> str:
-        return remote_calls.rpc_sync(remote_calls.get_worker_info("w1"), who)
+        return remote_calls.rpc_sync(presence.get_worker_info("w1"), who)
 
     assert pair[0].agent.call("w0", ask, (), {}) == "w1"
 

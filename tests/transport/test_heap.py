@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 
 import pytest
-from telegrad._core.host.host_memory import LOOK
 
-from telegrad._core.host.heap import GROWN, Heap, own_bytes, trimmer
+from telegrad._core.host.heap import GROWN, LOOK, Heap, own_bytes, trimmer
 
 MB = 1 << 20
 
