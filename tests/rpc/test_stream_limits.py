@@ -177,17 +177,6 @@ def test_small_items_count_in_any_window(three: tuple[Worker, Worker, Worker]) -
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker, Worker, Worker]) -> None:
-    callee, caller, _ = three
-    kept = [rpc_stream("w0", endless, (str(number), SIZE)) for number in range(MOST)]
-    wait_until(lambda: waits_for_others(callee, caller) and len(yielded) == MOST)
-    caller.agent.close(PeerError("the end"))
-    wait_until(lambda: is_forgotten(callee, caller))
-    assert set(closed) == set(yielded)
-    del kept
-    wait_until(lambda: callee.agent.idle)
-
-
 async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
     """As `endless_async`, and goes on where its task is cancelled."""
     yielded[name] = 0
