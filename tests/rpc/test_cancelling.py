@@ -23,6 +23,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, agents_here, group, next_turn, wait_until
+from tests.links import callers_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -491,9 +492,7 @@ def test_a_connection_that_broke_cancels_what_came_over_it() -> None:
     with agents(2) as (a, b):
         future = a.agent.call_async("w1", rest, (), None)
         story.wait_for("rest begins")
-        link = a.agent._connections.peer("w1").link
-        assert link is not None
-        link.close(PeerLost("cut by the test"))
+        link_to(a, "w1").close(PeerLost("cut by the test"))
         with pytest.raises(PeerLost):
             future.wait()
         story.wait_for("rest is cancelled", SOON)
@@ -527,8 +526,7 @@ def keep_reference(reference: RRef[Any]) -> None:
 
 def calls_of(worker: Worker) -> list[Any]:
     """What a worker runs or has to run."""
-    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
-    return [call for caller in callers for call in [*caller.calls.values()]]
+    return [call for caller in callers_of(worker) for call in [*caller.calls.values()]]
 
 
 def unwanted(worker: Worker) -> list[Any]:

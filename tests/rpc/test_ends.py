@@ -22,7 +22,7 @@ from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import Future, rpc_async
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, next_turn, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, wait_until
 from tests.rpc.members import error_of
 
 Outcome = tuple[type[Exception] | None, str]
@@ -269,15 +269,6 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
         in_threads(wait, end)
     lines = [line for line in caplog.messages if "did not call shutdown" in line]
     assert f"(worker 'w{who}' continues to serve)" in lines[0]
-
-
-def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(errors.GroupIncomplete):
-        init(0, 3, free_port(), rpc_timeout=0.5)
-    assert "ranks 1, 2 did not join" in caplog.text
-    with pytest.raises(errors.StoreUnreachable):
-        init(1, 2, free_port(), rpc_timeout=0.5)
-    assert "is the worker of rank 0 running?" in caplog.text
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])

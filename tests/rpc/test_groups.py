@@ -336,38 +336,6 @@ def test_programs_end(end: str, code: int) -> None:
     assert ran.returncode == code, ran.stderr.decode()
 
 
-def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
-    def fork(rank: int) -> tuple[int, int]:
-        pid = os.fork()
-        if not pid:
-            try:
-                rpc.get_worker_info()
-            except errors.NotInitialized as error:
-                os._exit(5 if "A process that a worker starts" in str(error) else 1)
-            os._exit(1)
-        _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status), rpc.rpc_sync("worker1", operator.add, (1, 1))
-
-    assert workers[0].run(fork, 0) == (5, 2)
-
-
-def call_after_shutdown(where: str) -> str:
-    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TelegradOptions(init_method=where))
-    rpc.shutdown()
-    try:
-        rpc.rpc_sync("a", int)
-    except errors.NotInitialized as error:
-        return str(error)
-    return ""
-
-
-def test_calls_after_shutdown_are_told_so(tmp_path: pathlib.Path) -> None:
-    with processes(1) as workers:  # which are children of another process, but left by themselves
-        told = workers[0].run(call_after_shutdown, f"file://{tmp_path / 'meeting'}")
-        assert told.startswith("RPC has not been initialized: this process has left its group, by shutdown()")
-        assert "A process that a worker starts" not in told
-
-
 def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:
     with agents(2) as (first, second):
         for told in second.agent.lost:

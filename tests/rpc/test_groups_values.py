@@ -12,7 +12,7 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from tests.cluster import PATIENCE, agents_here, processes, wait_until
-from tests.rpc.members import join
+from tests.rpc.members import error_of, join
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,17 +183,16 @@ def test_a_live_group_follows_who_joins_and_who_leaves(tmp_path: pathlib.Path) -
         assert boss.run(after, versions[-1], 1)[0] == ["actor2"]
 
 
-def use_after_leaving(where: str) -> str:
+def use_after_leaving(where: str) -> tuple[type[Exception] | None, str]:
     join("alone", where, -1, "actor")
     group = rpc.group("actor")
     rpc.shutdown()
-    try:
-        group.rpc_sync(odd, (1,))
-    except errors.NotInitialized as error:
-        return str(error)
-    return ""
+    return error_of(group.rpc_sync, odd, (1,))
 
 
 def test_a_group_that_is_used_after_leaving(tmp_path: pathlib.Path) -> None:
-    with processes(1) as made:
-        assert "this process has left its group" in made[0].run(use_after_leaving, f"file://{tmp_path}/store")
+    with processes(1) as made:  # which are children of another process, but left by themselves
+        kind, said = made[0].run(use_after_leaving, f"file://{tmp_path}/store")
+        assert kind is errors.NotInitialized
+        assert said.startswith("RPC has not been initialized: this process has left its group, by shutdown()")
+        assert "A process that a worker starts" not in said

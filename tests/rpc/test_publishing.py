@@ -90,13 +90,6 @@ def where(reference: rpc.RRef[Counter]) -> str:
     return found
 
 
-def test_a_published_value_is_found_from_everywhere(crowd: Crowd) -> None:
-    crowd.on("w1", rpc.publish, "counter", Counter)
-    for name in ("w0", "w1", "w2"):
-        assert crowd.on(name, lambda: rpc.lookup("counter").rpc_sync().add(1)) > 0
-    assert crowd.on("w0", lambda: rpc.lookup("counter").rpc_sync().add(0)) == 3
-
-
 def test_who_stands_by_takes_over_and_references_follow(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
     crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))

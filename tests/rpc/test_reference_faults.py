@@ -7,9 +7,7 @@ import pathlib
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.worker import current
+from tests import links
 from tests.cluster import PATIENCE, free_port, group, init, processes, wait_until
 from tests.rpc.members import error_of, join
 from tests.rpc.test_references import assert_empty, count, ones, value_of
@@ -152,37 +151,9 @@ def test_owners_that_leave_a_dynamic_group(tcp: str) -> None:
         assert workers[0].run(third_fetches, "second") == [1, 1]
 
 
-def tell_of_value(freed: threading.Event) -> torch.Tensor:
-    value = torch.ones(1)
-    weakref.finalize(value, freed.set)
-    return value
-
-
-freed = threading.Event()
-
-
-def own_and_share() -> None:
-    rpc.rpc_sync("worker1", hold, (rpc.RRef(tell_of_value(freed)),))
-    assert not freed.is_set()
-
-
-def test_a_users_death_releases_the_value() -> None:
-    with group(2) as workers:
-        workers[0].run(own_and_share)
-        workers[1].kill()
-        assert workers[0].run(wait_freed)
-
-
-def wait_freed() -> bool:
-    return freed.wait(PATIENCE)
-
-
 def break_all() -> None:
     """Every connection of this worker ends, as if the network had failed for a moment."""
-    for peer in list(current.agent()._connections._peers.values()):
-        if hasattr(peer.link, "_sock"):
-            with suppress(OSError):
-                peer.link._sock.shutdown(2)
+    links.shut(links.made(current.here()))
 
 
 def read_and_break(turns: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import operator
 import pathlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
+from tests import links
 from tests.cluster import KEYS, PATIENCE, agents_here, wait_until
 
 LATER = 0.3  # seconds after which somebody comes
@@ -55,8 +55,7 @@ class Stage:
     def crash(self, worker: Worker) -> None:
         """Without a word, as if its process were killed: its entries stay in the store."""
         worker.directory.leave = lambda *_: None
-        for link in [*worker.agent._connections._accepted, *links_of(worker)]:
-            link._sock.shutdown(socket.SHUT_RDWR)
+        links.shut([*links.accepted(worker), *links.made(worker)])
         worker.end("")
         wait_until(lambda: not any(is_open(other, worker) for other in self.all))
 
@@ -65,20 +64,6 @@ def is_open(caller: Worker, to: Worker) -> bool:
     """Whether there is a connection from here to there, as far as the caller knows."""
     peer = caller.agent._connections._peers.get(to.agent.incarnation)
     return peer is not None and peer.link is not None
-
-
-def links_of(worker: Worker) -> list[Any]:
-    peers = worker.agent._connections._peers.values()
-    return [peer.link for peer in peers if hasattr(peer.link, "_sock")]
-
-
-def cut(worker: Worker) -> None:
-    """Break all connections that others have made to a worker, which has noticed that on return."""
-    accepted = worker.agent._connections._accepted
-    links = list(accepted)
-    for link in links:
-        link._sock.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: not set(links).intersection(list(accepted)))
 
 
 @pytest.fixture
@@ -439,8 +424,8 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
     future = rpc.rpc_async("x", function, ("it",), idempotent=True, wait_for_worker=waits)
     assert begun.wait(PATIENCE)
     for _ in range(2):
-        wait_until(lambda: x.agent._connections._accepted)  # the second time, by the call that is made again
-        cut(x)
+        wait_until(lambda: links.accepted(x))  # the second time, by the call that is made again
+        links.cut(x)
     may_end.set()
     assert future.wait() == "it has run 1 times"
     assert runs == ["it"]
@@ -476,7 +461,7 @@ def test_an_error_is_given_again(stage: Stage, function: Callable[..., Any]) -> 
     x = stage.come("x")
     future = rpc.rpc_async("x", function, ("it",), idempotent=True)
     assert begun.wait(PATIENCE)
-    cut(x)
+    links.cut(x)
     may_end.set()
     with pytest.raises(errors.UsageError if function is no_future else KeyError, match=r"x|it"):
         future.wait()
@@ -562,7 +547,7 @@ def test_gradients_flow_through_one_that_was_repeated(stage: Stage) -> None:
     with autograd.context() as context:
         future = rpc.rpc_async("x", scaled, (weight,), idempotent=True)
         assert begun.wait(PATIENCE)
-        cut(x)
+        links.cut(x)
         may_end.set()
         autograd.backward(context, [future.wait().sum()])
         assert autograd.get_gradients(context)[weight].tolist() == [2, 2, 2]
