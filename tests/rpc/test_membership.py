@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pickle
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -11,15 +12,18 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.membership.members import Member, named
 from telegrad._core.stores import supervised
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.group_keys import user_keys
 from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.worker import current
-from tests.cluster import PATIENCE, Process, free_port, group, processes, wait_until
+from telegrad._core.worker.options import TelegradOptions
+from tests.cluster import PATIENCE, Process, free_port, group, processes, run_all, wait_until
 from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
 
 
@@ -242,3 +246,78 @@ def test_one_process_leads_one_dynamic_group_after_the_other(tcp: str) -> None:
             fresh.begin(serve)
             made[0].run(rpc.shutdown)
             assert fresh.end() is None
+
+
+# Roles: workers are named after theirs, told of it and found by it
+
+
+def member(name: str, id_: int, role: str = "") -> Member:
+    return Member(name, id_, f"incarnation{id_}", "p", "h", "", ("127.0.0.1", 1), role=role)
+
+
+def test_numbers_go_by_rank_within_a_role_and_past_names_that_are_taken() -> None:
+    come = [member("", 3, "actor"), member("", 1, "actor"), member("actor1", 0), member("", 2, "learner")]
+    assert [each.name for each in named(come)] == ["actor1", "actor0", "learner0", "actor2"]
+
+
+def test_a_worker_info_is_a_pair_and_knows_its_role() -> None:
+    info = rpc.WorkerInfo("a", 1, role="actor")
+    name, number = info
+    assert (name, number, info.role) == ("a", 1, "actor")
+    assert info == rpc.WorkerInfo("a", 1) == ("a", 1)
+    assert pickle.loads(pickle.dumps(info)).role == "actor"
+    assert repr(info) == "WorkerInfo(name='a', id=1, role='actor')"
+    assert repr(rpc.WorkerInfo("a", 1)) == "WorkerInfo(name='a', id=1)"
+
+
+def join_with_role(rank: int, size: int | None, where: str, names: dict[int, str]) -> str:
+    options = TelegradOptions(init_method=where, rpc_timeout=PATIENCE)
+    role = "learner" if rank == 0 else "actor"
+    rpc.init_rpc(names.get(rank), rank=rank if size else -1, world_size=size, rpc_backend_options=options, role=role)
+    return rpc.get_worker_info().name
+
+
+def roles() -> list[tuple[str, str]]:
+    return [(worker.name, worker.role) for worker in rpc.workers()]
+
+
+def current_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_workers_of_a_group_of_fixed_size_are_named_by_rank_again_and_again(where: str) -> None:
+    with processes(4) as made:
+        for _ in range(2):
+            assert run_all(made, join_with_role, 4, where, {3: "extra"}) == ["learner0", "actor0", "actor1", "extra"]
+            everyone = [("learner0", "learner"), ("actor0", "actor"), ("actor1", "actor"), ("extra", "actor")]
+            assert made[0].run(roles) == made[2].run(roles) == everyone
+            assert made[0].run(call, "actor1", current_name, ()) == "actor1"
+            assert made[1].run(call, "actor0", current_name, ()) == "actor0"
+            run_all(made, lambda _: rpc.shutdown())
+
+
+def test_workers_of_a_dynamic_group_take_the_lowest_free_number(tmp_path: pathlib.Path) -> None:
+    where = f"file://{tmp_path}/store"
+    with processes(4) as made:
+        assert made[0].run(join_with_role, 0, None, where, {}) == "learner0"
+        assert [made[rank].run(join_with_role, rank, None, where, {}) for rank in (1, 2)] == ["actor0", "actor1"]
+        made[1].run(rpc.shutdown)
+        assert made[3].run(join_with_role, 3, None, where, {}) == "actor0"
+        assert [name for name, _ in made[0].run(roles)] == ["learner0", "actor0", "actor1"]
+        found = made[0].run(lambda: rpc.wait_for_workers(2, PATIENCE, role="actor"))
+        assert len(found) == 3
+        with pytest.raises(AssertionError, match="there are 2 workers of role 'actor', not 3: actor0, actor1"):
+            made[0].run(lambda: rpc.wait_for_workers(3, 0.1, role="actor"))
+
+
+def test_a_worker_needs_a_name_or_a_role() -> None:
+    with pytest.raises(errors.UsageError, match='init_rpc\\(role="actor"\\)'):
+        rpc.init_rpc()
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_local_workers_have_roles() -> None:
+    with telegrad.local({"learner": 1, "actor": 2}) as group:
+        assert list(group) == ["learner0", "actor0", "actor1"]
+        found = [(worker.name, worker.role) for worker in rpc.workers()]
+    assert found == [("driver", ""), ("learner0", "learner"), ("actor0", "actor"), ("actor1", "actor")]
