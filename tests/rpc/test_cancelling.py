@@ -233,11 +233,15 @@ class Watched:
     ids=["call", "group", "waits for workers", "gather", "references"],
 )
 def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
-    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt() -> None:
+        story.wait_for("watch begins")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         call()
-    timer.join()
+    thread.join()
     story.wait_for("watch sees", SOON)
     gc.collect()
     assert "was never retrieved" not in caplog.text
