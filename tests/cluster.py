@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing as mp
 import os
@@ -82,11 +83,11 @@ def agents(
                 worker.end("")
 
 
-def wait_until(holds: Callable[[], object]) -> None:
+def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
     """Look again and again; fails once a test is taken to hang."""
-    limit = time.monotonic() + PATIENCE
+    ends = time.monotonic() + limit
     while not holds():
-        assert time.monotonic() < limit, "it did not come to hold"
+        assert time.monotonic() < ends, "it did not come to hold"
         time.sleep(1e-3)
 
 
@@ -94,6 +95,22 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """Run the jobs at once; their results, or the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(job) for job in jobs]]
+
+
+@contextlib.contextmanager
+def agents_here(count: int, **options: Any) -> Iterator[list[Worker]]:
+    """As `agents`; this thread speaks for the first of them."""
+    with agents(count, **options) as workers:
+        current.enter(workers[0])
+        try:
+            yield workers
+        finally:
+            current.enter(None)
+
+
+async def next_turn() -> None:
+    """Let the other tasks of the event loop run once."""
+    await asyncio.sleep(0)
 
 
 class Process:

@@ -1,13 +1,13 @@
-"""The simulated accelerator itself: it finds each kind of missing wait, and raises no alarm over work in order."""
+"""The simulated accelerator itself: it finds each kind of missing wait.
+
+An alarm over work that is in order fails the tests of tests/devices, which run all of their programs on it.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,8 +56,6 @@ def test_devices_do_not_mix() -> None:
         settled(1.0, 2.0) @ torch.ones(2)
     with pytest.raises(RuntimeError, match="same device"):
         settled(1.0, 2.0) @ settled(1.0, 2.0, device="sim:1")
-    assert (settled(1.0, 2.0) + torch.tensor(1)).tolist() == [2.0, 3.0]
-    assert settled(1.0, 2.0)[torch.tensor([1])].tolist() == [2.0]
 
 
 # ---- races
@@ -93,70 +91,6 @@ def test_unordered_uses_are_found(
     assert found is None or found in accelerator.violations()[0]
     assert found is None or "on stream 1 of sim:0" in accelerator.violations()[0]
     accelerator.forget()
-    assert accelerator.violations() == []
-
-
-def by_stream(before: torch.Stream, after: torch.Stream) -> None:
-    after.wait_stream(before)
-
-
-def by_event(before: torch.Stream, after: torch.Stream) -> None:
-    after.wait_event(before.record_event())
-
-
-def by_own_event(before: torch.Stream, after: torch.Stream) -> None:
-    event = torch.Event(DEVICE)
-    event.record(before)
-    event.wait(after)
-
-
-def by_a_third_stream(before: torch.Stream, after: torch.Stream) -> None:
-    third = torch.Stream(device=DEVICE)
-    third.wait_stream(before)
-    after.wait_stream(third)
-
-
-def by_the_host(before: torch.Stream, after: torch.Stream) -> None:
-    before.synchronize()
-
-
-def by_the_hosts_event(before: torch.Stream, after: torch.Stream) -> None:
-    before.record_event().synchronize()
-
-
-def by_the_whole_device(before: torch.Stream, after: torch.Stream) -> None:
-    torch.accelerator.synchronize(DEVICE)
-
-
-def by_queries(before: torch.Stream, after: torch.Stream) -> None:
-    while not before.query():
-        pass
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        by_stream,
-        by_event,
-        by_own_event,
-        by_a_third_stream,
-        by_the_host,
-        by_the_hosts_event,
-        by_the_whole_device,
-        by_queries,
-    ],
-)
-@pytest.mark.parametrize(("first", "second"), [(writes, reads), (writes, writes), (reads, writes)])
-@apart
-def test_each_way_to_wait_is_understood(
-    order: Callable[..., None], first: Callable[..., object], second: Callable[..., object]
-) -> None:
-    tensor = settled(1.0, 2.0)
-    kept = [first(tensor)]
-    side = torch.Stream(device=DEVICE)
-    order(current(), side)
-    with side:
-        kept.append(second(tensor))
     assert accelerator.violations() == []
 
 
@@ -209,15 +143,6 @@ def test_parts_of_one_buffer_are_told_apart() -> None:
     assert len(accelerator.violations()) == 1
 
 
-@apart
-def test_new_memory_at_an_old_address_has_no_past() -> None:
-    side = torch.Stream(device=DEVICE)
-    for stream in (current(), side) * 50:
-        with stream:
-            torch.ones(1000, device=DEVICE).add_(1)
-    assert accelerator.violations() == []
-
-
 # ---- frees
 
 
@@ -229,43 +154,6 @@ def test_memory_freed_under_another_stream_is_found() -> None:
         kept = tensor + 1
     del tensor
     assert "freed while stream 1 of sim:0 may still use it (aten::add)" in accelerator.violations()[0]
-    del kept
-
-
-def by_recording(tensor: Tensor, side: torch.Stream) -> None:
-    tensor.record_stream(side)
-
-
-def by_recording_a_view(tensor: Tensor, side: torch.Stream) -> None:
-    tensor[:1].record_stream(side)
-
-
-def by_recording_a_later_stream(tensor: Tensor, side: torch.Stream) -> None:
-    later = torch.Stream(device=DEVICE)
-    later.wait_stream(side)
-    tensor.record_stream(later)
-
-
-def by_waiting(tensor: Tensor, side: torch.Stream) -> None:
-    current().wait_stream(side)
-
-
-def by_synchronizing(tensor: Tensor, side: torch.Stream) -> None:
-    side.synchronize()
-
-
-@pytest.mark.parametrize(
-    "mend", [by_recording, by_recording_a_view, by_recording_a_later_stream, by_waiting, by_synchronizing]
-)
-@apart
-def test_memory_may_be_freed_when_its_use_is_known(mend: Callable[..., None]) -> None:
-    tensor = settled(1.0, 2.0)
-    side = torch.Stream(device=DEVICE)
-    with side:
-        kept = tensor + 1
-    mend(tensor, side)
-    del tensor
-    assert accelerator.violations() == []
     del kept
 
 
@@ -291,16 +179,6 @@ def test_a_pinned_buffer_is_read_late() -> None:
     assert there.tolist() == [9.0, 9.0]
     there.copy_(torch.tensor([3.0, 4.0]), non_blocking=True)  # not pinned
     assert there.tolist() == [3.0, 4.0]
-
-
-@apart
-def test_an_operation_makes_a_late_copy_arrive() -> None:
-    buffer = pinned(1.0, 2.0)
-    there = buffer.to(DEVICE, non_blocking=True)
-    twice = there * 2
-    buffer.fill_(9)
-    assert twice.tolist() == [2.0, 4.0]
-    assert accelerator.violations() == []
 
 
 @apart
@@ -419,21 +297,6 @@ def test_synchronizations_are_counted() -> None:
 
 
 @apart
-def test_futures_order_streams() -> None:
-    side = torch.Stream(device=DEVICE)
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[DEVICE])
-    after = future.then(lambda done: done.value() * 2)
-    with side:
-        made = settled(1.0, 2.0) * 1
-        future.set_result(made)
-        del made
-    assert (future.wait() + 1).tolist() == [2.0, 3.0]
-    assert after.wait().tolist() == [2.0, 4.0]
-    del future, after
-    assert accelerator.violations() == []
-
-
-@apart
 def test_futures_without_devices_do_not() -> None:
     side = torch.Stream(device=DEVICE)
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -444,40 +307,7 @@ def test_futures_without_devices_do_not() -> None:
     del kept
 
 
-@apart
-def test_callbacks_run_on_streams_of_their_own() -> None:
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[DEVICE, "sim:1"])
-    streams: list[torch.Stream] = []
-    future.add_done_callback(lambda done: streams.extend([current(), current("sim:1")]))
-    future.set_result(pending(1.0))
-    assert current() not in streams
-    assert [stream.device.index for stream in streams] == [0, 1]
-
-
 # ---- autograd
-
-
-@apart
-def test_gradients_follow_the_streams_of_the_forward_pass() -> None:
-    weight = settled(1.0, 2.0).requires_grad_()
-    first, second = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
-    for _ in range(3):
-        for stream in (first, second):
-            stream.wait_stream(current())
-        with first:
-            one = (weight * 2).exp()
-        with second:
-            two = (weight * 3).sin()
-        for stream, part in ((first, one), (second, two)):
-            current().wait_stream(stream)
-            part.record_stream(current())
-        total = (one + two).sum()
-        total.backward()
-        expected = 2 * (weight.detach().cpu() * 2).exp() + 3 * (weight.detach().cpu() * 3).cos()
-        torch.testing.assert_close(weight.grad.cpu(), expected)
-        weight.grad = None
-        del one, two, total
-    assert accelerator.violations() == []
 
 
 @apart
@@ -488,16 +318,6 @@ def test_a_forgotten_wait_before_backward_is_found() -> None:
         part = weight.exp()
     part.sum().backward()
     assert any("reads memory written by aten::exp on stream 1" in line for line in accelerator.violations())
-
-
-@apart
-def test_a_backward_pass_crosses_devices() -> None:
-    weight = settled(1.0, 2.0).requires_grad_()
-    (weight.exp().to("sim:1") * settled(2.0, 3.0, device="sim:1")).sum().backward()
-    torch.testing.assert_close(weight.grad.cpu(), torch.tensor([1.0, 2.0]).exp() * torch.tensor([2.0, 3.0]))
-    (weight.exp().cpu() * 2).sum().backward()
-    assert weight.grad.device == torch.device(DEVICE)
-    assert accelerator.violations() == []
 
 
 # ---- devices, threads and processes
@@ -517,31 +337,6 @@ def test_a_copy_between_devices_orders_both() -> None:
         kept = there.to(DEVICE)
     assert "reads memory written by aten::add on stream 0 of sim:1" in accelerator.violations()[0]
     del kept
-
-
-@apart
-def test_threads_share_the_device() -> None:
-    shared = settled(*range(64))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with torch.Stream(device=DEVICE):
-                for _ in range(20):
-                    mine = (shared * 2).sum()
-                    here = torch.empty((), pin_memory=True).copy_(mine, non_blocking=True)
-                    current().record_event().synchronize()
-                    assert here.item() == 64 * 63
-        except BaseException as problem:
-            failures.append(problem)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert accelerator.violations() == []
 
 
 @apart
@@ -572,22 +367,6 @@ def test_the_device_survives_a_fork() -> None:
     finally:
         going.set()
         thread.join()
-
-
-def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    log = tmp_path / "log"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 0.2\necho "$@" >> {log}\n: > "$3"\n')
-    compiler.chmod(0o755)
-    code = "from tests import accelerator; print(accelerator.build())"
-    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    made = {process.communicate(timeout=50)[0] for process in processes}
-    assert len(made) == 1
-    assert len(log.read_text().splitlines()) == 1
 
 
 def test_this_process_has_no_such_device() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from telegrad import rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.reporting.introspection import introspection_of
-from tests.cluster import agents, wait_until
+from tests.cluster import agents, next_turn, wait_until
 
 _alive: list[weakref.ref[Any]] = []
 _look: list[Callable[[], object]] = []
@@ -37,7 +36,7 @@ def refuse() -> None:
 
 
 async def refuse_later() -> None:
-    await asyncio.sleep(0)
+    await next_turn()
     refuse()
 
 

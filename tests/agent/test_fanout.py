@@ -5,23 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-import telegrad.autograd as autograd
 from telegrad._core.agent import outgoing
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.memory.warm_memory import SHARING
-from telegrad._core.pickling import pickling
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
-from telegrad.rpc import RRef, remote
 from tests.cluster import PATIENCE, agents, in_threads
 
 MB = 1 << 20
@@ -66,20 +62,6 @@ def scribble(value: torch.Tensor) -> float:
 
 
 # What is said
-
-
-@pytest.mark.usefixtures("workers")
-def test_all_are_called_with_one_encoding(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = workers[0].agent
-    counted = Mock(wraps=pickling._encode_call)
-    monkeypatch.setattr(pickling, "_encode_call", counted)
-    futures = call_each(agent, torch.add, torch.ones(3), 1)
-    assert counted.call_count == 1
-    assert all(torch.equal(value, 2 * torch.ones(3)) for value in values(futures))
-    assert agent._fanout.encodings == 1
-    assert values(call_each(agent, here)) == list(OTHERS)
-    assert values(call_each(agent, here, to=(3, "w0", agent.identify("w2")))) == ["w3", "w0", "w2"]
-    assert agent._fanout.encodings == 3
 
 
 def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,35 +110,6 @@ def test_memory_that_is_short_is_no_hindrance() -> None:
         assert values(call_each(workers[0].agent, total, tensor)) == [MB] * 3
 
 
-@pytest.mark.usefixtures("workers")
-def test_each_has_its_own_fork_of_a_reference(workers: list[Worker]) -> None:
-    reference = remote("w1", torch.ones, args=(2,))
-    agent = workers[0].agent
-    fetched = values(call_each(agent, RRef.to_here, reference))
-    assert all(torch.equal(value, torch.ones(2)) for value in fetched)
-    assert agent._fanout.encodings == 1
-
-
-@pytest.mark.usefixtures("workers")
-def test_it_is_recorded_once_for_each(workers: list[Worker]) -> None:
-    tensor = torch.ones(4, requires_grad=True)
-    with autograd.context() as context:
-        results = values(call_each(workers[0].agent, torch.mul, tensor, 3))
-        autograd.backward(context, [torch.stack(results).sum()])
-        gradient = autograd.get_gradients(context)[tensor]
-    assert torch.equal(gradient, torch.full((4,), 9.0))
-
-
-def no_grad_there() -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-
-
-def test_what_surrounds_the_caller_holds_there(workers: list[Worker]) -> None:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert values(call_each(workers[0].agent, no_grad_there)) == [(False, True)] * 3
-    assert values(call_each(workers[0].agent, no_grad_there)) == [(True, False)] * 3
-
-
 # What fails
 
 
@@ -175,17 +128,6 @@ def test_who_cannot_be_called_keeps_no_other_from_it(workers: list[Worker]) -> N
     with pytest.raises(ValueError, match="not on w2") as caught:
         futures[2].wait()
     assert isinstance(caught.value, ValueError | RemoteError)
-
-
-def test_who_has_died_is_told_of_alone() -> None:
-    with agents(4) as workers:
-        agent = workers[0].agent
-        values(call_each(agent, here))
-        workers[2].end("")
-        futures = call_each(agent, here)
-        assert [futures[0].wait(), futures[2].wait()] == ["w1", "w3"]
-        with pytest.raises(PeerError):
-            futures[1].wait()
 
 
 def test_what_fails_for_all_is_raised_once(workers: list[Worker]) -> None:
@@ -258,18 +200,3 @@ def test_all_are_sent_before_anybody_is_waited_for() -> None:
 
 def release_who_waits() -> None:
     may_end.set()
-
-
-def test_creations_are_made_of_each(workers: list[Worker]) -> None:
-    """What the layer of references understands goes along, and differs."""
-    layer = workers[0].agent.layers.references
-    assert layer is not None
-    pack = layer.pack
-    futures: list[Future[Any]] = [Future() for _ in OTHERS]
-    with patch.object(layer, "pack", side_effect=lambda references, to, _: pack(references, to, None)) as packed:
-        calls = [EachCall(future, to, f"for {to}") for future, to in zip(futures, OTHERS, strict=True)]
-        workers[0].agent.call_each(calls, PreparedCall(here))
-    assert values(futures) == list(OTHERS)
-    assert [(to.name, creation) for _, to, creation in (call.args for call in packed.call_args_list)] == [
-        (name, f"for {name}") for name in OTHERS
-    ]

@@ -5,7 +5,6 @@ The flood leaves over the connection of a worker, past the limits that a caller 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import pickle
 import statistics
@@ -20,10 +19,10 @@ from telegrad._core.agent.incoming import Caller
 from telegrad._core.memory.blobs import Chunk
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.transport import writer
-from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached, PeerError
+from tests import links
 from tests.cluster import agents, wait_until
 
 MOST = 2000  # calls of one caller that may wait
@@ -61,15 +60,8 @@ def three() -> Iterator[tuple[Worker, Worker, Worker]]:
         wait_until(lambda: callee.agent._server.idle)
 
 
-def link_of(worker: Worker) -> Link:
-    link = worker.agent._connections.peer("w0").link
-    assert isinstance(link, Link)
-    return link
-
-
 def caller_of(callee: Worker, name: str) -> Caller:
-    callers = [link._on_messages.args[0] for link in callee.agent._connections._accepted]  # type: ignore[attr-defined]
-    return next(caller for caller in callers if caller.name == name)
+    return next(caller for caller in links.callers_of(callee) if caller.name == name)
 
 
 def call(number: int, function: Callable[..., Any], *args: Any) -> Message:
@@ -90,20 +82,10 @@ def latency(worker: Worker) -> float:
     return statistics.median(took)
 
 
-@contextlib.contextmanager
-def unread(link: Link) -> Iterator[None]:
-    """Nobody reads what comes over a link."""
-    wait_until(link.reading.take)
-    try:
-        yield
-    finally:
-        link.reading.give_back()
-
-
 def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, other = three
     for number in range(MOST // 2):
-        link_of(flooder).send(call(number, hold, number))
+        links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: len(ran) >= 4)
     start = time.monotonic()
     assert other.agent.call("w0", operator.add, (1, 2), None, timeout=20) == 3
@@ -115,7 +97,7 @@ def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tupl
     callee, flooder, other = three
     count = 6 * MOST
     for number in range(count):
-        link_of(flooder).send(call(number, hold, number))
+        links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
     assert latency(other) < 1.0
     assert len(caller_of(callee, "w1").calls) < 2 * MOST
@@ -130,10 +112,10 @@ def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tupl
 def test_what_cancels_calls_is_read_though_too_many_wait(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, _ = three
     for number in range(MOST + 100):
-        link_of(flooder).send(call(number, hold, number))
+        links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
     for number in range(MOST + 100):
-        link_of(flooder).send(Message(CANCEL, 1_000_000 + number))
+        links.link_to(flooder, "w0").send(Message(CANCEL, 1_000_000 + number))
     wait_until(lambda: len(caller_of(callee, "w1").queue) < 100)
     wait_until(lambda: not is_held(callee, "w1"))
 
@@ -141,11 +123,11 @@ def test_what_cancels_calls_is_read_though_too_many_wait(three: tuple[Worker, Wo
 def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, _ = three
     for number in range(MOST + 100):
-        link_of(flooder).send(call(number, hold, number))
+        links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
-    before = link_of(flooder).taken
+    before = links.link_to(flooder, "w0").taken
     flooder.agent._connections.peer("w0").connection.read_in_background()
-    wait_until(lambda: link_of(flooder).taken > before)
+    wait_until(lambda: links.link_to(flooder, "w0").taken > before)
 
 
 def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) -> None:
@@ -175,10 +157,10 @@ def test_results_that_nobody_reads_end_the_beginning_of_calls(
 ) -> None:
     callee, flooder, other = three
     monkeypatch.setattr(writer, "MOST_BYTES", 1024 * KIB)
-    link = link_of(flooder)
+    link = links.link_to(flooder, "w0")
     count, size = 200, 200 * KIB  # which is part of the frame; larger values travel in shared memory
-    accepted = next(link for link in callee.agent._connections._accepted if link.peer == "w1")
-    with unread(link):
+    accepted = next(link for link in links.accepted(callee) if link.peer == "w1")
+    with links.unread(link):
         for number in range(count):
             link.send(call(number, big, size))
         caller = caller_of(callee, "w1")
@@ -195,7 +177,7 @@ def test_results_that_nobody_reads_end_the_beginning_of_calls(
 
 def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Worker, Worker]) -> None:
     _, flooder, other = three
-    link = link_of(flooder)
+    link = links.link_to(flooder, "w0")
     for _ in range(2):
         link.send(call(0, hold))
     flooder.agent.expect("w0")
@@ -210,7 +192,7 @@ def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, 
     callee.agent.on(Word, lambda *_: None)
 
     def flood() -> None:
-        link = link_of(flooder)
+        link = links.link_to(flooder, "w0")
         while not stop.is_set() and link.closed is None:
             if len(link._outbox) < 1000:
                 for _ in range(100):
@@ -221,7 +203,7 @@ def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, 
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        wait_until(lambda: link_of(flooder).sent > 100_000)
+        wait_until(lambda: links.link_to(flooder, "w0").sent > 100_000)
         assert latency(other) < 1.0
         assert len(caller_of(callee, "w1").control) < 2 * MOST
     finally:
@@ -232,7 +214,7 @@ def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, 
 def test_the_calls_of_a_caller_that_has_gone_do_not_begin(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, other = three
     for number in range(MOST // 2):
-        link_of(flooder).send(call(number, hold, number))
+        links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: len(ran) >= 4)
     caller = caller_of(callee, "w1")
     wait_until(lambda: len(caller.queue) > MOST // 4)

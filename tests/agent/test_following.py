@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.profiling import CallEvent
 from telegrad.rpc import remote, rpc_async, rpc_sync
-from tests.cluster import wait_until
+from tests.cluster import next_turn, wait_until
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -72,7 +71,7 @@ def way(*to: str) -> str:
 
 async def carried() -> list[dict[str, str]]:
     before = call_context.baggage()
-    await asyncio.sleep(0)
+    await next_turn()
     return [before, call_context.baggage()]
 
 

@@ -150,7 +150,7 @@ def test_without_limits_nobody_is_looked_at() -> None:
     assert not link.asked
 
 
-# A worker looks at itself; that it tells of a stop is in tests/rpc/test_health.py
+# A worker looks at itself; that it tells of a stop is in tests/rpc/test_losses.py
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is known of one thread")

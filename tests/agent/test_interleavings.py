@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.agent.incoming import Caller
 from telegrad._core.calls.cancelling import cancelled
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.links import callers_of
 from tests.locks import CheckedLock
 
 SEEDS = 3
@@ -112,11 +112,6 @@ def watch(number: int) -> None:
     while not cancelled():
         assert time.monotonic() < until, f"nobody tells call {number} that it is not wanted"
         time.sleep(1e-4)
-
-
-def callers_of(worker: Worker) -> list[Caller]:
-    """Those whose connections stand."""
-    return [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import itertools
 import os
 import random
 import threading
 import weakref
-from time import perf_counter
+from collections.abc import Callable, Coroutine
+from queue import SimpleQueue
+from time import monotonic, perf_counter
 from typing import Any, NoReturn
 
 import pytest
+from telegrad._core.reactor.timer import LONGEST_PAUSE
 
 from telegrad._core.reactor import reactor as module
-from telegrad._core.reactor.leader_threads import TimerThread
+from telegrad._core.reactor.leader_threads import EventLoop, TimerThread
 from telegrad._core.reactor.reactor import TURN, Reactor
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.transport.poller import READ
-from tests.cluster import PATIENCE, wait_until
+from tests.cluster import PATIENCE, next_turn, wait_until
 
 
 def reactor_of(slots: int = 1) -> Reactor:
@@ -91,8 +96,8 @@ def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
     monkeypatch.setattr(reactor._polling, "poll", poll)
     queues = [WorkQueue() for _ in range(3)]
     for _ in range(500):
-        for queue in queues:  # before there is a thread
-            reactor.submit(Work(take, chance.uniform(0, longest)), queue)
+        for each in queues:  # before there is a thread
+            reactor.submit(Work(take, chance.uniform(0, longest)), each)
     reactor.submit(Work(lambda _: done.set(), None), queues[0])
     try:
         reactor.start()
@@ -234,3 +239,128 @@ def test_a_work_that_resumes_while_the_leader_sleeps_takes_no_works_out_of_its_s
         assert ran.wait(PATIENCE)
     finally:
         reactor.close()
+
+
+# The thread that knows the time
+
+
+def ticks_of(act: Callable[[TimerThread, float, int], float], count: int) -> list[float]:
+    """When a timer has ticked, so many times; `act` is told of each, with its number, and says when the next is due."""
+    ticks: list[float] = []
+    enough = threading.Event()
+
+    def tick(now: float) -> float:
+        ticks.append(now)
+        if len(ticks) == count:
+            enough.set()
+        return act(timer, now, len(ticks))
+
+    timer = TimerThread(tick)
+    timer.start(lambda _: 0.0)  # nothing happens, so that only the timer's own times wake it
+    try:
+        assert enough.wait(10)
+    finally:
+        timer.close()
+    return ticks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept(fails: bool) -> None:
+    def act(timer: TimerThread, now: float, number: int) -> float:
+        if number == 1:
+            timer.wake_by(now + 0.05)
+            if fails:
+                raise ValueError("boom")
+        return now + 60
+
+    first, second = ticks_of(act, 2)[:2]
+    assert second - first < LONGEST_PAUSE / 2
+
+
+def test_it_comes_to_the_time_that_the_tick_told() -> None:
+    start = monotonic()
+    ticks = ticks_of(lambda timer, now, number: now + 0.05, 3)
+    assert ticks[2] - start >= 0.1
+
+
+# The event loop, which keeps what runs on it
+
+
+class Waiting:
+    """Holds what it waits for, and is held by nobody else."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, began: threading.Event, ended: list[BaseException]) -> None:
+        began.set()
+        try:
+            await self.future
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+
+def test_what_waits_for_something_that_nobody_else_holds_goes_on() -> None:
+    loop, began, ended = EventLoop(lambda: None), threading.Event(), list[BaseException]()
+
+    async def begin() -> None:
+        await Waiting().wait(began, ended)
+
+    loop.run(begin())
+    assert began.wait(PATIENCE)
+    for _ in range(3):
+        gc.collect()
+    looked = threading.Event()
+
+    async def look() -> None:
+        looked.set()
+
+    loop.run(look())
+    assert looked.wait(PATIENCE)
+    assert ended == []
+    loop.close()
+
+
+async def leave(kind: type[BaseException]) -> None:
+    raise kind
+
+
+async def gathered(kind: type[BaseException]) -> None:
+    await asyncio.gather(leave(kind), next_turn())
+
+
+async def called_soon(kind: type[BaseException]) -> None:
+    def raise_it() -> None:
+        raise kind
+
+    asyncio.get_running_loop().call_soon(raise_it)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("act", [gathered, called_soon])
+def test_the_loop_goes_on_where_a_task_or_a_callback_would_end_the_program(
+    act: Callable[[type[BaseException]], Coroutine[Any, Any, None]],
+    kind: type[BaseException],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop, ended, thread = EventLoop(lambda: None), SimpleQueue[str](), list[threading.Thread]()
+
+    async def run(what: Coroutine[Any, Any, None]) -> None:
+        thread.append(threading.current_thread())
+        try:
+            await what
+        except BaseException as error:
+            ended.put(type(error).__name__)
+        else:
+            ended.put("")
+
+    for _ in range(2):
+        loop.run(run(act(kind)))
+        assert ended.get(timeout=PATIENCE) == (kind.__name__ if act is gathered else "")
+        loop.run(run(next_turn()))
+        assert ended.get(timeout=PATIENCE) == ""
+    loop.close()
+    thread[0].join(PATIENCE)
+    assert not thread[0].is_alive()
+    assert caplog.text.count("the event loop continues") == 2

@@ -50,35 +50,6 @@ def test_works_that_find_no_slot_wait_and_come_in_order() -> None:
     assert scheduler.busy == 1
 
 
-def test_a_thread_that_ends_a_call_can_take_the_next_that_waits() -> None:
-    queue = WorkQueue()
-    scheduler = full(1, queue)
-    add(scheduler, queue, "a", "b")
-    assert begin(scheduler) is None
-    scheduler.end(queue)
-    work, holder = scheduler.next(scheduler.waiting)
-    assert work is not None
-    assert (work.argument, holder) == ("a", queue)
-    assert scheduler.next(scheduler.waiting) == (None, None)
-    assert list(scheduler.waiting) == [queue]
-
-
-def test_a_call_that_waits_gives_its_slot_to_another() -> None:
-    queue = WorkQueue()
-    scheduler = full(1, queue)
-    add(scheduler, queue, "a", "b")
-    assert begin(scheduler) is None
-    scheduler.end(queue, is_over=False)
-    scheduler.retry()
-    assert begin(scheduler) == "a"
-    scheduler.resume(queue)  # there are two for a while
-    assert scheduler.busy == 2
-    end(scheduler, queue)
-    assert begin(scheduler) is None
-    end(scheduler, queue)
-    assert begin(scheduler) == "b"
-
-
 def test_where_all_that_run_only_sleep_one_more_begins_until_a_call_ends() -> None:
     queue = WorkQueue()
     scheduler = full(1, queue)
@@ -108,14 +79,6 @@ def test_the_slots_that_are_lent_have_a_bound() -> None:
     assert sum(scheduler.lend(number, 0.0) for number in range(MOST_LENT + 10)) == MOST_LENT
 
 
-def test_its_state_can_be_seen() -> None:
-    queue = WorkQueue()
-    scheduler = full(1, queue)
-    add(scheduler, queue, "a")
-    begin(scheduler)
-    assert repr(scheduler) == "<Scheduler: 1 of 1 slots busy, 1 works wait for one>"
-
-
 # Several callers
 
 
@@ -125,29 +88,6 @@ def test_callers_are_served_in_turn() -> None:
     add(scheduler, modest, *"xy")
     add(scheduler, None, "-")
     assert "".join(str(begin(scheduler)) for _ in range(6)) == "ax-byc"
-
-
-def test_a_caller_that_holds_none_gets_a_slot_where_another_holds_several() -> None:
-    greedy, modest = WorkQueue(), WorkQueue()
-    scheduler = full(3, greedy)
-    add(scheduler, modest, "a", "b")
-    assert begin(scheduler) == "a"
-    assert begin(scheduler) is None  # it holds one now
-    assert scheduler.busy == 4
-    end(scheduler, greedy)
-    assert begin(scheduler) is None  # one was beyond the count
-    end(scheduler, greedy)
-    assert begin(scheduler) == "b"
-
-
-def test_a_caller_that_waits_gets_a_slot_as_soon_as_another_holds_several() -> None:
-    first, second, third = WorkQueue(), WorkQueue(), WorkQueue()
-    scheduler = Scheduler(2)
-    for queue, name in zip((first, second, third), "abc", strict=True):
-        add(scheduler, queue, name)
-    assert [begin(scheduler) for _ in range(3)] == ["a", "b", None]
-    scheduler.resume(first)
-    assert begin(scheduler) == "c"
 
 
 def test_one_slot_stays_one() -> None:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from telegrad._core.devices import staging
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests import accelerator
 from tests.accelerator.apart import apart
-from tests.cluster import agents
+from tests.cluster import agents_here
 
 SIM = pytest.param(
     "sim", marks=pytest.mark.skipif(not accelerator.available(), reason="needs g++ to build the simulated accelerator")
@@ -72,12 +71,8 @@ def group(
     maps = {f"w{rank}": map_ for rank in range(count)} if kind != "cpu" else {}
     sharer = {"sim": Sharer()} if share and kind == "sim" else {}
     shares = {**staging.SHARERS, **sharer} if share else {}
-    with replaced(staging.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
-        current.enter(made[0])
-        try:
-            yield made
-        finally:
-            current.enter(None)
+    with replaced(staging.SHARERS, shares), agents_here(count, **{"device_maps": maps, **options}) as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ found = gradients(x)
 def f(a):
     with torch.autograd.forward_ad.dual_level():
         return torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(a, a).sin()).tangent
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `torch.func` inside of one: `vmap`, `grad`, `jacrev`, `jacfwd`, `hessian`, `vjp`, `functionalize`
 def f(a):
     t = torch.func
@@ -30,8 +29,7 @@ def f(a):
     of_rows = [t.jacrev(torch.sin), t.jacfwd(torch.sin), t.hessian(g)]
     of_all = [t.vmap(torch.sin), t.grad(g), t.functionalize(torch.sin), t.vjp(torch.sin, a)[1]]
     return sum(f(a).sum((2, 3)) for f in of_rows) + sum(f(a) for f in of_all[:-1]) + of_all[-1](a)[0]
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `torch.func.functional_call` of a module that makes remote calls
 net = nn.Linear(3, 3, dtype=torch.float64)
 class M(nn.Module):
@@ -47,36 +45,31 @@ found = gradients(w, x)
 def f(a):
     with torch.autograd.graph.save_on_cpu():
         return (a * a).sin()
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `detect_anomaly` inside of one
 def f(a):
     with torch.autograd.detect_anomaly(check_nan=True):
         return (a * a).sin()
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `checkpoint_sequential`
 def f(a):
     from torch.utils.checkpoint import checkpoint_sequential
     net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
     return checkpoint_sequential(net, 2, a, use_reentrant=False)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## reentrant checkpoints inside of one
 def f(a):
     from torch.utils.checkpoint import checkpoint_sequential
     net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
     return checkpoint_sequential(net, 2, a, use_reentrant=True)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## selective activation checkpoints
 def f(a):
     import functools
     from torch.utils.checkpoint import checkpoint as ck, create_selective_checkpoint_contexts
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     return ck(lambda b: (b @ b).sin().tanh(), a, use_reentrant=False, context_fn=contexts)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## checkpoints, also nested, with `use_reentrant=False` around a remote call
 from torch.utils.checkpoint import checkpoint as ck
 def inner(b):
@@ -106,8 +99,7 @@ class F(torch.autograd.Function):
 def f(a):
     of_rows = torch.func.vmap(torch.func.grad(lambda row: F.apply(row).sum()))(a)
     return torch.func.vmap(F.apply)(a) + torch.func.jvp(F.apply, (a,), (a,))[1] + of_rows
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## a `Function` with a `vmap` of its own
 class F(torch.autograd.Function):
     @staticmethod
@@ -124,8 +116,7 @@ class F(torch.autograd.Function):
         return F.apply(a), in_dims[0]
 def f(a):
     return torch.func.vmap(F.apply)(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `once_differentiable`
 class F(torch.autograd.Function):
     @staticmethod
@@ -136,10 +127,7 @@ class F(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         return g * ctx.saved_tensors[0].cos()
-def f(a):
-    return F.apply(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(F.apply, x)
 ## a `Function` whose forward and backward make remote calls
 class F(torch.autograd.Function):
     @staticmethod
@@ -159,10 +147,8 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return (g if ctx.needs_input_grad[0] else None), (g * 2 if ctx.needs_input_grad[1] else None)
-def f(a, b):
-    return F.apply(a, b)
 b = leaf(seed=3).detach()
-backward(call(f, x, b).sum())
+backward(call(F.apply, x, b).sum())
 found = gradients(x, b)
 ## hooks that make remote calls
 x.register_hook(lambda g: call(torch.mul, g, 2))
@@ -186,8 +172,7 @@ with torch.inference_mode():
 def f(a):
     b = a * 2
     return b.detach_() + a
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `requires_grad_` of what was received
 y = call(torch.sin, x.detach())
 y.requires_grad_()
@@ -270,17 +255,14 @@ class F(torch.autograd.Function):
     def backward(ctx, g):
         (a,) = ctx.saved_tensors
         return g @ a.t() + a.t() @ g
-def f(a):
-    return F.apply(a)
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    y = call(f, x.float())
+    y = call(F.apply, x.float())
     backward(y.float().sum())
 found = [y, *gradients(x)]
 ## `torch.jit.trace` inside of a function that is called
 def f(a):
     return torch.jit.trace(lambda a: a.sin() + a, (torch.ones(3, 3),), check_trace=False)(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `torch.compile` of a function that makes remote calls
 f = torch.compile(lambda a: call(torch.sin, a * 2).tanh(), backend="eager")
 backward(f(x).sum())
@@ -323,8 +305,7 @@ found = layer.state_dict()
 def f(a):
     a.register_hook(lambda g: g * 3)
     return a * 2
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `grad` of a `grad` with `create_graph`
 y = call(torch.sin, x).sum()
 g, = grad(y, [x], create_graph=True)
@@ -339,17 +320,14 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 3 * ctx.saved_tensors[0] ** 2
-def f(a):
-    return F.apply(a)
-y = call(f, x).sum()
+y = call(F.apply, x).sum()
 g, = grad(y, [x], create_graph=True)
 backward(g.sum())
 found = gradients(x)
 ## `torch.autograd.grad` inside of a function that is called, of what it received
 def f(a):
     return torch.autograd.grad(a.sin().sum(), a, create_graph=True)[0]
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `mark_dirty`
 class F(torch.autograd.Function):
     @staticmethod
@@ -360,9 +338,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2
-def f(a):
-    return F.apply(a)
-backward(call(f, x * 1).sum())
+backward(call(F.apply, x * 1).sum())
 found = gradients(x)
 ## `mark_non_differentiable`
 class F(torch.autograd.Function):
@@ -375,9 +351,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, h, i):
         return g * 2
-def f(a):
-    return F.apply(a)
-y, b, c = call(f, x)
+y, b, c = call(F.apply, x)
 backward(y.sum())
 found = [b, c, *gradients(x)]
 ## `set_materialize_grads`
@@ -390,9 +364,7 @@ class F(torch.autograd.Function):
     def backward(ctx, g, h):
         assert h is None
         return g * 2
-def f(a):
-    return F.apply(a)
-y, b = call(f, x)
+y, b = call(F.apply, x)
 backward(y.sum())
 found = gradients(x)
 ## `clear_saved_tensors_on_access`
@@ -405,10 +377,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * ctx.saved_tensors[0].cos()
-def f(a):
-    return F.apply(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(F.apply, x)
 ## `torch.library.custom_op` with `register_autograd`
 @torch.library.custom_op("telegrad_limits::twice", mutates_args=())
 def twice(a: torch.Tensor) -> torch.Tensor:
@@ -416,8 +385,7 @@ def twice(a: torch.Tensor) -> torch.Tensor:
 twice.register_autograd(lambda ctx, g: g * 2)
 def f(a):
     return torch.ops.telegrad_limits.twice(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `allow_mutation_on_saved_tensors`
 with torch.autograd.graph.allow_mutation_on_saved_tensors():
     y = x * 2
@@ -474,25 +442,20 @@ found = gradients(q)
 ## `torch.jit.fork` and `wait` inside of a function that is called
 def f(a):
     return torch.jit.wait(torch.jit.fork(torch.sin, a))
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `torch.cond` inside of one
 def f(a):
     return torch.cond(a.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (a,))
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `torch.compile` inside of one
 def f(a):
     return torch.compile(lambda b: b.sin() * 2, backend="eager")(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## compiled functions as arguments
 def g(b):
     return b.sin() * 2
 c = torch.compile(g, backend="eager")
-def f(h, a):
-    return h(a)
-backward(call(f, c, x).sum())
+backward(call(apply, c, x).sum())
 found = gradients(x)
 ## `GradScaler.scale` of a loss
 s = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -46,18 +46,10 @@ def make():
     return nn.utils.parametrizations.weight_norm(nn.Linear(3, 3, dtype=torch.float64))
 layer = made(make)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## `orthogonal`
 def make():
     return nn.utils.parametrizations.orthogonal(nn.Linear(3, 3).double())
-layer = made(make)
-backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
-## `spectral_norm`
-def make():
-    return nn.utils.spectral_norm(nn.Linear(3, 3).double())
 layer = made(make)
 backward(layer(x).sum())
 found = [*gradients(x), layer.state_dict()]
@@ -72,17 +64,6 @@ def make():
 layer = made(make)
 backward(layer(x).sum())
 found = [*gradients(x), layer.state_dict()]
-## `torch.nn.utils.prune`
-import torch.nn.utils.prune
-def make():
-    layer = nn.Linear(3, 3).double()
-    nn.utils.prune.l1_unstructured(layer, "weight", 3)
-    return layer
-layer = made(make)
-optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
 ## tied parameters
 class M(nn.Module):
     def __init__(self):
@@ -93,9 +74,7 @@ class M(nn.Module):
         return self.b(self.a(v).tanh())
 layer = made(M)
 optimizer = Opt(torch.optim.Adam, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## buffers, persistent or not
 class M(nn.Module):
     def __init__(self):
@@ -109,11 +88,6 @@ class M(nn.Module):
 layer = made(M)
 layer(x)
 backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
-## lazy modules
-layer = made(nn.LazyLinear, 3, dtype=torch.float64)
-backward(layer(x).sum())
-optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
 found = [*gradients(x), layer.state_dict()]
 ## `AveragedModel` where the module lives
 def make():
@@ -129,9 +103,7 @@ found = layer(torch.ones(2, 3))
 layer = made(nn.Linear, 3, 3)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
 layer.double()
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## `bfloat16()`, `half()`, `double()`
 layer = made(nn.Linear, 3, 3)
 layer.bfloat16()
@@ -148,9 +120,7 @@ class M(nn.Module):
         return self.d["a"](v) * self.p[0] + self.p[1] * self.q["z"]
 layer = made(M)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## `requires_grad_`
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 layer.requires_grad_(False)
@@ -224,9 +194,7 @@ found = [list(found.missing_keys), list(found.unexpected_keys)]
 ## modules that are sent by value, with their hooks
 layer = nn.Linear(3, 3).double()
 layer.register_forward_hook(lambda mod, a, o: o * 2)
-def f(mod, a):
-    return mod(a)
-backward(call(f, layer, x).sum())
+backward(call(apply, layer, x).sum())
 found = gradients(x, *layer.parameters())
 ## hooks of parameters that are sent
 w = nn.Parameter(leaf(seed=4).detach())
@@ -237,9 +205,6 @@ found = gradients(x, w)
 layer = nn.DataParallel(nn.Linear(3, 3).double())
 backward(call(torch.sin, layer(x)).sum())
 found = gradients(x, *layer.parameters())
-## `SyncBatchNorm` of one process
-layer = made(nn.SyncBatchNorm, 3)
-found = layer(torch.ones(4, 3))
 ## handles inside of other modules
 layer = nn.Sequential(made(nn.Linear, 3, 3, dtype=torch.float64), nn.Tanh())
 found = layer.state_dict()
@@ -264,9 +229,7 @@ layer = made(make)
 backward(layer(x).sum())
 found = [*gradients(x), layer.state_dict()]
 sent = make()
-def f(mod, a):
-    return mod(a)
-backward(call(f, sent, x.detach()).sum())
+backward(call(apply, sent, x.detach()).sum())
 found += gradients(*sent.parameters())
 ## all methods of `torch.nn.utils.prune`, made there or sent
 import torch.nn.utils.prune as pr
@@ -287,9 +250,7 @@ backward(layer(x).sum())
 optimizer.step()
 found = [*gradients(x), layer.state_dict()]
 sent = make()
-def f(mod, a):
-    return mod(a)
-backward(call(f, sent, x.detach()).sum())
+backward(call(apply, sent, x.detach()).sum())
 found += gradients(*sent.parameters())
 ## `parametrize.cached`
 def f(a):
@@ -297,8 +258,7 @@ def f(a):
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3, dtype=torch.float64))
     with nn.utils.parametrize.cached():
         return layer(a) + layer(a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `skip_init`
 def make():
     m = nn.utils.skip_init(nn.Linear, 3, 3, dtype=torch.float64)
@@ -326,8 +286,7 @@ def f(a):
     p, b = torch.func.stack_module_state(ms)
     one = lambda p, b, a: torch.func.functional_call(ms[0], (p, b), (a,))
     return torch.func.vmap(one, in_dims=(0, 0, None))(p, b, a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## `parameters_to_vector` of a module of this worker
 layer = nn.Linear(3, 3).double()
 v = nn.utils.parameters_to_vector(layer.parameters())
@@ -360,9 +319,7 @@ optimizer.step()
 found = [*gradients(z), layer.state_dict()["1.weight"]]
 ## quantized modules, and their states, that are sent
 m = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear}, dtype=torch.qint8)
-def f(mod, a):
-    return mod(a)
-found = [call(f, m, torch.ones(2, 3))]
+found = [call(apply, m, torch.ones(2, 3))]
 m.load_state_dict(call(echo, m.state_dict()))
 found.append(m(torch.ones(2, 3)))
 ## `FloatFunctional`
@@ -370,8 +327,7 @@ def make():
     return torch.ao.nn.quantized.FloatFunctional()
 def f(a):
     return make().add(a, a)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 ## complex parameters
 layer = made(nn.Linear, 3, 3, dtype=torch.complex128)
 optimizer = Opt(torch.optim.Adam, layer, lr=0.1)
@@ -408,11 +364,9 @@ found = [type(w).__name__, *gradients(x, layer.weight)]
 ## a `torch.fx.GraphModule` without gradients, and a compiled module, that are sent
 import torch.fx
 gm = torch.fx.symbolic_trace(nn.Linear(3, 3).double().requires_grad_(False))
-def f(m, a):
-    return m(a)
-backward(call(f, gm, x).sum())
+backward(call(apply, gm, x).sum())
 m = torch.compile(nn.Linear(3, 3).double(), backend="eager")
-backward(call(f, m, x).sum())
+backward(call(apply, m, x).sum())
 found = gradients(x, *m.parameters())
 ## `get_ema_multi_avg_fn`
 class M(nn.Module):
@@ -514,7 +468,6 @@ one_process()
 import torch.distributed.nn.functional as F
 def f(a):
     return F.all_reduce(a * 2)
-backward(call(f, x).sum())
-found = gradients(x)
+found = through(f, x)
 """,
 }

@@ -11,9 +11,7 @@ RIGHT = {
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 options = {"maximize": True, "foreach": True, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1, **options)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## a tensor as learning rate
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=torch.tensor(0.1))
@@ -33,9 +31,7 @@ class Own(torch.optim.Optimizer):
                     p.sub_(p.grad.sign() * g["lr"])
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(Own, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## a compiled step
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
@@ -71,9 +67,7 @@ layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
 for group in optimizer.own.param_groups:
     group["lr"], group["weight_decay"] = 0.5, 0.1
-backward(layer(x).sum())
-optimizer.step()
-found = layer.state_dict()
+found = stepped(layer, optimizer)
 ## schedules of a learning rate that is a tensor
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=torch.tensor(0.1, dtype=torch.float64))

@@ -34,6 +34,8 @@ from telegrad._core.worker import current
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
+from tests.cluster import wait_until
+from tests.rpc.members import Counter
 
 LIMIT = 10.0  # seconds that anything may take afterwards, on a busy machine
 A, B = "worker1", "worker2"
@@ -92,8 +94,7 @@ Injection.trace = FunctionType(Injection.trace.__code__, {**globals(), "__name__
 def settle() -> None:
     """Have what has arrived come out. (Where functions are traced, a handler that waits is run up to 5 ms later.)"""
     waiting: Any = getattr(sys.modules.get("telegrad._core.interrupts"), "_deferred", ())
-    while waiting:
-        time.sleep(1e-4)
+    wait_until(lambda: not waiting)
 
 
 def interrupted(act: Callable[[], object], injection: Injection) -> bool:
@@ -128,15 +129,6 @@ def numbers() -> Any:
 
 def pause(seconds: float) -> None:
     time.sleep(seconds)
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, value: int) -> int:
-        self.count += value
-        return self.count
 
 
 class Picky:
@@ -181,6 +173,23 @@ def call_with_own_pickling() -> None:
     assert rpc.rpc_sync(A, double, (Picky(2),), timeout=LIMIT).value == 4
 
 
+def whole_stream() -> None:
+    assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
+
+
+def local_reference() -> None:
+    rref = RRef(torch.ones(3))
+    assert rpc.rpc_sync(A, take_reference, (rref,), timeout=LIMIT) == 3
+
+
+def group_call() -> None:
+    assert rpc.group([A, B]).rpc_sync(double, (2,)) == [4, 4]
+
+
+def forward() -> None:
+    assert _trained[0].module.forward(torch.ones(2, 3)).shape == (2, 1)
+
+
 def calls_at_once() -> None:
     futures = [rpc.rpc_async(to, double, (2,), timeout=LIMIT) for to in (A, B, A, B)]
     assert [future.wait() for future in futures] == [4] * 4
@@ -214,10 +223,6 @@ def stream() -> None:
         assert next(items) == 2
 
 
-def whole_stream() -> None:
-    assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
-
-
 def reference() -> None:
     rref = rpc.remote(A, double, (torch.ones(3),), timeout=LIMIT)
     assert rref.to_here(timeout=LIMIT)[0] == 2
@@ -232,15 +237,6 @@ def actor() -> None:
     counter = rpc.remote(A, Counter, timeout=LIMIT)
     assert counter.rpc_sync(timeout=LIMIT).add(2) == 2
     assert counter.rpc_async(timeout=LIMIT).add(2).wait() == 4
-
-
-def local_reference() -> None:
-    rref = RRef(torch.ones(3))
-    assert rpc.rpc_sync(A, take_reference, (rref,), timeout=LIMIT) == 3
-
-
-def group_call() -> None:
-    assert rpc.group([A, B]).rpc_sync(double, (2,)) == [4, 4]
 
 
 def backward() -> None:
@@ -265,10 +261,6 @@ class Trained:
 
 _numbers = itertools.count()
 _trained: list[Trained] = []
-
-
-def forward() -> None:
-    assert _trained[0].module.forward(torch.ones(2, 3)).shape == (2, 1)
 
 
 def step() -> None:
@@ -402,7 +394,6 @@ def prepare() -> dict[str, Any]:
     until = time.monotonic() + LIMIT
     while is_under_way(now := standing()):
         assert time.monotonic() < until, now
-        time.sleep(0.01)
     return now
 
 
@@ -420,10 +411,10 @@ def holds_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def check_standing(before: dict[str, Any]) -> None:
-    until = time.monotonic() + LIMIT
-    while not holds_no_more(now := standing(), before):
-        assert time.monotonic() < until, f"\nbefore {before}\nnow    {now}"
-        time.sleep(0.01)
+    try:
+        wait_until(lambda: holds_no_more(standing(), before), LIMIT)
+    except AssertionError as error:
+        raise AssertionError(f"\nbefore {before}\nnow    {standing()}") from error
 
 
 def points(act: Callable[[], None]) -> int:
@@ -797,8 +788,7 @@ def _lives(seed: int, count: int) -> int:
     for _ in range(2):
         live()
     known = points(live)
-    while remains()[1]:
-        time.sleep(0.01)
+    wait_until(lambda: not remains()[1])
     before = remains()
     for _ in range(count):
         point = chooser.randrange(known)
@@ -811,10 +801,11 @@ def _lives(seed: int, count: int) -> int:
             rpc.shutdown()
         live()
         assert time.monotonic() - began < LIMIT, (seed, point, injection.where)
-        until = time.monotonic() + LIMIT
-        while (now := remains()) != before:
-            assert time.monotonic() < until, f"SEED={seed} {point} {injection.where}\nbefore {before}\nnow {now}"
-            time.sleep(0.01)
+        try:
+            wait_until(lambda: remains() == before, LIMIT)
+        except AssertionError as error:
+            said = f"SEED={seed} {point} {injection.where}\nbefore {before}\nnow {remains()}"
+            raise AssertionError(said) from error
     return known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import threading
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad._core.worker import current
 from telegrad._core.worker.actors import _Queue
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, group
+from tests.cluster import PATIENCE, agents_here, group, next_turn
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -51,7 +49,7 @@ class Log:
     async def note_later(self, *what: object) -> None:
         self.inside += 1
         self.most = max(self.most, self.inside)
-        await asyncio.sleep(0)
+        await next_turn()
         await rpc_async("w0", abs, (-1,))
         self.seen.append(what)
         self.inside -= 1
@@ -121,13 +119,11 @@ def make_calls(log: RRef[Log], number: int, seed: int) -> None:
 def test_order_under_load_from_several_callers(transport: str) -> None:
     seed = int(os.environ.get("TELEGRAD_SEED") or random.randrange(1 << 30))
     print(f"SEED={seed}")
-    with agents(4, transport=transport, num_worker_threads=4) as workers:
-        current.enter(workers[0])
+    with agents_here(4, transport=transport, num_worker_threads=4):
         log = remote("w1", Heir)
         for each in [rpc_async(f"w{number}", make_calls, (log, number, seed)) for number in range(4)]:
             each.wait()
         most, seen = log.rpc_sync().all()
-        current.enter(None)
     assert most == 1
     for number in range(4):  # the second of them is the owner itself
         assert [each[1] for each in seen if each[0] == number] == list(range(100))

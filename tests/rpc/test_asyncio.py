@@ -8,7 +8,6 @@ import contextvars
 import importlib
 import operator
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -20,7 +19,8 @@ import telegrad.rpc as rpc
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, GroupError
 from telegrad.rpc import rpc_async
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, next_turn, wait_until
+from tests.rpc.members import Counter
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -33,10 +33,7 @@ def closed(five: list[Worker]) -> Iterator[None]:
     opened.clear()
     yield
     opened.set()
-    until = time.monotonic() + PATIENCE
-    while not all(worker.agent.idle for worker in five):
-        assert time.monotonic() < until, "something goes on"
-        time.sleep(0.01)
+    wait_until(lambda: all(worker.agent.idle for worker in five))
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -76,15 +73,6 @@ async def await_one_given_up() -> None:
 
 def count(n: int) -> Iterator[int]:
     yield from range(n)
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, n: int) -> int:
-        self.value += n
-        return self.value
 
 
 # Values and errors
@@ -182,19 +170,20 @@ async def _awaited(future: Any) -> Any:
 
 
 @pytest.mark.parametrize("begin", [lambda: rpc_async("w1", hold), lambda: rpc.group(["w1", "w2"]).rpc_async(hold)])
-def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[], Any]) -> None:
+def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[], Any], five: list[Worker]) -> None:
     async def use() -> None:
         future = begin()
         task = asyncio.create_task(_awaited(future))
-        await asyncio.sleep(0.02)
+        await next_turn()
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
         assert future.done()
+        wait_until(lambda: five[1].agent.idle)  # so it was told, for what it runs waits
 
         future = begin()
         tasks = [asyncio.create_task(_awaited(future)) for _ in range(2)]
-        await asyncio.sleep(0.02)
+        await next_turn()
         assert future.cancel()
         await asyncio.wait(tasks)
         assert [task.cancelled() for task in tasks] == [True, True]
@@ -217,7 +206,7 @@ def test_a_group_of_tasks_outlives_one_whose_call_is_cancelled() -> None:
         future = rpc_async("w1", hold)
         async with group_of_tasks() as tasks:
             made = [tasks.create_task(_awaited(future)), tasks.create_task(_awaited(rpc_async("w2", hold, (3,))))]
-            await asyncio.sleep(0.02)
+            await next_turn()
             future.cancel()
             opened.set()
         return [task.cancelled() or task.result() for task in made]
@@ -259,7 +248,7 @@ def test_the_end_of_a_run_cancels_what_its_tasks_await(run: Run) -> None:
 
     async def use() -> None:
         tasks.append(asyncio.create_task(_awaited(future)))
-        await asyncio.sleep(0.02)
+        await next_turn()
 
     run(use())
     assert future.done()
@@ -278,7 +267,7 @@ def test_a_loop_that_is_closed_before_the_answer_harms_nobody(kind: str, capfd: 
     async def begin() -> None:
         tasks.append(asyncio.ensure_future(_awaited(one)))
         tasks.append(asyncio.ensure_future(as_they_come()))
-        await asyncio.sleep(0.02)
+        await next_turn()
 
     tasks: list[asyncio.Future[Any]] = []
     loop.run_until_complete(begin())

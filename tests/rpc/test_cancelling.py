@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import pathlib
@@ -21,7 +22,8 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, group
+from tests.cluster import PATIENCE, agents, agents_here, group, next_turn, wait_until
+from tests.links import callers_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -55,10 +57,7 @@ def fresh(five: list[Worker]) -> Iterator[None]:
     story = Story()
     yield
     story.gate.set()
-    until = time.monotonic() + PATIENCE
-    while not all(worker.agent.idle for worker in five):
-        assert time.monotonic() < until, "something goes on"
-        time.sleep(0.01)
+    wait_until(lambda: all(worker.agent.idle for worker in five))
 
 
 # What is called
@@ -75,29 +74,23 @@ def hold(name: str = "hold") -> bool:
 def watch(name: str = "watch") -> None:
     """As long as it is wanted."""
     story.tell(f"{name} begins")
-    until = time.monotonic() + PATIENCE
-    while not rpc.cancelled():
-        assert time.monotonic() < until
-        time.sleep(1e-3)
+    wait_until(rpc.cancelled)
     story.tell(f"{name} sees")
 
 
-async def sleep(name: str = "sleep") -> None:
+async def rest(name: str = "rest") -> None:
+    """Until it is cancelled."""
     story.tell(f"{name} begins")
     try:
-        await asyncio.sleep(PATIENCE)
-    except asyncio.CancelledError:
+        await asyncio.Event().wait()
+    finally:
         story.tell(f"{name} is cancelled")
-        raise
 
 
 async def stay(name: str = "stay") -> int:
     """Does not heed it."""
-    story.tell(f"{name} begins")
-    try:
-        await asyncio.sleep(PATIENCE)
-    except asyncio.CancelledError:
-        story.tell(f"{name} is cancelled")
+    with contextlib.suppress(asyncio.CancelledError):
+        await rest(name)
     return 7
 
 
@@ -142,8 +135,10 @@ def by_callback(to: str) -> Any:
 # The future
 
 
-@pytest.mark.parametrize("function", [hold, watch, sleep, stay])
-def test_the_future_ends_at_once(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("function", "event"), [(hold, ""), (watch, "watch sees"), (rest, "rest is cancelled"), (stay, "stay is cancelled")]
+)
+def test_the_future_ends_at_once_and_the_function_sees_it(function: Callable[..., Any], event: str) -> None:
     future = rpc_async("w1", function)
     story.wait_for(f"{function.__name__} begins")
     assert future.cancel()
@@ -152,15 +147,7 @@ def test_the_future_ends_at_once(function: Callable[..., Any]) -> None:
     for look in (future.wait, future.value):
         with pytest.raises(CallCancelled, match=rf"{function.__name__} on worker 'w1' was cancelled"):
             look()
-
-
-def test_plain_functions_see_it_and_coroutines_are_cancelled() -> None:
-    futures = {function: rpc_async("w1", function) for function in (watch, sleep, stay)}
-    for function in futures:
-        story.wait_for(f"{function.__name__} begins")
-    for future in futures.values():
-        future.cancel()
-    for event in ("watch sees", "sleep is cancelled", "stay is cancelled"):
+    if event:
         story.wait_for(event, SOON)
     assert rpc_sync("w1", rpc.cancelled) is False  # the next call of the same thread
     assert rpc.cancelled() is False
@@ -188,50 +175,32 @@ def test_who_waits_is_woken() -> None:
 
 
 def test_a_callback_may_cancel() -> None:
-    first, second = rpc_async("w1", hold), rpc_async("w2", sleep)
+    first, second = rpc_async("w1", hold), rpc_async("w2", rest)
     story.wait_for("hold begins")
-    story.wait_for("sleep begins")
+    story.wait_for("rest begins")
     after = first.then(lambda _: second.cancel())
     first.cancel()
     assert after.wait()
     assert second.done()
-    story.wait_for("sleep is cancelled", SOON)
+    story.wait_for("rest is cancelled", SOON)
 
 
 def test_what_then_gave_ends_its_cause() -> None:
-    future = rpc_async("w1", sleep)
+    future = rpc_async("w1", rest)
     child = future.then(lambda done: done.value()).then(lambda done: done.value())
-    story.wait_for("sleep begins")
+    story.wait_for("rest begins")
     assert child.cancel()
     assert future.done()
     with pytest.raises(CallCancelled):
         child.wait()
     assert not child.cancel()
-    story.wait_for("sleep is cancelled", SOON)
-
-
-def test_asyncio_cancels_calls() -> None:
-    async def give_up() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(rpc_async("w1", sleep), 0.05)
-        task = asyncio.ensure_future(_wait(rpc_async("w2", stay)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    async def _wait(future: Any) -> Any:
-        return await future
-
-    asyncio.run(give_up())
-    story.wait_for("sleep is cancelled", SOON)
-    story.wait_for("stay is cancelled", SOON)
+    story.wait_for("rest is cancelled", SOON)
 
 
 # Other ends
 
 
-@pytest.mark.parametrize("function", [watch, sleep])
+@pytest.mark.parametrize("function", [watch, rest])
 @pytest.mark.parametrize(
     "call",
     [
@@ -244,7 +213,7 @@ def test_asyncio_cancels_calls() -> None:
 def test_the_callee_hears_of_a_timeout(call: Callable[..., Any], function: Callable[..., Any]) -> None:
     with pytest.raises(CallTimeout):
         call(function)
-    story.wait_for("watch sees" if function is watch else "sleep is cancelled", SOON)
+    story.wait_for("watch sees" if function is watch else "rest is cancelled", SOON)
 
 
 class Watched:
@@ -264,11 +233,15 @@ class Watched:
     ids=["call", "group", "waits for workers", "gather", "references"],
 )
 def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
-    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt() -> None:
+        story.wait_for("watch begins")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         call()
-    timer.join()
+    thread.join()
     story.wait_for("watch sees", SOON)
     gc.collect()
     assert "was never retrieved" not in caplog.text
@@ -279,11 +252,11 @@ def test_it_reaches_the_callee_soon() -> None:
     took = []
     for _ in range(9):
         story.events.clear()
-        future = rpc_async("w1", sleep)
-        story.wait_for("sleep begins")
+        future = rpc_async("w1", rest)
+        story.wait_for("rest begins")
         begun = time.perf_counter()
         future.cancel()
-        story.wait_for("sleep is cancelled")
+        story.wait_for("rest is cancelled")
         took.append(time.perf_counter() - begun)
     assert sorted(took)[4] < 0.05, took
 
@@ -291,19 +264,28 @@ def test_it_reaches_the_callee_soon() -> None:
 # What waits for its turn
 
 
-def test_what_waits_for_a_slot_never_begins() -> None:
+@functions.must_finish
+def keep(name: str) -> bool:
+    return hold(name)
+
+
+def test_what_waits_for_a_slot_never_begins_unless_it_must_finish() -> None:
     with agents(2, num_worker_threads=1) as (a, b):
         running = a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
-        futures = [a.agent.call_async("w1", hold, (name,), None) for name in ("second", "third")]
-        wait_until_there(b, 3)  # else the second would not even be sent
-        futures[0].cancel()
-        wait_until_told(b)
+        futures = [a.agent.call_async("w1", function, (function.__name__,), None) for function in (hold, keep)]
+        last = a.agent.call_async("w1", hold, ("last",), None)
+        wait_until(lambda: len(calls_of(b)) == 4)  # else the others would not even be sent
+        for future in futures:
+            future.cancel()
+        wait_until(lambda: len(unwanted(b)) == 2)
         story.gate.set()
         assert running.wait()
-        assert futures[1].wait()
-        wait_until_idle(b)
-        assert [event for event in story.events if "begins" in event] == ["first begins", "third begins"]
+        assert last.wait()
+        wait_until(lambda: b.agent.idle)
+        begun = [event for event in story.events if "begins" in event]
+        assert begun == ["first begins", "keep begins", "last begins"]
+        assert "keep ends False" in story.events
 
 
 @actor
@@ -311,8 +293,8 @@ class Actor:
     def hold(self, name: str) -> bool:
         return hold(name)
 
-    async def sleep(self, name: str) -> None:
-        await sleep(name)
+    async def rest(self) -> None:
+        await rest()
 
     @functions.must_finish
     def keep(self, name: str) -> bool:
@@ -321,48 +303,22 @@ class Actor:
 
 def test_a_turn_of_an_actor_goes_to_the_next(five: list[Worker]) -> None:
     reference: RRef[Actor] = remote("w1", Actor)
-    asleep = reference.rpc_async().sleep("sleep")
-    story.wait_for("sleep begins")
+    resting = reference.rpc_async().rest()
+    story.wait_for("rest begins")
     calls = {name: reference.rpc_async().hold(name) for name in ("second", "third")}
     kept = reference.rpc_async().keep("kept")
-    while len(five[1].agent._server.in_turn) < 3:
-        time.sleep(0.01)
+    wait_until(lambda: len(five[1].agent._server.in_turn) == 3)
     calls["second"].cancel()
     kept.cancel()
-    wait_until_told(five[1], 2)
+    wait_until(lambda: len(unwanted(five[1])) == 2)
     story.gate.set()
-    asleep.cancel()
+    resting.cancel()
     assert calls["third"].wait()
     story.wait_for("kept ends False")
     assert "second begins" not in story.events
 
 
 # What was called meanwhile
-
-
-@pytest.mark.parametrize(("function", "event"), [(watch, "watch sees"), (sleep, "sleep is cancelled")])
-def test_nested_calls_of_plain_functions(function: Callable[..., Any], event: str) -> None:
-    future = rpc_async("w1", by_way_of, (["w2", "w3", "w4"], function))
-    story.wait_for(f"{function.__name__} begins")
-    future.cancel()
-    for each in ("w1 sees", "w2 sees", "w3 sees", event):
-        if function is watch or "w" in each[:1]:
-            story.wait_for(each, SOON)
-
-
-def test_nested_calls_of_coroutines() -> None:
-    future = rpc_async("w1", by_await, (["w2", "w3", "w4"], sleep))
-    story.wait_for("sleep begins")
-    future.cancel()
-    for each in ("w1 is cancelled", "w2 is cancelled", "w3 is cancelled", "sleep is cancelled"):
-        story.wait_for(each, SOON)
-
-
-def test_nested_calls_of_functions_with_a_future() -> None:
-    future = rpc_async("w1", by_future, ("w2", sleep))
-    story.wait_for("sleep begins")
-    future.cancel()
-    story.wait_for("sleep is cancelled", SOON)
 
 
 def test_callbacks_of_a_call_that_is_cancelled_begin_nothing() -> None:
@@ -381,11 +337,33 @@ async def by_thread(to: str) -> None:
     await asyncio.to_thread(call, current.here())
 
 
-def test_nested_calls_of_threads_that_a_coroutine_waits_for() -> None:
-    future = rpc_async("w1", by_thread, ("w2",))
-    story.wait_for("watch begins")
+FAR = ["w2", "w3", "w4"]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "begins", "events"),
+    [
+        pytest.param(by_way_of, (FAR, watch), "watch", ["w1 sees", "w2 sees", "w3 sees", "watch sees"], id="plain"),
+        pytest.param(by_way_of, (FAR, rest), "rest", ["w1 sees", "w2 sees", "w3 sees"], id="plain, a coroutine"),
+        pytest.param(
+            by_await,
+            (FAR, rest),
+            "rest",
+            ["w1 is cancelled", "w2 is cancelled", "w3 is cancelled", "rest is cancelled"],
+            id="coroutines",
+        ),
+        pytest.param(by_future, ("w2", rest), "rest", ["rest is cancelled"], id="a future"),
+        pytest.param(by_thread, ("w2",), "watch", ["watch sees"], id="a thread that a coroutine waits for"),
+    ],
+)
+def test_nested_calls_are_cancelled(
+    function: Callable[..., Any], args: tuple[Any, ...], begins: str, events: list[str]
+) -> None:
+    future = rpc_async("w1", function, args)
+    story.wait_for(f"{begins} begins")
     future.cancel()
-    story.wait_for("watch sees", SOON)
+    for each in events:
+        story.wait_for(each, SOON)
 
 
 def goes_on(to: str) -> None:
@@ -414,19 +392,14 @@ def finish(to: str) -> bool:
 @functions.must_finish
 async def finish_later(to: str) -> None:
     story.tell("finish begins")
-    while not story.gate.is_set():
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(story.gate.wait, PATIENCE)
     await rpc_async(to, hold, ("nested",))
     story.tell("finish ends")
 
 
 async def finish_in_the_middle(to: str) -> None:
     await finish_later(to)
-    try:
-        await asyncio.sleep(PATIENCE)
-    except asyncio.CancelledError:
-        story.tell("then cancelled")
-        raise
+    await rest("then")
 
 
 def test_new_calls_fail_at_once() -> None:
@@ -434,10 +407,7 @@ def test_new_calls_fail_at_once() -> None:
     story.wait_for("first begins")
     future.cancel()
     story.wait_for("first sees", SOON)
-    until = time.monotonic() + PATIENCE
-    while sum("refused" in event for event in story.events) < 3:
-        assert time.monotonic() < until, story.events
-        time.sleep(0.01)
+    wait_until(lambda: sum("refused" in event for event in story.events) == 3)
     refused = next(event for event in story.events if "refused" in event)
     assert "hold on worker 'w2' was not called: it belongs to the call of" in refused
     assert "goes_on by worker 'w0'" in refused
@@ -448,44 +418,25 @@ def test_new_calls_fail_at_once() -> None:
 
 
 @pytest.mark.parametrize("function", [finish, finish_later])
-def test_what_must_finish_goes_on_with_what_it_calls(function: Callable[..., Any]) -> None:
+def test_what_must_finish_goes_on_with_what_it_calls(function: Callable[..., Any], five: list[Worker]) -> None:
     future = rpc_async("w1", function, ("w2",))
     story.wait_for("finish begins")
     assert future.cancel()
-    time.sleep(0.05)
+    wait_until(lambda: unwanted(five[1]))
     story.gate.set()
     story.wait_for("nested ends False")
     assert "finish is cancelled" not in story.events
 
 
-def test_only_what_must_finish_does() -> None:
+def test_only_what_must_finish_does(five: list[Worker]) -> None:
     future = rpc_async("w1", finish_in_the_middle, ("w2",))
     story.wait_for("finish begins")
     future.cancel()
-    time.sleep(0.05)
-    assert "then cancelled" not in story.events
+    wait_until(lambda: unwanted(five[1]))
+    assert "then is cancelled" not in story.events
     story.gate.set()
     story.wait_for("finish ends")
-    story.wait_for("then cancelled", SOON)
-
-
-def test_what_must_finish_begins_though_it_was_cancelled_in_the_queue() -> None:
-    with agents(2, num_worker_threads=1) as (a, b):
-        running = a.agent.call_async("w1", hold, ("first",), None)
-        story.wait_for("first begins")
-        second = a.agent.call_async("w1", keep, ("second",), None)
-        wait_until_there(b, 2)
-        second.cancel()
-        wait_until_told(b)
-        story.gate.set()
-        assert running.wait()
-        story.wait_for("second ends False")
-        wait_until_idle(b)
-
-
-@functions.must_finish
-def keep(name: str) -> bool:
-    return hold(name)
+    story.wait_for("then is cancelled", SOON)
 
 
 # Callers that have gone
@@ -493,29 +444,28 @@ def keep(name: str) -> bool:
 
 def begin_to_watch(path: str) -> None:
     """In processes: what happens is written to a file."""
-    for function in (watch_a_file, sleep_on_a_file, keep_a_file, watch_a_file):
+    for function in (watch_a_file, rest_on_a_file, keep_a_file, watch_a_file):
         rpc_async("worker1", function, (path,))
 
 
 def watch_a_file(path: str) -> None:
     _write(path, "watch begins")
-    while not rpc.cancelled():
-        time.sleep(1e-3)
+    wait_until(rpc.cancelled)
     _write(path, "watch sees")
 
 
-async def sleep_on_a_file(path: str) -> None:
-    _write(path, "sleep begins")
+async def rest_on_a_file(path: str) -> None:
+    _write(path, "rest begins")
     try:
-        await asyncio.sleep(PATIENCE)
+        await asyncio.Event().wait()
     finally:
-        _write(path, "sleep ends")
+        _write(path, "rest ends")
 
 
 @functions.must_finish
 def keep_a_file(path: str) -> None:
     _write(path, "keep begins")
-    time.sleep(0.5)
+    wait_until(lambda: "watch sees" in pathlib.Path(path).read_text())
     _write(path, f"keep ends {rpc.cancelled()}")
 
 
@@ -524,14 +474,9 @@ def _write(path: str, what: str) -> None:
         file.write(what + "\n")
 
 
-def _read_until(path: pathlib.Path, wanted: list[str]) -> None:
-    until = time.monotonic() + PATIENCE
-    while True:
-        lines = path.read_text().splitlines() if path.exists() else []
-        if all(lines.count(each) >= wanted.count(each) for each in wanted):
-            return
-        assert time.monotonic() < until, lines
-        time.sleep(0.01)
+def _has(path: pathlib.Path, wanted: list[str]) -> bool:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return all(lines.count(each) >= wanted.count(each) for each in wanted)
 
 
 @pytest.mark.parametrize("way", ["killed", "leaves"])
@@ -539,26 +484,24 @@ def test_who_goes_cancels_what_it_asked_for(way: str, tmp_path: pathlib.Path) ->
     path = tmp_path / "events"
     with group(2) as made:
         made[0].run(begin_to_watch, str(path))
-        _read_until(path, ["watch begins", "sleep begins", "keep begins", "watch begins"])
+        wait_until(lambda: _has(path, ["watch begins", "rest begins", "keep begins", "watch begins"]))
         if way == "killed":
             made[0].kill()
         else:
             made[0].run(rpc.shutdown, False)
-        _read_until(path, ["watch sees", "sleep ends", "watch sees", "keep ends False"])
+        wait_until(lambda: _has(path, ["watch sees", "rest ends", "watch sees", "keep ends False"]))
 
 
 def test_a_connection_that_broke_cancels_what_came_over_it() -> None:
     with agents(2) as (a, b):
-        future = a.agent.call_async("w1", sleep, (), None)
-        story.wait_for("sleep begins")
-        link = a.agent._connections.peer("w1").link
-        assert link is not None
-        link.close(PeerLost("cut by the test"))
+        future = a.agent.call_async("w1", rest, (), None)
+        story.wait_for("rest begins")
+        link_to(a, "w1").close(PeerLost("cut by the test"))
         with pytest.raises(PeerLost):
             future.wait()
-        story.wait_for("sleep is cancelled", SOON)
+        story.wait_for("rest is cancelled", SOON)
         assert a.agent.call("w1", abs, (-1,), None) == 1
-        wait_until_idle(b)
+        wait_until(lambda: b.agent.idle)
 
 
 def test_values_that_others_may_refer_to_are_made_though_their_maker_has_gone() -> None:
@@ -568,17 +511,14 @@ def test_values_that_others_may_refer_to_are_made_though_their_maker_has_gone() 
         current.enter(a)
         reference = remote("w1", hold, ("made",))
         rpc_sync("w2", keep_reference, (reference,))
-        until = time.monotonic() + PATIENCE
-        while not kept_references[0].confirmed_by_owner():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(kept_references[0].confirmed_by_owner)
         del reference
         a.end("")
         story.gate.set()
         current.enter(c)
         assert kept_references.pop().to_here() is True
         current.enter(None)
-        wait_until_idle(b)
+        wait_until(lambda: b.agent.idle)
 
 
 kept_references: list[RRef[Any]] = []
@@ -588,42 +528,24 @@ def keep_reference(reference: RRef[Any]) -> None:
     kept_references.append(reference)
 
 
-def wait_until_there(worker: Worker, calls: int) -> None:
-    """Until it has so many."""
-    until = time.monotonic() + PATIENCE
-    while len(calls_of(worker)) < calls:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def wait_until_told(worker: Worker, calls: int = 1) -> None:
-    """That so many of those that it has are not wanted."""
-    until = time.monotonic() + PATIENCE
-    while sum(call.cancelled for call in calls_of(worker)) < calls:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def calls_of(worker: Worker) -> list[Any]:
-    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
-    return [call for caller in callers for call in [*caller.calls.values()]]
+    """What a worker runs or has to run."""
+    return [call for caller in callers_of(worker) for call in [*caller.calls.values()]]
 
 
-def wait_until_idle(worker: Worker) -> None:
-    until = time.monotonic() + PATIENCE
-    while not worker.agent.idle:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+def unwanted(worker: Worker) -> list[Any]:
+    """Those of them of which it was told that they are cancelled."""
+    return [call for call in calls_of(worker) if call.cancelled]
 
 
 # References
 
 
 def test_the_creation_of_a_value_can_be_cancelled() -> None:
-    reference = remote("w1", sleep)
-    story.wait_for("sleep begins")
+    reference = remote("w1", rest)
+    story.wait_for("rest begins")
     assert reference.future().cancel()
-    story.wait_for("sleep is cancelled", SOON)
+    story.wait_for("rest is cancelled", SOON)
     with pytest.raises(CallCancelled, match="RRef creation failed"):
         reference.to_here()
     with pytest.raises(CallCancelled):
@@ -648,12 +570,6 @@ def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[
     def counts() -> list[int]:
         return [count for worker in five[:3] for count in worker.references.counts().values()]
 
-    def drops_to(wanted: list[int]) -> None:
-        until = time.monotonic() + PATIENCE
-        while any(now > before for now, before in zip(counts(), wanted, strict=True)):
-            assert time.monotonic() < until, counts()
-            time.sleep(0.05)
-
     before = counts()
     elsewhere = remote("w2", torch.ones, (3,))
     for tensor in (torch.ones(3), torch.ones(1 << 16)):
@@ -663,12 +579,12 @@ def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[
         story.wait_for("give begins")
         future.cancel()
         story.gate.set()
-        made = remote("w1", sleep)
-        story.wait_for("sleep begins")
+        made = remote("w1", rest)
+        story.wait_for("rest begins")
         made.future().cancel()
         del made, future
     del elsewhere
-    drops_to(before)
+    wait_until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
 
 
 # Time
@@ -682,7 +598,7 @@ def chain(path: list[str], limit: float) -> tuple[float | None, Any]:
 
 
 async def chain_of_coroutines(path: list[str], limit: float) -> tuple[float | None, Any]:
-    await asyncio.sleep(0.01)
+    await next_turn()
     if path:
         return await rpc_async(path[0], chain_of_coroutines, (path[1:], limit), timeout=limit)
     return rpc.time_left(), current.agent().name
@@ -698,7 +614,7 @@ def left_of_what_must_finish() -> float | None:
 
 
 def late(to: str) -> None:
-    time.sleep(0.2)
+    wait_until(lambda: rpc.time_left() == 0)
     try:
         rpc_sync(to, hold)
     except (CallTimeout, CallCancelled) as error:
@@ -735,10 +651,7 @@ def test_an_error_says_whose_limit_it_was(timed: list[Worker]) -> None:
     with pytest.raises(CallTimeout):
         future.wait()
     rpc_async("w1", late, ("w2",), timeout=0.1)
-    until = time.monotonic() + PATIENCE
-    while not any("late by worker" in event for event in story.events):
-        assert time.monotonic() < until, story.events
-        time.sleep(0.01)
+    wait_until(lambda: any("late by worker" in event for event in story.events))
 
 
 def test_a_nested_call_ends_with_the_limit_of_its_caller(timed: list[Worker]) -> None:
@@ -772,48 +685,39 @@ def scaled(x: torch.Tensor, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("begins", [True, False], ids=["runs", "queued"])
 def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
-    with agents(3, num_worker_threads=1) as (a, b, _):
-        current.enter(a)
-        try:
+    with agents_here(3, num_worker_threads=1) as (_, b, _):
+        if not begins:
+            blocker = rpc_async("w1", hold, ("blocker",))
+            story.wait_for("blocker begins")
+        with autograd.context() as context:
+            x = torch.ones(3, requires_grad=True)
+            future = rpc_async("w1", scaled, (x, "scaled"))
+            if begins:
+                story.wait_for("scaled begins")
+            else:
+                wait_until(lambda: len(calls_of(b)) == 2)
+            assert future.cancel()
+            loss = rpc_sync("w2", torch.mul, (x, 3)).sum()
+            wait_until(lambda: unwanted(b))
+            story.gate.set()
             if not begins:
-                blocker = rpc_async("w1", hold, ("blocker",))
-                story.wait_for("blocker begins")
-            with autograd.context() as context:
-                x = torch.ones(3, requires_grad=True)
-                future = rpc_async("w1", scaled, (x, "scaled"))
-                if begins:
-                    story.wait_for("scaled begins")
-                else:
-                    wait_until_there(b, 2)
-                assert future.cancel()
-                loss = rpc_sync("w2", torch.mul, (x, 3)).sum()
-                wait_until_told(b)
-                story.gate.set()
-                if not begins:
-                    assert blocker.wait()
-                wait_until_idle(b)
-                loss = loss + rpc_sync("w1", torch.mul, (x, 4)).sum()
-                autograd.backward(context, loss)
-                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 7.0))
-        finally:
-            current.enter(None)
+                assert blocker.wait()
+            wait_until(lambda: b.agent.idle)
+            loss = loss + rpc_sync("w1", torch.mul, (x, 4)).sum()
+            autograd.backward(context, loss)
+            assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 7.0))
         assert ("scaled begins" in story.events) == begins
 
 
 def test_a_backward_pass_leaves_out_what_never_left() -> None:
-    with agents(2) as (a, _):
-        current.enter(a)
-        try:
-            with autograd.context() as context:
-                x = torch.ones(3, requires_grad=True)
-                futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
-                for future in futures:
-                    future.cancel()
-                loss = rpc_sync("w1", torch.mul, (x, 4)).sum()
-                autograd.backward(context, loss)
-                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))
-        finally:
-            current.enter(None)
+    with agents_here(2), autograd.context() as context:
+        x = torch.ones(3, requires_grad=True)
+        futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
+        for future in futures:
+            future.cancel()
+        loss = rpc_sync("w1", torch.mul, (x, 4)).sum()
+        autograd.backward(context, loss)
+        assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))
 
 
 class Model:
@@ -825,12 +729,12 @@ class Model:
         return [-state for state in states]
 
 
-def test_a_batch_goes_on_without_what_was_cancelled() -> None:
+def test_a_batch_goes_on_without_what_was_cancelled(five: list[Worker]) -> None:
     model: RRef[Model] = remote("w1", Model)
     alone = model.rpc_async().act(1)
-    time.sleep(0.05)
+    wait_until(lambda: calls_of(five[1]))
     assert alone.cancel()
-    time.sleep(0.05)
+    wait_until(lambda: not calls_of(five[1]))
     assert model.rpc_async().act(2).wait() == -2
     assert model.rpc_async().act(3).wait() == -3
     assert [event for event in story.events if "acts" in event] == ["acts on [2]", "acts on [3]"]
@@ -841,7 +745,7 @@ async def leaves_a_task(name: str, finishes: bool) -> None:
         await begin_task(name)
     else:
         tasks.append(asyncio.create_task(call_later(name)))
-    await sleep(name)
+    await rest(name)
 
 
 @functions.must_finish
@@ -850,8 +754,7 @@ async def begin_task(name: str) -> None:
 
 
 async def call_later(name: str) -> None:
-    while not story.gate.is_set():
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(story.gate.wait, PATIENCE)
     try:
         await rpc_async("w2", abs, (-1,))
         story.tell(f"{name} went on")

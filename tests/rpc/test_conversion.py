@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Optional, TypeVar, Union
@@ -15,9 +14,8 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.references.delivery import Batch
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from tests.cluster import PATIENCE, agents
+from tests.cluster import agents_here, wait_until
 
 T = TypeVar("T")
 
@@ -74,10 +72,8 @@ class Model:
 @pytest.fixture(scope="module")
 def trio() -> Iterator[list[Worker]]:
     """Three agents in this process; this thread speaks for the first."""
-    with agents(3) as made:
-        current.enter(made[0])
+    with agents_here(3) as made:
         yield made
-        current.enter(None)
 
 
 @pytest.fixture
@@ -106,9 +102,7 @@ def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
     """The counts, once no letter is on its way any more."""
-    until = time.monotonic() + PATIENCE
-    while any(worker.references.counts()["pending_letters"] for worker in trio):
-        assert time.monotonic() < until
+    wait_until(lambda: not any(worker.references.counts()["pending_letters"] for worker in trio))
     counts = dict(sent)
     sent.clear()
     return counts

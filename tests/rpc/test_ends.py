@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import pathlib
@@ -19,8 +18,12 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core import progress
-from telegrad.rpc import Future
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, wait_until
+from telegrad._core.rpc.joint_calls import call_all
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import WorkersFailed
+from telegrad.rpc import Future, rpc_async
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, wait_until
+from tests.rpc.members import error_of
 
 Outcome = tuple[type[Exception] | None, str]
 
@@ -39,18 +42,6 @@ def said() -> list[str]:
     return list(_said)
 
 
-def leave(**options: Any) -> None:
-    rpc.shutdown(**options)
-
-
-def outcome(function: Callable[..., Any], **options: Any) -> Outcome:
-    try:
-        function(**options)
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
 # Called by a remote call
 
 
@@ -59,7 +50,7 @@ def shut_down() -> None:
 
 
 async def shut_down_in_a_coroutine() -> None:
-    await asyncio.sleep(0)
+    await next_turn()
     rpc.shutdown()
 
 
@@ -83,7 +74,7 @@ def serve() -> None:
 )
 def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function: Callable[..., Any]) -> None:
     def call() -> Outcome:
-        return outcome(lambda: rpc.rpc_sync("worker1", function, timeout=PATIENCE))
+        return error_of(lambda: rpc.rpc_sync("worker1", function, timeout=PATIENCE))
 
     kind, text = workers[0].run(call)
     assert kind is errors.UsageError
@@ -94,12 +85,12 @@ def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function:
 
 def test_a_remote_call_may_have_a_worker_leave_at_once() -> None:
     def call() -> Outcome:
-        return outcome(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
+        return error_of(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
 
     with group(2) as made:
         kind, _ = made[0].run(call)
         assert issubclass(kind, errors.PeerError)
-        made[0].run(leave)
+        made[0].run(rpc.shutdown)
 
 
 # Who must take part
@@ -110,7 +101,7 @@ def test_a_required_worker_that_died_is_an_error_in_the_end(require: bool | list
     with group(3) as made:
         for process in made[1:]:
             process.run(listen)
-            process.begin(outcome, leave)
+            process.begin(error_of, rpc.shutdown)
         made[0].kill()
         found = [process.end() for process in made[1:]]
         assert found == [(None, "")] * 2  # nobody required it
@@ -130,14 +121,14 @@ def test_a_misspelt_required_worker_leaves_the_group_intact() -> None:
     with group(2) as made:
         for name in ("wroker1", "7"):
             for end in (rpc.shutdown, rpc.serve):
-                kind, text = made[0].run(partial(outcome, require=["worker1", name]), end)
+                kind, text = made[0].run(partial(error_of, require=["worker1", name]), end)
                 assert kind is errors.UnknownWorker
                 assert repr(name) in text
         assert made[0].run(rpc.rpc_sync, "worker1", int) == made[1].run(rpc.rpc_sync, "worker0", int) == 0
 
 
 def leaves_with(require: bool | list[str] | list[int]) -> tuple[type[Exception] | None, str, list[str]]:
-    kind, text = outcome(leave, require=require)
+    kind, text = error_of(rpc.shutdown, require=require)
     return kind, text, said()
 
 
@@ -146,7 +137,7 @@ def test_a_required_worker_that_only_the_leader_saw_die() -> None:
         made[3].kill()
         made[3].join()
         for process in made[:3]:
-            process.begin(outcome, lambda: rpc.shutdown(require=["worker3"]))
+            process.begin(error_of, lambda: rpc.shutdown(require=["worker3"]))
         for kind, text in [process.end() for process in made[:3]]:
             assert kind is errors.PeerLost
             assert "'worker3'" in text
@@ -170,7 +161,7 @@ def test_who_leaves_in_order_is_not_missed_and_nothing_is_said() -> None:
 def test_who_leaves_early_is_missed() -> None:
     with group(2) as made:
         made[1].run(rpc.rpc_sync, "worker0", int)  # else it may be about to connect as that one leaves
-        made[1].begin(outcome, lambda: rpc.shutdown(require=True))
+        made[1].begin(error_of, lambda: rpc.shutdown(require=True))
         made[0].run(leave_early)
         kind, text = made[1].end()
         assert kind is errors.PeerLost
@@ -271,10 +262,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
                 made[who].shutdown(True, PATIENCE)
 
         def end() -> None:
-            until = time.monotonic() + PATIENCE
-            while not any("'w2' did not call shutdown" in line for line in caplog.messages):
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(lambda: any("'w2' did not call shutdown" in line for line in caplog.messages))
             for worker in waits:
                 if worker is not made[who]:
                     in_threads(partial(worker.shutdown, True, PATIENCE), lambda: made[2].shutdown(True, 0))
@@ -285,15 +273,6 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
     assert {each.levelno for each in caplog.records if "did not call shutdown" in each.getMessage()} == {logging.INFO}
 
 
-def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(errors.GroupIncomplete):
-        init(0, 3, free_port(), rpc_timeout=0.5)
-    assert "ranks 1, 2 did not join" in caplog.text
-    with pytest.raises(errors.StoreUnreachable):
-        init(1, 2, free_port(), rpc_timeout=0.5)
-    assert "is the worker of rank 0 running?" in caplog.text
-
-
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
 def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
     may_end.clear()
@@ -301,17 +280,17 @@ def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCap
         call = made[2].agent.call_async(2, wait_until_it_may_end, (), None)
 
         def end() -> None:
-            until = time.monotonic() + PATIENCE
-            while not (
-                any("calls are in flight on 'w2'" in line for line in caplog.messages)
-                and made[who].parting.missing() == ["w2"]
-            ):
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(lambda: any("calls are in flight on 'w2'" in line for line in caplog.messages))
+            wait_until(lambda: made[who].parting.missing() == ["w2"])
             may_end.set()
 
         in_threads(end, *[partial(worker.shutdown, True, PATIENCE) for worker in made])
         call.wait()
+
+
+def misses(worker: Worker, name: str) -> bool:
+    worker.parting.ask()
+    return worker.parting.missing() == [name]
 
 
 def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
@@ -320,14 +299,62 @@ def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
         for thread in leaving[:2]:
             thread.start()
         for worker in made[:2]:
-            until = time.monotonic() + PATIENCE
-            while worker.parting.missing() != ["w2"]:
-                worker.parting.ask()
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(partial(misses, worker, "w2"))
             assert worker.parting.awaited().startswith("'w2' did not call shutdown")
         assert {wait.worker for wait in progress.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
         leaving[2].start()
         for thread in leaving:
             thread.join(PATIENCE)
         assert not any(thread.is_alive() for thread in leaving)
+
+
+# Calls to several workers, and what is said of them where they take long
+
+
+WORKERS = {"w1": 1, "w2": 2, "w3": 3}
+SIZES = {"w1": 2_000_000_000, "w2": 500_000_000, "w3": 500_000_000}
+
+
+def work(number: int) -> int:
+    assert number == 1 or may_end.wait(PATIENCE)
+    if number == 4:
+        raise ValueError("a bug")
+    return number
+
+
+@pytest.mark.usefixtures("here")
+def test_how_far_they_are_is_said_where_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.05)
+    may_end.clear()
+    seen: list[progress.Wait] = []
+
+    def look_on() -> None:
+        wait_until(lambda: any("1 of 3" in line for line in caplog.messages))
+        seen[:] = [wait for wait in progress.under_way() if wait.what == "checkpoint.save"]
+        missing.extend(seen[0].missing())
+        may_end.set()
+
+    missing: list[str] = []
+    thread = threading.Thread(target=look_on)
+    thread.start()
+    found = call_all(
+        WORKERS, lambda worker, number: rpc_async(worker, work, (number,)), "checkpoint.save: writing", SIZES
+    )
+    thread.join(PATIENCE)
+    assert found == WORKERS
+    assert missing == ["w2", "w3"]
+    said = "checkpoint.save: writing: 1 of 3 workers are done, with 2.0 of 3.0 GB; waiting for 'w2', 'w3'"
+    assert any(line.endswith(said) for line in caplog.messages)
+    assert seen[0] not in progress.under_way()
+
+
+@pytest.mark.usefixtures("here")
+def test_what_fails_is_told_whether_it_was_followed_or_not() -> None:
+    may_end.set()
+    for doing in ("", "checkpoint.save: writing"):
+        with pytest.raises(WorkersFailed) as caught:
+            call_all({"w1": 4, "w2": 4, "w3": 3}, lambda worker, number: rpc_async(worker, work, (number,)), doing)
+        assert set(caught.value.errors) == {"w1", "w2"}
+        assert call_all({}, lambda worker, number: rpc_async(worker, work, (number,)), doing) == {}

@@ -18,11 +18,12 @@ import telegrad.autograd as autograd
 from telegrad._core.agent.incoming import MOST_FAILURES
 from telegrad._core.calls.futures import Future
 from telegrad._core.security.handshake import PERIOD
-from telegrad.errors import WorkersFailed
+from telegrad.errors import TelegradError, WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import agents
+from tests.cluster import PATIENCE, agents, agents_here
+from tests.wire.test_failures import HIDDEN, Nameless, hides
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -235,3 +236,30 @@ def test_one_caller_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> N
         assert caplog.text.count("raised ZeroDivisionError") == MOST_FAILURES
         second.agent._server.answers.tick(time.monotonic() + PERIOD)
         assert "telegrad: 5 more calls of w0 failed in the last minute" in caplog.text
+
+
+# Errors that cannot be read: each call ends, and its slot is given back
+
+
+KINDS = [*HIDDEN, "metaclass"]
+
+
+def raises(name: str) -> None:
+    raise Nameless("x") if name == "metaclass" else hides(name, KeyError)
+
+
+async def raises_later(name: str) -> None:
+    raises(name)
+
+
+@pytest.mark.parametrize("function", [raises, raises_later], ids=lambda each: each.__name__)
+def test_calls_end_and_slots_are_free(function: Callable[[str], Any]) -> None:
+    with agents_here(2, num_worker_threads=2):
+        for name in KINDS:
+            futures = [rpc_async("w1", function, (name,), timeout=PATIENCE) for _ in range(3)]
+            made = remote("w1", function, (name,), timeout=PATIENCE)
+            for wait in (*[future.wait for future in futures], made.to_here):
+                with pytest.raises(Exception, match="w1") as raised:
+                    wait()
+                assert not isinstance(raised.value, TelegradError) or "timeout" not in str(raised.value)
+        assert rpc_sync("w1", pow, (2, 3), timeout=PATIENCE) == 8

@@ -18,17 +18,6 @@ def fed(window: int = 4, most: int = 100) -> SendWindow[str]:
 # The callee's side
 
 
-def test_word_that_comes_late_takes_nothing_back() -> None:
-    supply = fed(window=2)
-    supply.put(1, 0)
-    supply.put(2, 0)
-    supply.pull(0, 0, "a")
-    supply.take(2)
-    supply.pull(1, 1, "b")
-    supply.put(3, 0)
-    assert supply.may_go_on
-
-
 def test_what_has_not_left_was_not_taken_whatever_the_reader_says() -> None:
     supply = fed(window=2)
     supply.put(1, 30)

@@ -27,18 +27,11 @@ from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
+from tests.rpc.members import call, join
 
 ONE_SECOND = 1.0
 
 Outcome = tuple[type[Exception] | None, str, float]
-
-
-def call(to: str | int, function: Callable[..., Any], *args: Any) -> Any:
-    return rpc.rpc_sync(to, function, args)
-
-
-def leave(rank: int = 0, graceful: bool = True, timeout: float = 0) -> None:
-    rpc.shutdown(graceful, timeout)
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> Outcome:
@@ -71,22 +64,10 @@ def test_a_process_is_in_one_group(workers: list[Process]) -> None:
     assert "shutdown" in text
 
 
-def test_large_tensors_over_shared_memory(workers: list[Process]) -> None:
-    def exchange(rank: int) -> bool:
-        for to in range(4):
-            sent = torch.full((1 << 20,), float(rank))
-            back = rpc.rpc_sync(f"worker{to}", torch.add, (sent, to))
-            assert (back == rank + to).all()
-        return True
-
-    for _ in range(3):
-        assert all(run_all(workers, exchange))
-
-
-@pytest.mark.parametrize("options", [{"transport": "tcp"}, {"transport": "unix"}, {"shared_memory": 0}], ids=str)
-def test_forced_ways(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"transport": "tcp"}, {"transport": "unix"}, {"shared_memory": 0}], ids=str)
+def test_tensors_by_each_way(options: dict[str, Any]) -> None:
     with group(2, **options) as made:
-        for size in (10, 100_000, 3_000_000):
+        for size in 2 * (10, 100_000, 3_000_000):
             total = made[0].run(lambda n: float(rpc.rpc_sync("worker1", torch.add, (torch.ones(n), 1)).sum()), size)
             assert total == 2 * size
 
@@ -149,7 +130,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.Mo
 
 def test_shutdown_timeout_names_who_is_missing() -> None:
     with group(2) as made:
-        kind, text, took = made[0].run(error_of, leave, 0, True, 0.3)
+        kind, text, took = made[0].run(error_of, rpc.shutdown, True, 0.3)
         assert kind is errors.CallTimeout
         assert "'worker1'" in text
         assert took < 3
@@ -161,16 +142,16 @@ def test_shutdown_without_a_worker_that_died(victim: int) -> None:
         made[victim].kill()
         others = [process for rank, process in enumerate(made) if rank != victim]
         for process in others:
-            process.begin(leave)
+            process.begin(rpc.shutdown)
         for process in others:
             process.end()
 
 
 def test_calls_to_a_killed_worker_fail_at_once() -> None:
     with group(3) as made:
-        made[0].begin(error_of, call, "worker1", time.sleep, PATIENCE)
+        made[0].begin(error_of, call, "worker1", time.sleep, (PATIENCE,))
         made[1].run(int)
-        made[2].run(call, "worker0", int)
+        made[2].run(call, "worker0", int, ())
         made[2].begin(in_flight)
         made[2]._pipe.poll(1)
         killed = time.monotonic()
@@ -180,11 +161,11 @@ def test_calls_to_a_killed_worker_fail_at_once() -> None:
             assert kind is errors.PeerLost
             assert "'worker1'" in text
         assert time.monotonic() - killed < ONE_SECOND
-        kind, text, took = made[0].run(error_of, call, "worker1", int)
+        kind, text, took = made[0].run(error_of, call, "worker1", int, ())
         assert kind is errors.PeerUnreachable
         assert "'worker1'" in text
         assert took < ONE_SECOND
-        assert made[0].run(call, "worker2", operator.add, 1, 2) == 3
+        assert made[0].run(call, "worker2") == 3
 
 
 def in_flight() -> Outcome:
@@ -197,21 +178,7 @@ def test_a_stopped_worker_times_out_and_comes_back() -> None:
         kind, _, _ = made[0].run(error_of, lambda: rpc.rpc_sync("worker1", int, timeout=0.2))
         assert kind is errors.CallTimeout
         made[1].kill(signal.SIGCONT)
-        assert made[0].run(call, "worker1", operator.add, 1, 2) == 3
-
-
-@pytest.mark.parametrize(
-    ("ranks", "names"), [((0, 1, 1), ("a", "b", "c")), ((0, 1, 2), ("a", "b", "b"))], ids=["rank", "name"]
-)
-def test_taken_twice_is_an_error_at_both_ends(ranks: tuple[int, ...], names: tuple[str, ...]) -> None:
-    def join(rank: int, port: int) -> Outcome:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=10)
-        return error_of(lambda: rpc.init_rpc(names[rank], rank=ranks[rank], world_size=3, rpc_backend_options=options))
-
-    with processes(3) as made:
-        for kind, text, _ in run_all(made, join, free_port())[1:]:
-            assert kind is errors.WorkerTaken
-            assert "'b'" in text
+        assert made[0].run(call, "worker1") == 3
 
 
 def test_who_did_not_come_is_named() -> None:
@@ -224,15 +191,6 @@ def test_who_did_not_come_is_named() -> None:
 def init_alone(count: int, timeout: float, rank: int = 0, port: int | None = None) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port or free_port()}", rpc_timeout=timeout)
     rpc.init_rpc("alone", rank=rank, world_size=count, rpc_backend_options=options)
-
-
-def test_store_port_taken() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        kind, text, _ = error_of(init_alone, 2, 1, 0, other.getsockname()[1])
-        assert kind is errors.StorePortTaken
-        assert str(other.getsockname()[1]) in text
 
 
 def test_store_unreachable() -> None:
@@ -251,18 +209,6 @@ def test_a_stranger_in_the_stores_place() -> None:
         assert took < 10
 
 
-@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 128, "a/b"])
-def test_names_that_cannot_be(name: str) -> None:
-    with pytest.raises(errors.InvalidName):
-        rpc.init_rpc(name, rank=0, world_size=1)
-
-
-def test_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(errors.UsageError, match="MASTER_ADDR"):
-        rpc.init_rpc("a", rank=0, world_size=1)
-
-
 def test_calls_before_init() -> None:
     for act in (lambda: rpc.rpc_sync("a", int), rpc.shutdown, rpc.get_worker_info):
         with pytest.raises(errors.NotInitialized, match=r"call init_rpc first$"):
@@ -278,17 +224,6 @@ def test_ways_to_meet(url: str, tmp_path: pathlib.Path) -> None:
 
     with processes(2) as made:
         assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
-
-
-def test_who_has_another_key_is_told() -> None:
-    def join(rank: int, port: int) -> Outcome:
-        return error_of(lambda: init(rank, 2, port, key=f"the key of rank {rank}", rpc_timeout=5))
-
-    with processes(2) as made:
-        found = run_all(made, join, free_port())
-        kinds = [kind for kind, _, _ in found]
-        assert errors.StoreUntrusted in kinds  # whoever came to the store second
-        assert None not in kinds
 
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
@@ -316,7 +251,7 @@ def test_sixty_four_workers_on_one_machine() -> None:
         assert [value for value, _ in found] == list(range(1, 65))
         assert max(count for _, count in found) < 64
         for process in made:
-            process.begin(leave)
+            process.begin(rpc.shutdown)
         for process in made:
             process.end()
 
@@ -342,41 +277,29 @@ def last_of(tensor: torch.Tensor) -> tuple[int, int]:
 # Dynamic groups
 
 
-def join_dynamic(name: str, port: int, rank: int = -1) -> int:
-    rpc.init_rpc(
-        name,
-        rank=rank,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE
-        ),
-    )
-    return rpc.get_worker_info().id
-
-
-def test_workers_join_and_leave_a_dynamic_group() -> None:
+def test_workers_join_and_leave_a_dynamic_group(tcp: str) -> None:
     with processes(3) as made:
-        port = free_port()
-        assert made[0].run(join_dynamic, "first", port, 0) == 0
-        assert made[1].run(join_dynamic, "second", port) == 1
-        assert made[0].run(call, "second", operator.add, 1, 2) == 3
-        assert made[2].run(join_dynamic, "third", port) == 2
-        assert made[2].run(call, "first", operator.add, 1, 2) == 3
-        made[1].run(leave)
-        kind, _, _ = made[0].run(error_of, call, "second", int)
+        assert made[0].run(join, "first", tcp, 0) == 0
+        assert made[1].run(join, "second", tcp) == 1
+        assert made[0].run(call, "second") == 3
+        assert made[2].run(join, "third", tcp) == 2
+        assert made[2].run(call, "first") == 3
+        made[1].run(rpc.shutdown)
+        kind, _, _ = made[0].run(error_of, call, "second", int, ())
         if kind is errors.ShutDown:  # it was sent before its connection had told of the end
-            kind, _, _ = made[0].run(error_of, call, "second", int)
+            kind, _, _ = made[0].run(error_of, call, "second", int, ())
         assert kind is errors.UnknownWorker
-        assert made[1].run(join_dynamic, "second", port) == 1  # a new one under the old name
-        assert made[0].run(call, "second", operator.add, 1, 2) == 3
-        assert made[2].run(call, 1, operator.add, 1, 2) == 3
-        kind, text, _ = made[1].run(error_of, join_again, port)
+        assert made[1].run(join, "second", tcp) == 1  # a new one under the old name
+        assert made[0].run(call, "second") == 3
+        assert made[2].run(call, 1) == 3
+        kind, text, _ = made[1].run(error_of, join_again, tcp)
         assert kind is errors.WorkerTaken
         assert "'third'" in text
 
 
-def join_again(port: int) -> None:
+def join_again(where: str) -> None:
     rpc.shutdown()
-    join_dynamic("third", port)
+    join("third", where)
 
 
 # Ends of programs
@@ -411,38 +334,6 @@ def test_programs_end(end: str, code: int) -> None:
         [sys.executable, "-c", PROGRAM.format(port=free_port(), end=end)], timeout=PATIENCE, capture_output=True
     )
     assert ran.returncode == code, ran.stderr.decode()
-
-
-def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
-    def fork(rank: int) -> tuple[int, int]:
-        pid = os.fork()
-        if not pid:
-            try:
-                rpc.get_worker_info()
-            except errors.NotInitialized as error:
-                os._exit(5 if "A process that a worker starts" in str(error) else 1)
-            os._exit(1)
-        _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status), rpc.rpc_sync("worker1", operator.add, (1, 1))
-
-    assert workers[0].run(fork, 0) == (5, 2)
-
-
-def call_after_shutdown(where: str) -> str:
-    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TelegradOptions(init_method=where))
-    rpc.shutdown()
-    try:
-        rpc.rpc_sync("a", int)
-    except errors.NotInitialized as error:
-        return str(error)
-    return ""
-
-
-def test_calls_after_shutdown_are_told_so(tmp_path: pathlib.Path) -> None:
-    with processes(1) as workers:  # which are children of another process, but left by themselves
-        told = workers[0].run(call_after_shutdown, f"file://{tmp_path / 'meeting'}")
-        assert told.startswith("RPC has not been initialized: this process has left its group, by shutdown()")
-        assert "A process that a worker starts" not in told
 
 
 def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import operator
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,27 +13,12 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.groups.collectives import parts, tree_of
 from telegrad.rpc import functions
-from tests.cluster import PATIENCE, Process, agents, group
+from tests.cluster import PATIENCE, Process, group
 
 NAMES = [f"w{rank}" for rank in range(1, 6)]
-
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[list[Worker]]:
-    """`w0` calls `w1` to `w5`, the actors."""
-    with agents(6, role_of=lambda rank: "actor" if rank else "") as made:
-        yield made
-
-
-@pytest.fixture
-def actors(six: list[Worker]) -> Iterator[rpc.Group]:
-    current.enter(six[0])
-    yield rpc.group("actor")
-    current.enter(None)
 
 
 def name(*_: Any) -> str:
@@ -81,15 +65,15 @@ def test_results_come_in_the_order_of_the_group(actors: rpc.Group) -> None:
     assert actors.gather(number) == {f"w{rank}": rank for rank in range(1, 6)}
 
 
-def test_arguments_are_encoded_once(actors: rpc.Group, six: list[Worker]) -> None:
-    before = six[0].agent._fanout.encodings
+def test_arguments_are_encoded_once(actors: rpc.Group, team: list[Worker]) -> None:
+    before = team[0].agent._fanout.encodings
     actors.rpc_sync(torch.sum, (torch.ones(1 << 18),))
-    assert six[0].agent._fanout.encodings == before + 1
+    assert team[0].agent._fanout.encodings == before + 1
     refs = actors.remote(list, ([1],))
     refs.rpc_sync().append(torch.ones(8))
-    assert six[0].agent._fanout.encodings == before + 3
+    assert team[0].agent._fanout.encodings == before + 3
     refs.remote().copy()
-    assert six[0].agent._fanout.encodings == before + 4
+    assert team[0].agent._fanout.encodings == before + 4
 
 
 def test_what_fails_is_told_by_worker_and_the_rest_is_there(actors: rpc.Group) -> None:
@@ -273,7 +257,7 @@ def square_alone(value: int) -> int:
     here = name()
     running[here] = running.get(here, 0) + 1
     most[here] = max(most.get(here, 0), running[here])
-    time.sleep(1e-3)
+    rpc.rpc_sync("w0", abs, (-1,))  # another thread may run meanwhile
     running[here] -= 1
     return value * value
 
@@ -314,14 +298,15 @@ def test_items_that_fail(actors: rpc.Group) -> None:
         actors.map(name, [lock, 2])
 
 
-def grad_mode(_: int) -> bool:
-    return torch.is_grad_enabled()
+def modes(_: int) -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
 
-def test_all_items_run_in_the_setting_of_the_caller(actors: rpc.Group) -> None:
-    with torch.no_grad():
-        assert not any(actors.map(grad_mode, range(30)).wait())
-    assert all(actors.map(grad_mode, range(30)).wait())
+def test_all_run_in_the_modes_of_the_caller(actors: rpc.Group) -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert set(actors.map(modes, range(30)).wait()) == {(False, True)}
+        assert set(actors.rpc_sync(modes, (0,))) == {(False, True)}
+    assert set(actors.map(modes, range(30)).wait()) == set(actors.rpc_sync(modes, (0,))) == {(True, False)}
 
 
 def test_mistakes_in_maps(actors: rpc.Group) -> None:
@@ -343,7 +328,7 @@ def test_mistakes_in_maps(actors: rpc.Group) -> None:
 def hang_on(victim: str) -> str:
     if name() == victim:
         called.set()
-        time.sleep(1e6)
+        threading.Event().wait()
     return name()
 
 

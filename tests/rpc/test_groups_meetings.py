@@ -11,7 +11,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,27 +23,13 @@ from telegrad import errors
 from telegrad._core import progress
 from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
-from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
+from tests.cluster import group, processes, run_all, wait_until
+from tests.rpc.members import join
 
 come: list[str] = []
-
-
-@pytest.fixture(scope="module")
-def five() -> Iterator[list[Worker]]:
-    """`w0` calls `w1` to `w4`, the actors."""
-    with agents(5, role_of=lambda rank: "actor" if rank else "") as made:
-        yield made
-
-
-@pytest.fixture
-def actors(five: list[Worker]) -> Iterator[rpc.Group]:
-    current.enter(five[0])
-    yield rpc.group("actor")
-    current.enter(None)
 
 
 def number() -> int:
@@ -62,12 +47,12 @@ def sum_up(members: rpc.Group, **how: Any) -> Any:
     return members.all_reduce(torch.ones(2) * number(), **how)
 
 
-def test_who_comes_by_a_call_that_is_cancelled_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
+def test_who_comes_by_a_call_that_is_cancelled_has_not_come(team: list[Worker], actors: rpc.Group) -> None:
     for callee in ("w1", "w2"):  # the first keeps the meeting
         with pytest.raises(errors.CallTimeout):
             rpc.rpc_sync(callee, meet, (actors, "cancelled"), timeout=0.2)
-    kept = five[1].attached(CollectiveManager)._meetings
-    wait_until(lambda: not kept and not five[1].agent._server.going_on)
+    kept = team[1].attached(CollectiveManager)._meetings
+    wait_until(lambda: not kept and not team[1].agent._server.going_on)
     rest = actors[2:].rpc_async(meet, (actors, "cancelled"))
     wait_until(lambda: [meeting.missing for each in kept.values() for meeting in each] == [["w1", "w2"]])
     assert not rest.done()
@@ -78,7 +63,7 @@ def test_who_comes_by_a_call_that_is_cancelled_has_not_come(five: list[Worker], 
 def test_nobody_goes_on_before_all_have_come(actors: rpc.Group) -> None:
     for _ in range(5):
         come.clear()
-        assert actors.rpc_sync(meet, (actors,)) == [4] * 4
+        assert actors.rpc_sync(meet, (actors,)) == [5] * 5
         come.clear()
         assert actors[1:3].rpc_sync(meet, (actors[1:3], "two")) == [2] * 2
 
@@ -98,9 +83,9 @@ def test_meetings_of_other_names_and_groups_are_others(actors: rpc.Group) -> Non
 
 
 def test_small_things_are_reduced(actors: rpc.Group) -> None:
-    assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,))] == [[10, 10]] * 4
+    assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,))] == [[15, 15]] * 5
     largest = actors.rpc_sync(sum_up, (actors,), {"op": torch.maximum})
-    assert [each.tolist() for each in largest] == [[4, 4]] * 4
+    assert [each.tolist() for each in largest] == [[5, 5]] * 5
     with pytest.raises(errors.GroupError, match="w3: TypeError"):
         actors.rpc_sync(sum_up, (actors,), {"op": operator.index})
 
@@ -133,9 +118,9 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
 
 
 def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
-    five: list[Worker], actors: rpc.Group
+    team: list[Worker], actors: rpc.Group
 ) -> None:
-    kept = five[1].attached(CollectiveManager)._meetings
+    kept = team[1].attached(CollectiveManager)._meetings
     pair = rpc.group(["w1", "w2"])
     first = rpc.rpc_async("w2", sum_up, (pair,))
     wait_until(lambda: kept)
@@ -146,20 +131,21 @@ def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_a_worker_whose_wait_is_interrupted_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
-    kept = five[1].attached(CollectiveManager)._meetings
+def test_a_worker_whose_wait_is_interrupted_has_not_come(team: list[Worker], actors: rpc.Group) -> None:
+    kept = team[1].attached(CollectiveManager)._meetings
     main = threading.get_ident()
 
     def interrupt() -> None:
         wait_until(lambda: kept)
         signal.pthread_kill(main, signal.SIGINT)
 
-    current.enter(five[2])
+    current.enter(team[2])  # which is an actor
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         actors.barrier("interrupted")
     thread.join()
+    current.enter(team[0])
     wait_until(lambda: not kept)
 
 
@@ -278,10 +264,6 @@ def test_the_time_of_a_meeting_ends_while_the_worker_that_keeps_it_is_stopped() 
         made[0].run(has_meetings, 0)
 
 
-def join(name: str, where: str) -> None:
-    rpc.init_rpc(name, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE), role="actor")
-
-
 def barrier_of_all(_: int) -> list[str]:
     members = rpc.group("actor")
     members.barrier()
@@ -292,7 +274,7 @@ def test_a_live_group_meets_with_those_that_are_there(tmp_path: pathlib.Path) ->
     where = f"file://{tmp_path}/store"
     with processes(3) as made:
         for process, name in zip(made, "abc", strict=True):
-            process.run(join, name, where)
+            process.run(join, name, where, -1, "actor")
         assert run_all(made, barrier_of_all) == [["a", "b", "c"]] * 3
         made[2].run(rpc.shutdown)
         for process in made[:2]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,36 +10,18 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from tests.cluster import PATIENCE, agents, group
+from tests.cluster import group, wait_until
+from tests.rpc import members
 
-NAMES = ["w1", "w2", "w3", "w4"]
-
-
-@pytest.fixture(scope="module")
-def five() -> Iterator[list[Worker]]:
-    """`w0` calls `w1` to `w4`, the actors."""
-    with agents(5, role_of=lambda rank: "actor" if rank else "") as made:
-        yield made
+NAMES = ["w1", "w2", "w3", "w4", "w5"]
 
 
-@pytest.fixture
-def actors(five: list[Worker]) -> Iterator[rpc.Group]:
-    current.enter(five[0])
-    yield rpc.group("actor")
-    current.enter(None)
-
-
-class Counter:
+class Counter(members.Counter):
     def __init__(self, start: int = 0) -> None:
         if start < 0 and rpc.get_worker_info().name == "w2":
             raise ValueError("not here")
-        self.count = start
-
-    def add(self, more: int) -> int:
-        self.count += more
-        return self.count
+        super().__init__(start)
 
     def where(self) -> str:
         return rpc.get_worker_info().name
@@ -65,31 +46,31 @@ class Ordered:
 def test_one_on_each_worker(actors: rpc.Group) -> None:
     refs = actors.remote(Counter, (5,))
     assert refs.names == NAMES
-    assert len(refs) == 4
+    assert len(refs) == 5
     assert [each.owner_name() for each in refs] == NAMES
     assert "w3" in refs
     assert rpc.WorkerInfo("w0", 0) not in refs
-    assert repr(refs) == "<RefGroup of 4, on 'w1', 'w2', 'w3', 'w4'>"
-    assert refs.future().wait() == [None] * 4
+    assert repr(refs) == "<RefGroup of 5, on 'w1', 'w2', 'w3', 'w4', 'w5'>"
+    assert refs.future().wait() == [None] * 5
     assert refs.rpc_sync().where() == NAMES
-    assert refs.rpc_sync().add(1) == [6] * 4
+    assert refs.rpc_sync().add(1) == [6] * 5
     assert refs[1:3].rpc_async().add(1).results() == {"w2": 7, "w3": 7}
     assert refs[0].rpc_sync().add(0) == refs["w4"].rpc_sync().add(0) == refs[actors[3]].rpc_sync().add(0) == 6
-    assert [each.count for each in refs.to_here()] == [6, 7, 7, 6]
-    assert refs.remote().part("x")[1:].rpc_sync().add(1) == [8, 8, 7]
-    assert refs.rpc_sync()(10) == [16, 17, 17, 16]
+    assert [each.count for each in refs.to_here()] == [6, 7, 7, 6, 6]
+    assert refs.remote().part("x")[1:].rpc_sync().add(1) == [8, 8, 7, 7]
+    assert refs.rpc_sync()(10) == [16, 17, 17, 16, 16]
 
 
 def test_a_value_of_this_worker_is_among_them(actors: rpc.Group) -> None:
     refs = rpc.group().remote(Counter, (5,))
     assert refs.to_here()[0] is refs[0].local_value()
     assert refs.rpc_sync().where() == ["w0", *NAMES]
-    assert refs.remote().part("x").rpc_sync().add(1) == [6] * 5
+    assert refs.remote().part("x").rpc_sync().add(1) == [6] * 6
 
 
 def test_items_for_methods(actors: rpc.Group) -> None:
     refs = actors.remote(Counter)
-    assert refs.map("add", [1, 2, 3, 4]).wait() == [1, 2, 3, 4]
+    assert refs.map("add", [1, 2, 3, 4, 5]).wait() == [1, 2, 3, 4, 5]
     assert refs.map("add", [0] * 20).errors() == {}
     assert {each.owner_name() for each in refs} == set(NAMES)
     with pytest.raises(errors.InvalidArgument, match="the name of a method"):
@@ -101,7 +82,7 @@ def test_items_for_methods(actors: rpc.Group) -> None:
 def test_methods_of_actors_keep_their_order(actors: rpc.Group) -> None:
     refs = actors.remote(Ordered)
     futures = [refs.rpc_async().note(number) for number in range(50)]
-    assert futures[-1].wait() == [list(range(50))] * 4
+    assert futures[-1].wait() == [list(range(50))] * 5
     assert refs[0].rpc_sync().note(50) == list(range(51))
 
 
@@ -110,24 +91,19 @@ def test_a_broadcast_stays_where_it_came(actors: rpc.Group) -> None:
     refs = actors.broadcast(value)
     value.zero_()
     assert all(each.tolist() == [0, 1, 2, 3] for each in refs.to_here())
-    assert actors.rpc_sync(use, (refs,)) == [6.0] * 4
+    assert actors.rpc_sync(use, (refs,)) == [6.0] * 5
 
 
 def use(refs: rpc.RefGroup) -> float:
     return float(refs[rpc.get_worker_info().name].local_value().sum())
 
 
-def test_they_travel_and_are_given_back(actors: rpc.Group, five: list[Worker]) -> None:
+def test_they_travel_and_are_given_back(actors: rpc.Group, team: list[Worker]) -> None:
     refs = actors.remote(Counter, (1,))
     back = rpc.rpc_sync("w1", pass_on, (refs,))
-    assert back.rpc_sync().add(1) == [3] * 4
+    assert back.rpc_sync().add(1) == [3] * 5
     del refs, back
-    event = threading.Event()
-    for _ in range(int(PATIENCE * 20)):
-        if all(worker.references.counts()["owners"] == 0 for worker in five):
-            break
-        event.wait(0.05)
-    assert [worker.references.counts()["owners"] for worker in five] == [0] * 5
+    wait_until(lambda: not any(worker.references.counts()["owners"] for worker in team))
 
 
 def pass_on(refs: rpc.RefGroup) -> rpc.RefGroup:
@@ -139,7 +115,7 @@ def test_what_cannot_be_made(actors: rpc.Group) -> None:
     refs = actors.remote(Counter, (-1,))
     with pytest.raises(errors.GroupError, match="w2: ValueError: not here") as caught:
         refs.rpc_sync().add(1)
-    assert caught.value.results == {"w1": 0, "w3": 0, "w4": 0}
+    assert caught.value.results == {"w1": 0, "w3": 0, "w4": 0, "w5": 0}
     with pytest.raises(errors.GroupError):
         refs.to_here()
     assert list(refs.future().errors()) == ["w2"]

@@ -11,24 +11,15 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
-from tests.cluster import PATIENCE, agents, processes
+from tests.cluster import PATIENCE, agents_here, processes, wait_until
+from tests.rpc.members import error_of, join
 
 
-@pytest.fixture(scope="module")
-def six() -> Iterator[list[Worker]]:
+@pytest.fixture(scope="module", autouse=True)
+def six() -> Iterator[None]:
     """`w0` is a learner, `w1` to `w4` are actors, `w5` has no role."""
-    with agents(6, role_of=lambda rank: {0: "learner", 5: ""}.get(rank, "actor")) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def here(six: list[Worker]) -> Iterator[None]:
-    current.enter(six[0])
-    yield
-    current.enter(None)
+    with agents_here(6, role_of=lambda rank: {0: "learner", 5: ""}.get(rank, "actor")):
+        yield
 
 
 def odd(worker: rpc.WorkerInfo) -> bool:
@@ -130,7 +121,6 @@ untyped: Any = rpc.group
         ),
         (lambda: untyped("actor")[9], IndexError, "has 4 workers now, and none at 9"),
         (lambda: untyped("actor")["w1"], errors.InvalidArgument, "must be the place of a worker, or a slice, not 'w1'"),
-        (lambda: untyped("actor").filter("w1"), errors.InvalidArgument, "a function of a worker, not 'w1'"),
         (lambda: untyped("actor").without("w9"), errors.UnknownWorker, "no worker is named 'w9'"),
         (
             lambda: untyped("actor")[9:].rpc_sync(odd, (1,)),
@@ -145,10 +135,6 @@ def test_mistakes(make: Callable[[], Any], kind: type[Exception], words: str) ->
     with pytest.raises(kind) as caught:
         make()
     assert words in str(caught.value)
-
-
-def join(name: str | None, where: str, role: str = "") -> None:
-    rpc.init_rpc(name, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE), role=role)
 
 
 kept: list[rpc.Group] = []
@@ -170,8 +156,7 @@ def call() -> Any:
 def after(version: int, count: int) -> tuple[list[str], int]:
     """The group, once it has that many workers."""
     rpc.wait_for_workers(count, PATIENCE, role="actor")
-    while len(kept[0]) != count:
-        rpc.workers()
+    wait_until(lambda: rpc.workers() and len(kept[0]) == count)
     assert kept[0].version > version
     return look()
 
@@ -186,7 +171,7 @@ def test_a_live_group_follows_who_joins_and_who_leaves(tmp_path: pathlib.Path) -
             boss.run(call)
         versions = [boss.run(look)[1]]
         for count, process in enumerate(others, 1):
-            process.run(join, None, where, "actor")
+            process.run(join, None, where, -1, "actor")
             names, version = boss.run(after, versions[-1], count)
             assert names == [f"actor{number}" for number in range(count)]
             versions.append(version)
@@ -198,17 +183,16 @@ def test_a_live_group_follows_who_joins_and_who_leaves(tmp_path: pathlib.Path) -
         assert boss.run(after, versions[-1], 1)[0] == ["actor2"]
 
 
-def use_after_leaving(where: str) -> str:
-    join("alone", where, "actor")
+def use_after_leaving(where: str) -> tuple[type[Exception] | None, str]:
+    join("alone", where, -1, "actor")
     group = rpc.group("actor")
     rpc.shutdown()
-    try:
-        group.rpc_sync(odd, (1,))
-    except errors.NotInitialized as error:
-        return str(error)
-    return ""
+    return error_of(group.rpc_sync, odd, (1,))
 
 
 def test_a_group_that_is_used_after_leaving(tmp_path: pathlib.Path) -> None:
-    with processes(1) as made:
-        assert "this process has left its group" in made[0].run(use_after_leaving, f"file://{tmp_path}/store")
+    with processes(1) as made:  # which are children of another process, but left by themselves
+        kind, said = made[0].run(use_after_leaving, f"file://{tmp_path}/store")
+        assert kind is errors.NotInitialized
+        assert said.startswith("RPC has not been initialized: this process has left its group, by shutdown()")
+        assert "A process that a worker starts" not in said

@@ -31,8 +31,11 @@ def test_interrupts_at_points_of_every_call(three: list[Process]) -> None:
     assert three[0].run(interrupting.sweep, list(SCENES), points, SEED) == points
 
 
-def test_signals_at_random_times(three: list[Process]) -> None:
-    assert three[0].run(interrupting.signals_at_random, SEED, 150) == 150
+@pytest.mark.parametrize(
+    ("seed", "count"), [(SEED, 150), *(pytest.param(SEED + more, 1000, marks=pytest.mark.nightly) for more in range(5))]
+)
+def test_signals_at_random_times(three: list[Process], seed: int, count: int) -> None:
+    assert three[0].run(interrupting.signals_at_random, seed, count, patience=LONG) == count
 
 
 def test_other_handlers(three: list[Process]) -> None:
@@ -51,24 +54,13 @@ def test_handlers_that_make_calls(three: list[Process]) -> None:
     three[0].run(interrupting.calls_in_handlers, SEED)
 
 
-def test_interrupts_of_init_rpc_and_shutdown() -> None:
+@pytest.mark.parametrize("count", [6, pytest.param(400, marks=pytest.mark.nightly)])
+def test_interrupts_of_init_rpc_and_shutdown(count: int) -> None:
     with processes(1) as made:
-        made[0].run(interrupting.lives, SEED, 6)
+        made[0].run(interrupting.lives, SEED, count, patience=LONG)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SCENES)
 def test_interrupts_at_each_point(three: list[Process], name: str) -> None:
     assert three[0].run(interrupting.sweep, [name], 0, SEED, patience=LONG) > 100
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(SEED, SEED + 5))
-def test_many_signals_at_random_times(three: list[Process], seed: int) -> None:
-    assert three[0].run(interrupting.signals_at_random, seed, 1000, patience=LONG) == 1000
-
-
-@pytest.mark.nightly
-def test_many_interrupts_of_init_rpc_and_shutdown() -> None:
-    with processes(1) as made:
-        made[0].run(interrupting.lives, SEED, 400, patience=LONG)

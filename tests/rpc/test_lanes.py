@@ -102,14 +102,6 @@ def test_both_ways_in_stripes(pair: list[Worker], monkeypatch: pytest.MonkeyPatc
     assert sizes == [size for size in (LARGE, LARGE + 1, 4_000_003) for _ in ("there", "back")]
 
 
-def test_several_in_one_message(pair: list[Worker]) -> None:
-    a, b = pair
-    widen(a, b)
-    tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (LARGE, 10, 3 * LARGE, 0, 2 * LARGE)]
-    back = a.agent.call("w1", echo, (tensors,), None)
-    assert all(torch.equal(came, sent) for came, sent in zip(back, tensors, strict=True))
-
-
 def test_calls_keep_their_order(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)

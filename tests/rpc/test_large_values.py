@@ -13,23 +13,19 @@ from hypothesis import HealthCheck, given, settings
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents, in_threads
+from tests.cluster import agents_here, in_threads
 from tests.trees import DATA, LARGE, TREES, Record, alike
 
 ANY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+pytestmark = pytest.mark.usefixtures("three")
+
+
 @pytest.fixture(scope="module", params=["unix", "tcp"])
 def three(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with agents(3, transport=request.param) as made:
+    with agents_here(3, transport=request.param) as made:
         yield made
-
-
-@pytest.fixture
-def here(three: list[Worker]) -> Iterator[None]:
-    current.enter(three[0])
-    yield
-    current.enter(None)
 
 
 def same(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +41,6 @@ def of_reference(reference: Any) -> Any:
     return reference.to_here()
 
 
-@pytest.mark.usefixtures("here")
 @ANY
 @given(TREES)
 def test_any_value_by_any_way(value: Any) -> None:
@@ -61,7 +56,6 @@ def test_any_value_by_any_way(value: Any) -> None:
     assert all(alike(answer, ((alone,), {})) for answer in list(answers))
 
 
-@pytest.mark.usefixtures("here")
 def test_what_arrives_is_ones_own() -> None:
     """Nobody sees what another does to what it got."""
     kept: list[Any] = [bytearray(DATA[:LARGE]), {"deep": bytearray(DATA[:LARGE])}]
@@ -80,7 +74,6 @@ def test_what_arrives_is_ones_own() -> None:
         assert back[0][4:] == DATA[4:LARGE]
 
 
-@pytest.mark.usefixtures("here")
 def test_many_at_once() -> None:
     values = [bytes([number]) * (LARGE + number) for number in range(16)]
 
@@ -97,7 +90,6 @@ def raises(value: Any) -> None:
     raise ValueError("bad", value)
 
 
-@pytest.mark.usefixtures("here")
 def test_a_large_value_in_an_exception() -> None:
     with pytest.raises(ValueError, match="bad") as caught:
         rpc.rpc_sync("w1", raises, (DATA[:LARGE],))

@@ -1,10 +1,12 @@
-"""How members of a dynamic group are lost: processes that end or are stopped, seen by all members alike."""
+"""How members are lost: processes that end, are stopped or do not run, seen by all members alike."""
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import os
-import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,53 +15,26 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
 from telegrad._core.stores import find_directory
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, in_threads, processes, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, wait_until
+from tests.rpc import members
+from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event
 
 SILENCE = 3.0
 AT_ONCE = 2.0  # seconds on a busy machine, less than the silence; an idle one needs some milliseconds
 COUNT = 5
 
-events: queue.Queue[tuple[str, str]] = queue.Queue()
+
+def join(where: str, rank: int, name: str = "") -> None:
+    members.join(name or f"w{rank}", where, rank, silence=SILENCE)
 
 
-def join(where: str, rank: int, name: str = "", watch: bool = False) -> None:
-    options = TelegradOptions(init_method=where, rpc_timeout=PATIENCE, silence=SILENCE)
-    rpc.init_rpc(name or f"w{rank}", rank=rank, rpc_backend_options=options)
-    if watch:
-        rpc.on_lost(lambda worker, why: events.put(("lost", worker.name)))
-        rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
-
-
-def names() -> list[str]:
+def view() -> list[str]:
     """Return the members without asking the directory."""
     return [worker.name for worker in current.here().membership.view().workers]
-
-
-def asked_names() -> list[str]:
-    return [worker.name for worker in rpc.workers()]
-
-
-def next_event() -> tuple[str, str]:
-    return events.get(timeout=PATIENCE)
-
-
-def is_quiet() -> bool:
-    return events.empty()
-
-
-def call(to: str) -> int:
-    return int(rpc.rpc_sync(to, sum, ([1, 2],)))
-
-
-def error_of(function: Callable[..., object], *args: Any) -> tuple[type[Exception] | None, str]:
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
 
 
 def connections() -> int:
@@ -68,16 +43,11 @@ def connections() -> int:
 
 
 @pytest.fixture
-def where() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
-
-
-@pytest.fixture
-def members(where: str) -> Iterator[list[Process]]:
+def five(tcp: str) -> Iterator[list[Process]]:
     """Members that call nobody."""
     with processes(COUNT) as made:
         for rank, process in enumerate(made):
-            process.run(join, where, rank)
+            process.run(join, tcp, rank)
         for process in made:
             process.run(rpc.wait_for_workers, COUNT, PATIENCE)
         yield made
@@ -85,70 +55,48 @@ def members(where: str) -> Iterator[list[Process]]:
 
 def wait_for(made: list[Process], wanted: list[str], limit: float) -> None:
     """Wait until all these workers see the wanted members."""
-    ends = time.monotonic() + limit
-    while any(process.run(names) != wanted for process in made):
-        assert time.monotonic() < ends, [process.run(names) for process in made]
-        time.sleep(0.01)
+    wait_until(lambda: all(process.run(view) == wanted for process in made), limit)
 
 
 # Processes that end
 
 
 @pytest.mark.parametrize("dead", [(2,), (4,), (2, 3), (1, 2, 3)])
-def test_the_death_of_workers_that_nobody_calls_is_seen_at_once(members: list[Process], dead: tuple[int, ...]) -> None:
+def test_the_death_of_workers_that_nobody_calls_is_seen_at_once(five: list[Process], dead: tuple[int, ...]) -> None:
     for rank in dead:
-        members[rank].kill()
+        five[rank].kill()
     rest = [rank for rank in range(COUNT) if rank not in dead]
-    wait_for([members[rank] for rank in rest], [f"w{rank}" for rank in rest], AT_ONCE)
+    wait_for([five[rank] for rank in rest], [f"w{rank}" for rank in rest], AT_ONCE)
     for rank in rest:
-        assert members[rank].run(asked_names) == [f"w{rank}" for rank in rest]
-        assert members[rank].run(call, f"w{rest[0]}") == 3
+        assert five[rank].run(names) == [f"w{rank}" for rank in rest]
+        assert five[rank].run(call, f"w{rest[0]}") == 3
 
 
-def test_the_death_of_the_worker_that_keeps_the_directory_is_seen_at_once(members: list[Process]) -> None:
-    members[0].kill()
-    wait_for(members[1:], ["w1", "w2", "w3", "w4"], AT_ONCE)
+def test_the_death_of_the_worker_that_keeps_the_directory_is_seen_at_once(five: list[Process]) -> None:
+    five[0].kill()
+    wait_for(five[1:], ["w1", "w2", "w3", "w4"], AT_ONCE)
 
 
-def test_workers_that_call_nobody_are_connected_to_few(members: list[Process]) -> None:
-    assert all(1 <= process.run(connections) <= 2 for process in members)
+def test_workers_that_call_nobody_are_connected_to_few(five: list[Process]) -> None:
+    assert all(1 <= process.run(connections) <= 2 for process in five)
 
 
 def directory_pid() -> int:
     return int(current.here().directory._keeping._keeper.pid)
 
 
-def test_a_death_is_seen_without_a_directory(members: list[Process]) -> None:
+def test_a_death_is_seen_without_a_directory(five: list[Process]) -> None:
     """Once the request to take the dead worker out has failed."""
-    pid = members[0].run(directory_pid)
-    members[0].kill()
-    members[0].join()
+    pid = five[0].run(directory_pid)
+    five[0].kill()
+    five[0].join()
     os.kill(pid, signal.SIGKILL)
-    members[3].kill()
-    wait_for([members[2]], ["w1", "w2", "w4"], find_directory.PATIENCE + AT_ONCE)
-    assert members[1].run(call, "w4") == 3
+    five[3].kill()
+    wait_for([five[2]], ["w1", "w2", "w4"], find_directory.PATIENCE + AT_ONCE)
+    assert five[1].run(call, "w4") == 3
     began = time.monotonic()
-    in_threads(*[lambda process=process: process.run(rpc.shutdown) for process in (members[1], members[2], members[4])])
+    in_threads(*[lambda process=process: process.run(rpc.shutdown) for process in (five[1], five[2], five[4])])
     assert time.monotonic() - began < 3 * AT_ONCE
-
-
-# What is told
-
-
-def test_all_are_told_the_same_of_those_that_go(where: str) -> None:
-    with processes(4) as made:
-        for rank, process in enumerate(made):
-            process.run(join, where, rank, "", True)
-        for process in made:
-            process.run(rpc.wait_for_workers, 4, PATIENCE)
-        made[3].run(rpc.shutdown)
-        for process in made[:3]:
-            assert process.run(next_event) == ("left", "w3")
-        made[2].kill()
-        for process in made[:2]:
-            assert {process.run(next_event) for _ in range(2)} == {("lost", "w2")}
-            assert process.run(is_quiet)
-            assert process.run(asked_names) == process.run(names) == ["w0", "w1"]
 
 
 # Processes that are stopped
@@ -162,11 +110,11 @@ def resume(process: Process) -> None:
     process.kill(signal.SIGCONT)
 
 
-def test_a_stopped_worker_is_lost_with_its_lease_and_ends(members: list[Process], where: str) -> None:
-    boss, *_, stopped = members
+def test_a_stopped_worker_is_lost_with_its_lease_and_ends(five: list[Process], tcp: str) -> None:
+    boss, *_, stopped = five
     assert boss.run(call, "w4") == 3
     stop(stopped)
-    wait_for(members[:4], ["w0", "w1", "w2", "w3"], SILENCE + 2)
+    wait_for(five[:4], ["w0", "w1", "w2", "w3"], SILENCE + 2)
     resume(stopped)
     calls = [stopped.run(error_of, call, "w0")]
     while "declared lost" not in calls[-1][1]:
@@ -177,11 +125,11 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_ends(members: list[Process]
     assert (kind, "declared lost" in text) == (errors.PeerLost, True)
     kind, text = boss.run(error_of, call, "w4")
     assert kind in (errors.UnknownWorker, errors.PeerLost)
-    for process in members[:4]:
-        assert process.run(names) == ["w0", "w1", "w2", "w3"]
+    for process in five[:4]:
+        assert process.run(view) == ["w0", "w1", "w2", "w3"]
     assert stopped.run(error_of, rpc.shutdown)[0] is errors.PeerLost
-    assert members[1].run(asked_names) == ["w0", "w1", "w2", "w3"]
-    stopped.run(join, where, 4)  # anew, under its old name
+    assert five[1].run(names) == ["w0", "w1", "w2", "w3"]
+    stopped.run(join, tcp, 4)  # anew, under its old name
     assert boss.run(call, "w4") == 3
 
 
@@ -194,44 +142,208 @@ def error_of_ending_while_declared_lost(end: Callable[[], None]) -> tuple[type[E
 
 
 @pytest.mark.parametrize("end", [rpc.shutdown, rpc.serve])
-def test_who_shuts_down_while_it_is_declared_lost_is_told(where: str, end: Callable[[], None]) -> None:
+def test_who_shuts_down_while_it_is_declared_lost_is_told(tcp: str, end: Callable[[], None]) -> None:
     with processes(1) as (process,):
-        process.run(join, where, 0)
+        process.run(join, tcp, 0)
         kind, text = process.run(error_of_ending_while_declared_lost, end)
         assert kind is errors.PeerLost
         assert "declared lost (a test)" in text
 
 
-def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(members: list[Process]) -> None:
-    stop(members[2])
+def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(five: list[Process]) -> None:
+    stop(five[2])
     time.sleep(SILENCE / 3)
-    resume(members[2])
-    assert members[2].run(call, "w1") == members[1].run(call, "w2") == 3
-    assert members[0].run(asked_names) == [f"w{rank}" for rank in range(COUNT)]
+    resume(five[2])
+    assert five[2].run(call, "w1") == five[1].run(call, "w2") == 3
+    assert five[0].run(names) == [f"w{rank}" for rank in range(COUNT)]
 
 
-def test_the_group_goes_on_where_the_worker_that_keeps_the_directory_is_stopped(where: str) -> None:
-    with processes(4) as made:
-        boss, x, y, again = made
-        boss.run(join, where, 0, "boss")
-        x.run(join, where, 1)
-        y.run(join, where, 2)
+def test_the_group_goes_on_where_the_worker_that_keeps_the_directory_is_stopped(tcp: str) -> None:
+    with processes(4) as (boss, x, y, again):
+        boss.run(join, tcp, 0, "boss")
+        x.run(join, tcp, 1)
+        y.run(join, tcp, 2)
         x.run(rpc.wait_for_workers, 3, PATIENCE)
         stop(boss)
         wait_for([x, y], ["w1", "w2"], SILENCE + 2)
         assert x.run(call, "w2") == 3
         resume(boss)
         wait_until(lambda: boss.run(error_of, call, "w1")[0] is errors.PeerLost)
-        again.run(join, where, 0, "boss")
+        again.run(join, tcp, 0, "boss")
         x.run(rpc.wait_for_workers, ["boss"], PATIENCE)
         assert x.run(call, "boss") == again.run(call, "w2") == 3
 
 
-def test_a_server_that_was_declared_lost_ends_with_that_error(members: list[Process]) -> None:
-    members[2].begin(error_of, rpc.serve)
-    stop(members[2])
-    wait_for([members[0]], ["w0", "w1", "w3", "w4"], SILENCE + 2)
-    resume(members[2])
-    kind, text = members[2].end()
+def test_a_server_that_was_declared_lost_ends_with_that_error(five: list[Process]) -> None:
+    five[2].begin(error_of, rpc.serve)
+    stop(five[2])
+    wait_for([five[0]], ["w0", "w1", "w3", "w4"], SILENCE + 2)
+    resume(five[2])
+    kind, text = five[2].end()
     assert kind is errors.PeerLost
     assert "start it again" in text.lower()
+
+
+# Workers that do not run: stopped processes, and interpreters that one thread holds
+
+
+SHORT = 0.5
+SOON = 5.0  # seconds that a loaded machine may take for what is due at once
+
+
+def account() -> None:
+    members.account(joins=False, losses=True)
+
+
+def failure_of(to: str, function: Callable[..., Any], args: Any, timeout: float = 0) -> tuple[str, str, float]:
+    """How a call fails, and after how long."""
+    start = time.monotonic()
+    kind, text = error_of(call, to, function, args, timeout)
+    return kind.__name__ if kind else "", text, time.monotonic() - start
+
+
+begun = threading.Event()
+
+
+def stand() -> None:
+    begun.set()
+    threading.Event().wait(PATIENCE)
+
+
+def has_begun() -> bool:
+    return begun.wait(PATIENCE)
+
+
+def hold_the_interpreter(seconds: int) -> None:
+    """No other thread of the process runs meanwhile."""
+    ctypes.PyDLL(None).usleep(seconds * 1_000_000)
+
+
+def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> None:
+    with group(3, silence=SHORT) as workers:
+        workers[0].run(account)
+        workers[1].run(account)
+        assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
+        workers[0].begin(failure_of, "worker1", stand, ())
+        assert workers[1].run(has_begun)
+        workers[1].kill(signal.SIGSTOP)
+        kind, text, seconds = workers[0].end()
+        assert kind == "PeerSilent"
+        assert f"kill -CONT {workers[1].pid}" in text
+        assert ".stand was in flight" in text
+        assert SHORT <= seconds < SHORT + SOON
+        told = [workers[0].run(next_event) for _ in range(2)]
+        assert told[0] == ("lost", "worker1")
+        assert told[1][:2] == ("worker1", "PeerSilent")
+        assert "is silent" in workers[0].run(line_with, "worker1")
+        assert workers[0].run(names) == ["worker0", "worker2"]
+        kind, text, seconds = workers[0].run(failure_of, "worker1", operator.add, (1, 2))
+        assert kind == "PeerStopped"
+        assert "for 0.5 s its process is stopped" in text
+        assert seconds < SHORT + SOON
+        assert workers[0].run(call, "worker2") == 3
+        time.sleep(1.2)
+        workers[1].kill(signal.SIGCONT)
+        assert "did not run" in workers[1].run(line_with, "this process")
+        assert "because this worker gave no sign of life" in workers[1].run(line_with, "worker0")
+        assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
+        assert workers[1].run(is_quiet)
+
+
+def test_shutdown_does_not_wait_for_a_stopped_process() -> None:
+    with group(3, silence=SHORT) as workers:
+        workers[1].kill(signal.SIGSTOP)  # nobody knows of it yet, nor has a connection to it
+        kind, text, seconds = workers[0].run(failure_of, "worker1", operator.add, (1, 2))
+        assert (kind, "for 0.5 s its process is stopped" in text) == ("PeerStopped", True)
+        assert SHORT <= seconds < SHORT + SOON
+        assert workers[2].run(failure_of, "worker1", operator.add, (1, 2))[0] == "PeerStopped"
+        began = time.monotonic()
+        for each in (workers[0], workers[2]):
+            each.begin(rpc.shutdown)
+        for each in (workers[0], workers[2]):
+            each.end()
+        assert time.monotonic() - began < SOON
+        workers[1].kill(signal.SIGKILL)
+
+
+def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
+    with group(2, silence=SHORT) as workers:
+        workers[0].run(account)
+        for _ in range(3):
+            workers[1].kill(signal.SIGSTOP)
+            time.sleep(SHORT / 3)
+            workers[1].kill(signal.SIGCONT)
+            time.sleep(SHORT / 3)
+        assert workers[0].run(failure_of, "worker1", hold_the_interpreter, (1,))[0] == ""
+        assert workers[0].run(is_quiet)
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("busy", marks=pytest.mark.nightly)])
+def test_over_tcp_heartbeats_tell(how: str) -> None:
+    with group(2, transport="tcp", heartbeat=SHORT) as workers:
+        workers[0].run(account)
+        assert workers[0].run(failure_of, "worker1", time.sleep, (3 * SHORT,))[0] == ""
+        workers[0].begin(failure_of, "worker1", hold_the_interpreter if how == "busy" else time.sleep, (3,))
+        if how == "stopped":
+            workers[1].kill(signal.SIGSTOP)
+        kind, text, seconds = workers[0].end()
+        assert kind == "PeerSilent"
+        assert "has not answered for 0.5 s" in text
+        assert seconds < 3
+        workers[1].kill(signal.SIGCONT)
+        workers[1].run(operator.add, 1, 2)
+        assert workers[0].run(call, "worker1") == 3
+
+
+@pytest.mark.nightly
+def test_without_heartbeats_whoever_cannot_be_seen_is_waited_for() -> None:
+    with group(2, transport="tcp", silence=SHORT) as workers:
+        workers[0].begin(failure_of, "worker1", time.sleep, (2 * SHORT,))
+        workers[1].kill(signal.SIGSTOP)
+        time.sleep(3 * SHORT)
+        workers[1].kill(signal.SIGCONT)
+        assert workers[0].end()[0] == ""
+
+
+def join_and_account(name: str, where: str, rank: int = -1) -> None:
+    members.join(name, where, rank, silence=SHORT)
+    account()
+
+
+def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent(tcp: str) -> None:
+    with processes(4) as (boss, other, first, second):
+        boss.run(join_and_account, "boss", tcp, 0)
+        other.run(join_and_account, "other", tcp)
+        first.run(join_and_account, "actor", tcp)
+        assert len(boss.run(rpc.wait_for_workers, 3, PATIENCE)) == 3
+        first.kill(signal.SIGSTOP)
+        for each in (boss, other):
+            assert {each.run(next_event)[:2] for _ in range(2)} == {("lost", "actor"), ("actor", "PeerLost")}
+        second.run(join_and_account, "actor", tcp)
+        assert boss.run(rpc.wait_for_workers, 3, PATIENCE) is not None
+        assert boss.run(call, "actor") == 3
+        first.kill(signal.SIGCONT)
+        assert "'actor' was declared lost" in first.run(line_with, "declared lost")
+        assert boss.run(call, "actor", os.getpid, ()) == second.pid
+        for each in (boss, other):
+            assert each.run(is_quiet)
+
+
+def test_where_one_is_lost_the_others_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | int] = []
+    find = DynamicGroup.find
+
+    def seen(self: DynamicGroup, to: str | int) -> Member:
+        found.append(to)
+        return find(self, to)
+
+    monkeypatch.setattr(DynamicGroup, "find", seen)
+    with agents(3, dynamic=True) as (worker, lost, stays):
+        for other in (lost, stays):
+            assert worker.agent.call(other.me.name, operator.add, (1, 2), None) == 3
+        lost.end("")
+        with pytest.raises(errors.TelegradError):
+            wait_until(lambda: worker.agent.call(lost.me.name, operator.add, (1, 2), None) != 3)
+        del found[:]
+        assert worker.agent.call(stays.me.name, operator.add, (1, 2), None) == 3
+        assert not found, "who could answer late where the store is silent"

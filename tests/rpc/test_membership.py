@@ -2,113 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import operator
 import os
 import pathlib
-import queue
+import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.membership.members import Member, named
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores import supervised
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, group, processes, wait_until
-
-events: queue.Queue[tuple[Any, ...]] = queue.Queue()
-lines: queue.Queue[str] = queue.Queue()
-
-
-def join(name: str, where: str, rank: int = -1, watch: bool = True) -> int:
-    """Join a dynamic group, and keep account of what happens in it."""
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.put(record.getMessage())
-    logging.getLogger("telegrad").addHandler(handler)
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE))
-    if watch:
-        account()
-    return rpc.get_worker_info().id
-
-
-def account() -> None:
-    rpc.on_join(lambda worker: events.put(("join", worker.name, rpc.rpc_sync(worker, operator.add, (1, 2)))))
-    rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
-
-
-def next_event() -> tuple[Any, ...]:
-    return events.get(timeout=PATIENCE)
-
-
-def line_with(words: str) -> str:
-    while words not in (line := lines.get(timeout=PATIENCE)):
-        pass
-    return line
-
-
-def names() -> list[str]:
-    return [worker.name for worker in rpc.workers()]
-
-
-def error_of(function: Callable[..., object], *args: Any) -> tuple[type[Exception] | None, str]:
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
-def call(to: str, function: Callable[..., Any] = operator.add, args: tuple[Any, ...] = (1, 2)) -> Any:
-    return rpc.rpc_sync(to, function, args)
+from tests.cluster import PATIENCE, Process, free_port, group, processes, run_all, wait_until
+from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
 
 
 @pytest.fixture(params=["tcp", "file"])
-def where(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/store"
+def where(request: pytest.FixtureRequest, tcp: str, tmp_path: pathlib.Path) -> str:
+    return tcp if request.param == "tcp" else f"file://{tmp_path}/store"
+
+
+def join_and_watch(name: str, where: str, rank: int = -1, losses: bool = False) -> None:
+    join(name, where, rank)
+    account(losses=losses)
 
 
 def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where: str) -> None:
-    with processes(3) as made:
-        boss, x, y = made
-        boss.run(join, "boss", where, 0)
-        x.run(join, "x", where)
+    with processes(4) as (boss, x, y, z):
+        boss.run(join_and_watch, "boss", where, 0, True)
+        x.run(join_and_watch, "x", where, -1, True)
         assert boss.run(next_event) == ("join", "x", 3)
         assert x.run(next_event) == ("join", "boss", 3)
-        y.run(join, "y", where)
+        y.run(join_and_watch, "y", where)
         assert boss.run(next_event) == x.run(next_event) == ("join", "y", 3)
         assert boss.run(names) == y.run(names) == ["boss", "x", "y"]
-        x.run(rpc.shutdown)
-        assert boss.run(next_event) == ("left", "x")
-        assert {y.run(next_event)[:2], y.run(next_event)[:2]} == {("join", "boss"), ("join", "x")}
-        assert y.run(next_event) == ("left", "x")
+        z.run(join, "z", where)
+        assert boss.run(next_event) == x.run(next_event) == ("join", "z", 3)
+        assert {y.run(next_event)[:2] for _ in range(3)} == {("join", "boss"), ("join", "x"), ("join", "z")}
+        z.run(rpc.shutdown)
+        assert boss.run(next_event) == x.run(next_event) == y.run(next_event) == ("left", "z")
         y.kill()
-        assert boss.run(next_event) == ("lost", "y")
-        assert "'y' was lost" in boss.run(line_with, "lost")
-        assert boss.run(names) == ["boss"]
-
-
-def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where: str) -> None:
-    with processes(3) as made:
-        boss, x, y = made
-        boss.run(join, "boss", where, 0, False)
-        for process, name in ((x, "x"), (y, "y")):
-            process.run(join, name, where, -1, process is x)  # only x is connected to all
-        assert {x.run(next_event)[:2], x.run(next_event)[:2]} == {("join", "boss"), ("join", "y")}
-        boss.run(rpc.wait_for_workers, 3, PATIENCE)
-        y.kill()
-        assert x.run(next_event) == ("lost", "y")
-        assert "'y' was lost" in boss.run(line_with, "lost")
-        assert boss.run(names) == ["boss", "x"]
+        for each in (boss, x):
+            assert {each.run(next_event)[:2] for _ in range(2)} == {("lost", "y"), ("y", "PeerLost")}
+            assert "'y' was lost" in each.run(line_with, "lost")
+            assert each.run(is_quiet)
+            assert each.run(names) == ["boss", "x"]
 
 
 @pytest.fixture(params=["tcp", "file", "agent store", "telegrad run"])
@@ -134,12 +81,11 @@ def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterato
 
 def join_there(name: str, rank: int, variables: dict[str, str]) -> int:
     os.environ.update(variables)
-    return join(name, variables.get("URL", "env://"), rank, False)
+    return join(name, variables.get("URL", "env://"), rank)
 
 
 def test_serving_ends_as_rank_0_leaves_in_order_whatever_the_store(variables: dict[str, str]) -> None:
-    with processes(3) as made:
-        boss, x, again = made
+    with processes(3) as (boss, x, again):
         boss.run(join_there, "boss", 0, variables)
         x.run(join_there, "x", -1, variables)
         x.run(rpc.wait_for_workers, ["boss"], PATIENCE)
@@ -151,21 +97,30 @@ def test_serving_ends_as_rank_0_leaves_in_order_whatever_the_store(variables: di
         assert x.end() is None
 
 
-def test_members_of_a_group_of_fixed_size_are_told_who_goes() -> None:
+def fail(_: object) -> None:
+    raise ZeroDivisionError
+
+
+def account_behind_a_callback_that_fails() -> None:
+    rpc.on_join(fail)
+    account(losses=True)
+
+
+def test_members_of_a_group_of_fixed_size_are_told_who_goes_and_why() -> None:
     with group(3) as made:
-        made[0].run(account)
-        assert {made[0].run(next_event)[1] for _ in range(2)} == {"worker1", "worker2"}
+        made[0].run(account_behind_a_callback_that_fails)
+        assert {made[0].run(next_event) for _ in range(2)} == {("join", "worker1", 3), ("join", "worker2", 3)}
         made[1].kill()
-        assert made[0].run(next_event) == ("lost", "worker1")
+        assert {made[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker1"), ("worker1", "PeerLost")}
         assert made[0].run(names) == ["worker0", "worker2"]
         assert made[0].run(error_of, rpc.wait_for_workers, 3)[0] is errors.PeerLost
         made[2].run(rpc.shutdown, False)
-        assert made[0].run(next_event)[1] == "worker2"
+        assert {made[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker2"), ("worker2", "LeftEarly")}
 
 
 def test_waiting_for_workers(where: str) -> None:
     with processes(3) as made:
-        made[0].run(join, "boss", where, 0, False)
+        made[0].run(join, "boss", where, 0)
         kind, text = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
         assert (kind, "role needs a number of workers" in text) == (errors.InvalidArgument, True)
         kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
@@ -173,7 +128,7 @@ def test_waiting_for_workers(where: str) -> None:
         assert "'x' missing; the group has boss" in text
         made[0].begin(rpc.wait_for_workers, 3, PATIENCE)
         for process, name in zip(made[1:], "xy", strict=True):
-            process.run(join, name, where, -1, False)
+            process.run(join, name, where)
         assert [worker.name for worker in made[0].end()] == ["boss", "x", "y"]
         assert made[0].run(lambda: [worker.id for worker in rpc.wait_for_workers("y")]) == [0, 1, 2]
 
@@ -186,13 +141,12 @@ def serve(*required: str) -> tuple[type[Exception], str] | None:
     return None
 
 
-def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends(tcp: str) -> None:
     with processes(4) as made:
         boss, *servers = made
-        boss.run(join, "boss", where, 0, False)
+        boss.run(join, "boss", tcp, 0)
         for process, name in zip(servers, "xyz", strict=True):
-            process.run(join, name, where, -1, False)
+            process.run(join, name, tcp)
             assert process.run(serve, "boss", "bos")[0] is errors.UnknownWorker  # and it is still in the group
             process.begin(serve)
             assert boss.run(call, name) == 3
@@ -205,32 +159,16 @@ def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends()
         assert time.monotonic() - began < 2  # less than the leaving server would wait in vain
 
 
-def test_who_serves_goes_on_once_the_store_was_lost() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(3) as made:
-        boss, x, again = made
-        boss.run(join, "boss", where, 0, False)
-        x.run(join, "x", where, -1, False)
-        x.begin(serve)
-        boss.kill()
-        again.run(join, "boss", where, 0, False)
-        assert again.run(call, "x") == 3
-        again.run(call, "x", rpc.stop_serving, ())
-        assert x.end() is None
-
-
-def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(3) as made:
-        boss, x, y = made
-        boss.run(join, "boss", where, 0, False)
+def test_who_serves_for_somebody_ends_where_that_one_dies(tcp: str) -> None:
+    with processes(3) as (boss, x, y):
+        boss.run(join, "boss", tcp, 0)
         for process, name in ((x, "x"), (y, "y")):
-            process.run(join, name, where, -1, False)
-        assert x.run(serve_for, "nobody")[0] is errors.UnknownWorker  # and x stays in the group
+            process.run(join, name, tcp)
+        assert x.run(serve, "nobody")[0] is errors.UnknownWorker  # and x stays in the group
         x.begin(serve, "boss")
         assert boss.run(call, "y") == 3
         y.kill()
-        boss.run(wait_for_names, ["boss", "x"])
+        wait_until(lambda: boss.run(names) == ["boss", "x"])
         assert boss.run(call, "x") == 3
         boss.kill()
         kind, text = x.end()
@@ -238,15 +176,14 @@ def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
         assert "'boss' was lost" in text
 
 
-def test_who_serves_ends_with_an_error_where_the_program_of_rank_0_ends_without_shutdown() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_who_serves_ends_with_an_error_where_the_program_of_rank_0_ends_without_shutdown(tcp: str) -> None:
     with processes(4) as made:
         boss, *servers, y = made
-        boss.run(join, "boss", where, 0, False)
-        y.run(join, "y", where)
+        boss.run(join, "boss", tcp, 0)
+        y.run(join_and_watch, "y", tcp)
         for process, required in zip(servers, ((), ("boss",)), strict=True):
-            process.run(join, f"w{len(required)}", where, -1, False)
-            process.begin(serve_for, *required)
+            process.run(join, f"w{len(required)}", tcp)
+            process.begin(serve, *required)
             assert boss.run(call, f"w{len(required)}") == 3
         boss.run(lambda: current.here().end_with_the_program())
         for process in servers:
@@ -267,28 +204,16 @@ def take_changes() -> None:
     worker.directory._applying.release()
 
 
-def test_a_worker_that_died_before_it_was_seen_in_the_directory_is_lost() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_a_worker_that_died_before_it_was_seen_in_the_directory_is_lost(tcp: str) -> None:
     with processes(2) as (boss, other):
-        boss.run(join, "boss", where, 0)
+        boss.run(join_and_watch, "boss", tcp, 0)
         boss.run(hold_changes)
-        other.run(join, "other", where, -1, False)
+        other.run(join, "other", tcp)
         assert boss.run(call, "other") == 3
         other.kill()
         boss.run(take_changes)
-        boss.run(wait_for_names, ["boss"])
+        wait_until(lambda: boss.run(names) == ["boss"])
         assert boss.run(next_event)[:2] in (("join", "other"), ("lost", "other"))
-
-
-def serve_for(*required: str) -> Any:
-    return serve(*required)
-
-
-def wait_for_names(wanted: list[str]) -> None:
-    until = time.monotonic() + PATIENCE
-    while names() != wanted:
-        assert time.monotonic() < until, names()
-        time.sleep(0.01)
 
 
 def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
@@ -300,43 +225,98 @@ def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
 # The store
 
 
-def test_rank_0_need_not_be_first() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(3) as made:
-        assert made[0].run(join, "early", where, -1, False) == 1
-        assert made[1].run(join, "boss", where, 0, False) == 0
-        assert made[2].run(join, "late", where, -1, False) == 2
-        assert made[1].run(call, "early") == made[2].run(call, "boss") == 3
+def test_rank_0_need_not_be_first(tcp: str) -> None:
+    """A worker that was given another rank waits for it."""
+    with processes(4) as made:
+        assert made[0].run(join, "early", tcp) == 1
+        made[3].begin(join, "another", tcp, 5)
+        assert made[1].run(join, "boss", tcp, 0) == 0
+        assert made[3].end() == 5
+        assert made[2].run(join, "late", tcp) == 2
+        assert made[1].run(call, "early") == made[2].run(call, "boss") == made[1].run(call, "another") == 3
 
 
-def test_a_worker_with_another_rank_waits_for_rank_0() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(2) as made:
-        made[0].begin(join, "early", where, 5, False)
-        assert made[1].run(join, "boss", where, 0, False) == 0
-        assert made[0].end() == 5
-        assert made[1].run(call, "early") == 3
-
-
-def test_one_process_leads_one_dynamic_group_after_the_other() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_one_process_leads_one_dynamic_group_after_the_other(tcp: str) -> None:
     with processes(4) as made:
         for fresh in made[1:]:
-            made[0].run(join, "boss", where, 0, False)
-            fresh.run(join, "x", where, -1, False)
+            made[0].run(join, "boss", tcp, 0)
+            fresh.run(join, "x", tcp)
             assert made[0].run(call, "x") == 3
             fresh.begin(serve)
             made[0].run(rpc.shutdown)
             assert fresh.end() is None
 
 
-def test_a_callback_that_fails_does_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    with contextlib.ExitStack() as stack:
-        made = stack.enter_context(group(2))
+# Roles: workers are named after theirs, told of it and found by it
 
-        def watch() -> tuple[Any, ...]:
-            rpc.on_join(lambda worker: 1 / 0)
-            account()
-            return next_event()
 
-        assert made[0].run(watch) == ("join", "worker1", 3)
+def member(name: str, id_: int, role: str = "") -> Member:
+    return Member(name, id_, f"incarnation{id_}", "p", "h", "", ("127.0.0.1", 1), role=role)
+
+
+def test_numbers_go_by_rank_within_a_role_and_past_names_that_are_taken() -> None:
+    come = [member("", 3, "actor"), member("", 1, "actor"), member("actor1", 0), member("", 2, "learner")]
+    assert [each.name for each in named(come)] == ["actor1", "actor0", "learner0", "actor2"]
+
+
+def test_a_worker_info_is_a_pair_and_knows_its_role() -> None:
+    info = rpc.WorkerInfo("a", 1, role="actor")
+    name, number = info
+    assert (name, number, info.role) == ("a", 1, "actor")
+    assert info == rpc.WorkerInfo("a", 1) == ("a", 1)
+    assert pickle.loads(pickle.dumps(info)).role == "actor"
+    assert repr(info) == "WorkerInfo(name='a', id=1, role='actor')"
+    assert repr(rpc.WorkerInfo("a", 1)) == "WorkerInfo(name='a', id=1)"
+
+
+def join_with_role(rank: int, size: int | None, where: str, names: dict[int, str]) -> str:
+    options = TelegradOptions(init_method=where, rpc_timeout=PATIENCE)
+    role = "learner" if rank == 0 else "actor"
+    rpc.init_rpc(names.get(rank), rank=rank if size else -1, world_size=size, rpc_backend_options=options, role=role)
+    return rpc.get_worker_info().name
+
+
+def roles() -> list[tuple[str, str]]:
+    return [(worker.name, worker.role) for worker in rpc.workers()]
+
+
+def current_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_workers_of_a_group_of_fixed_size_are_named_by_rank_again_and_again(where: str) -> None:
+    with processes(4) as made:
+        for _ in range(2):
+            assert run_all(made, join_with_role, 4, where, {3: "extra"}) == ["learner0", "actor0", "actor1", "extra"]
+            everyone = [("learner0", "learner"), ("actor0", "actor"), ("actor1", "actor"), ("extra", "actor")]
+            assert made[0].run(roles) == made[2].run(roles) == everyone
+            assert made[0].run(call, "actor1", current_name, ()) == "actor1"
+            assert made[1].run(call, "actor0", current_name, ()) == "actor0"
+            run_all(made, lambda _: rpc.shutdown())
+
+
+def test_workers_of_a_dynamic_group_take_the_lowest_free_number(tmp_path: pathlib.Path) -> None:
+    where = f"file://{tmp_path}/store"
+    with processes(4) as made:
+        assert made[0].run(join_with_role, 0, None, where, {}) == "learner0"
+        assert [made[rank].run(join_with_role, rank, None, where, {}) for rank in (1, 2)] == ["actor0", "actor1"]
+        made[1].run(rpc.shutdown)
+        assert made[3].run(join_with_role, 3, None, where, {}) == "actor0"
+        assert [name for name, _ in made[0].run(roles)] == ["learner0", "actor0", "actor1"]
+        found = made[0].run(lambda: rpc.wait_for_workers(2, PATIENCE, role="actor"))
+        assert len(found) == 3
+        with pytest.raises(AssertionError, match="there are 2 workers of role 'actor', not 3: actor0, actor1"):
+            made[0].run(lambda: rpc.wait_for_workers(3, 0.1, role="actor"))
+
+
+def test_a_worker_needs_a_name_or_a_role() -> None:
+    with pytest.raises(errors.UsageError, match='init_rpc\\(role="actor"\\)'):
+        rpc.init_rpc()
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_local_workers_have_roles() -> None:
+    with telegrad.local({"learner": 1, "actor": 2}) as group:
+        assert list(group) == ["learner0", "actor0", "actor1"]
+        found = [(worker.name, worker.role) for worker in rpc.workers()]
+    assert found == [("driver", ""), ("learner0", "learner"), ("actor0", "actor"), ("actor1", "actor")]

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.peer import BATCH
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc import Future, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, group, in_threads
+from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, agents_here, group, in_threads, wait_until
 
 FEW = 50
 MANY = 500
 
 gate = threading.Event()
-lock = threading.Lock()  # guards arrived
+lock = threading.Lock()  # guards arrived and meeting
 arrived: list[int] = []
 
 
@@ -46,12 +47,10 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture(params=["auto", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
-    with agents(2, transport=request.param) as (a, b):
+    with agents_here(2, transport=request.param) as (a, b):
         for worker in (a, b):
             limit(worker.agent, most_calls=FEW)
-        current.enter(a)
         yield a, b
-        current.enter(None)
 
 
 def limit(agent: Agent, **limits: Any) -> None:
@@ -70,10 +69,8 @@ def crowd(caller: Worker, begin: Callable[[int], Future[Any]]) -> list[Any]:
 
 
 def open_when_full(caller: Worker, full: int) -> None:
-    deadline = threading.Event()
-    while in_flight(caller) < full:
-        assert not deadline.wait(0.001)
-    deadline.wait(0.1)  # more would have come by now
+    wait_until(lambda: in_flight(caller) >= full)
+    assert not gate.wait(0.1)  # more would have come by now
     assert in_flight(caller) <= full
     gate.set()
 
@@ -137,9 +134,7 @@ def test_synchronous_calls_do_not_wait(pair: tuple[Worker, Worker]) -> None:
     caller = pair[0]
     waiting = threading.Thread(target=crowd, args=(caller, lambda number: rpc_async("w1", hold, (number,))))
     waiting.start()
-    deadline = threading.Event()
-    while in_flight(caller) < FEW:
-        assert not deadline.wait(0.001)
+    wait_until(lambda: in_flight(caller) >= FEW)
     gate.set()
     assert rpc_sync("w1", torch.add, (torch.ones(1), 1)) == 2
     waiting.join(PATIENCE)
@@ -205,3 +200,50 @@ def test_a_million_calls_without_waiting() -> None:
         here, there = workers[0].run(fire_a_million, patience=500)
     assert here < 300
     assert there < 300
+
+
+# Many calls at once: some leave together, and all leave
+
+
+ALL = 3 * BATCH - 1  # so that the last ones have no company
+
+meeting: list[torch.futures.Future[int]] = []
+
+
+@functions.async_execution
+def meet(number: int) -> torch.futures.Future[int]:
+    """Done once all have come, in whatever order; then with their number."""
+    own: torch.futures.Future[int] = torch.futures.Future()
+    with lock:
+        meeting.append(own)
+        complete = len(meeting) == ALL
+    if complete:
+        for future in meeting:
+            future.set_result(len(meeting))
+    return own
+
+
+@pytest.fixture
+def caller() -> Iterator[Worker]:
+    meeting.clear()
+    with agents_here(2) as (a, _):
+        yield a
+
+
+@pytest.mark.parametrize("begin", [rpc_async, lambda *call: remote(*call).future()], ids=["rpc_async", "remote"])
+def test_the_last_of_many_calls_leaves_though_no_answer_comes(
+    caller: Worker, begin: Callable[..., Future[Any]]
+) -> None:
+    ended = threading.Semaphore(0)
+    futures = [begin("w1", meet, (number,)) for number in range(ALL)]
+    for future in futures:
+        future.add_done_callback(lambda _: ended.release())
+    for _ in futures:
+        assert ended.acquire(timeout=PATIENCE)
+
+
+def test_a_call_that_is_waited_for_takes_those_before_it_along(caller: Worker) -> None:
+    futures = [rpc_async("w1", meet, (number,)) for number in range(ALL - 1)]
+    last = rpc_async("w1", meet, (ALL - 1,))
+    assert last.wait() == ALL
+    assert {future.wait() for future in futures} == {ALL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.directory import DirectoryLost
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
 from telegrad._core.joining import form_generations
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
@@ -29,6 +30,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, wait_until
+from tests.rpc.members import Counter
 
 KINDS = ["fixed", "dynamic", "elastic"]
 STOPPED = 2.0  # seconds of a lease
@@ -257,15 +259,6 @@ def leave(workers: list[Worker], rank: int) -> None:
     wait_until(lambda: all(len(worker.membership.present()) == len(others) for worker in others))
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-
 TWO = ["fixed", "dynamic"]
 
 
@@ -285,18 +278,6 @@ def test_of_all_who_publish_at_once_one_makes_the_value(kind: str) -> None:
         owners = [on(worker, lambda: rpc.lookup("one").owner_name()) for worker in workers]
         assert len(made) == 1
         assert set(owners) == {made[0]}
-
-
-def test_a_value_of_a_fixed_group_is_found_from_everywhere_and_taken_over() -> None:
-    with group("fixed") as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        on(workers[2], rpc.publish, "counter", Counter)
-        found = on(workers[0], rpc.lookup, "counter")
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
-        assert on(workers[2], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
-        leave(workers, 1)
-        wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
-        assert found.owner_name() == "w2"
 
 
 @pytest.mark.parametrize("kind", TWO)
@@ -535,3 +516,90 @@ def test_a_directory_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPa
                 on(worker, rpc.publish, "counter", Counter)
         monkeypatch.undo()
         on(workers[1], rpc.publish, "counter", Counter)
+
+
+# What is said where an owner refuses
+
+
+@pytest.mark.parametrize("kind", ["fixed", "dynamic"])
+def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        owner = registration(workers[1])
+        on(workers[0], rpc.lookup, "counter")
+        asked: list[str] = []
+        value = type(offers_of(workers[1])).value
+
+        def counted(self: object, name: str, token: int) -> object:
+            asked.append(name)
+            return value(self, name, token)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
+        monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
+        with pytest.raises(errors.NotPublished, match="did not renew its lease in the group's directory in time"):
+            on(workers[0], rpc.lookup, "counter", 1.0)
+        assert len(asked) > 3
+        assert not [record for record in caplog.records if "lookup" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")]
+)
+def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: str, says: str) -> None:
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        owned = offers_of(workers[1])._offers["counter"].owned
+        assert owned is not None
+        over, owned.group.over = owned.group.over, "worker 'w1' was declared lost (a test). Start it again"
+        with pytest.raises(errors.ClaimLost, match=says) as caught:
+            on(workers[1], owned.check)
+        owned.group.over = over
+        assert ("Start it again" in str(caught.value)) == (kind == "dynamic")
+
+
+def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = registering.Registration._find
+
+    def find_late(self: registering.Registration) -> registering.Address:
+        threading.Event().wait(0.3)
+        return find(self)
+
+    monkeypatch.setattr(registering.Registration, "_find", find_late)
+    with (
+        group("fixed") as workers,
+        pytest.raises(errors.NotPublished, match=r"'nothing' is not available after 1 s: no worker"),
+    ):
+        on(workers[0], rpc.lookup, "nothing", 1.0)
+
+
+@pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
+def test_a_directory_that_refuses_is_told_to_those_that_ask(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that stands by asks until it is answered."""
+    with group("dynamic") as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        on(workers[2], rpc.publish, "counter", Counter)
+        refused: list[str] = []
+
+        def refuse(self: DynamicGroup, name: str) -> None:
+            refused.append(name)
+            raise error("as it says")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DynamicGroup, "claim", refuse)
+            patch.setattr(DynamicGroup, "look_for_owner", refuse)
+            with pytest.raises(error, match="as it says"):
+                on(workers[0], rpc.publish, "new", Counter)
+            with pytest.raises(error, match=r"'nothing' is not available after 2 s: as it says"):
+                on(workers[0], rpc.lookup, "nothing", 2.0)
+            offers_of(workers[1])._withdraw(offers_of(workers[1])._offers["counter"])
+            wait_until(lambda: refused.count("counter") > 3)
+        assert on(workers[0], lambda: rpc.lookup("counter").owner_name()) == "w2"
+        wait_until(lambda: not offers_of(workers[2])._offers["counter"].is_busy)
+        told = [record for record in caplog.records if "cannot be claimed here yet: as it says" in record.getMessage()]
+        assert len(told) == 1
+        assert not [record for record in caplog.records if record.exc_info]

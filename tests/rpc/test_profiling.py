@@ -9,13 +9,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
 from telegrad._core.calls.profiling import event_name
-from telegrad.nn import RemoteModule
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE
 
@@ -27,18 +25,25 @@ class Made(NamedTuple):
 
     number: int = 1
 
+    def __call__(self) -> int:
+        return self.number
+
 
 def fail() -> NoReturn:
     raise KeyError("as the test wants it")
 
 
-def events(program: Callable[..., Any]) -> dict[str, FunctionEvent]:
+def events(program: Callable[..., Any], trace: pathlib.Path | None = None) -> dict[str, FunctionEvent]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         program()
+    if trace is not None:
+        seen.export_chrome_trace(str(trace))
     return {event.name: event for event in seen.events()}
 
 
-def test_each_way_of_calling_is_an_event() -> None:
+def test_each_way_of_calling_is_an_event_and_in_an_exported_trace(tmp_path: pathlib.Path) -> None:
+    """Those of references and remote modules are in tests/compat/test_profiling.py."""
+
     def program() -> None:
         x = torch.ones(2)
         assert torch.equal(rpc_sync("w1", torch.add, (x, 1)), x + 1)
@@ -48,61 +53,15 @@ def test_each_way_of_calling_is_an_event() -> None:
         made = remote(1, Made)
         assert made.to_here(PATIENCE) == Made()
         made.future().then(lambda _: None).wait()  # callbacks run in order, that of the profiler first
+        assert made.rpc_sync()() == 1
 
-    seen = events(program)
-    assert {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w2)"} <= seen.keys()
+    seen = events(program, tmp_path / "trace.json")
+    names = {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w2)", "rpc_remote#Made(w0 -> w1)"}
+    names.add("rpc_sync#__call__(w0 -> w1)")
+    assert names <= seen.keys()
     assert seen["rpc_async#aten::mul(w0 -> w2)"].is_async
-    assert "rpc_remote#Made(w0 -> w1)" in seen
-
-
-class Counter:
-    def add(self, number: int) -> int:
-        return number + 1
-
-    def __call__(self, number: int) -> int:
-        return number
-
-
-def use_all() -> None:
-    """Every kind of call that is no function of the API, to w1."""
-    counter = remote("w1", Counter)
-    one: Any = remote("w1", torch.ones, (2,))
-    counter.to_here()
-    counter.rpc_sync().add(1)
-    counter.rpc_sync()(1)
-    counter.rpc_async().add(1).wait()
-    counter.remote().add(1).to_here()
-    (one + 1).to_here()
-    one.sum().to_here()
-    module = RemoteModule("w1", nn.Linear, (2, 2))
-    module(torch.ones(2))
-    module.forward_async(torch.ones(2)).wait()
-    module.train()
-
-
-CALLS = {
-    "to_here#(w0)->(w1)",
-    "rpc_sync#add(w0 -> w1)",
-    "rpc_sync#__call__(w0 -> w1)",
-    "rpc_async#add(w0 -> w1)",
-    "rpc_remote#add(w0 -> w1)",
-    "rpc_remote#sum(w0 -> w1)",
-    "rpc_sync#RemoteModule(Linear).forward(w0 -> w1)",
-    "rpc_async#RemoteModule(Linear).forward(w0 -> w1)",
-}
-
-
-def test_each_way_of_using_a_reference_or_a_remote_module_is_an_event() -> None:
-    assert events(use_all).keys() >= CALLS
-
-
-def test_an_exported_trace_has_the_events(tmp_path: pathlib.Path) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        use_all()
-    seen.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())
-    assert {event.get("name") for event in trace["traceEvents"]} >= CALLS
-    assert {average.key for average in seen.key_averages()} >= CALLS
+    assert names <= {event.get("name") for event in trace["traceEvents"]}
 
 
 def test_what_a_profiled_call_raises() -> None:

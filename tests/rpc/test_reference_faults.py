@@ -7,10 +7,7 @@ import pathlib
 import subprocess
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +16,9 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.worker import current
-from tests.cluster import PATIENCE, free_port, group, init, processes
+from tests import links
+from tests.cluster import PATIENCE, free_port, group, init, processes, wait_until
+from tests.rpc.members import error_of, join
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 
 ROUNDS = 50  # before the kill
@@ -78,9 +77,7 @@ def how_far() -> int:
 
 
 def watch() -> None:
-    until = time.monotonic() + PATIENCE
-    while rpc.rpc_sync("worker0", how_far) < ROUNDS:
-        assert time.monotonic() < until
+    wait_until(lambda: rpc.rpc_sync("worker0", how_far) >= ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -113,27 +110,15 @@ def hold_remote(on: str) -> None:
     held[-1].to_here()
 
 
-def use_held() -> list[tuple[type[Exception], str] | None]:
-    raised: list[tuple[type[Exception], str] | None] = []
-    for use in (held[-1].to_here, held[-1].rpc_sync().sum, lambda: held[-1] + 1, lambda: rpc.rpc_sync(2, hold, held)):
-        try:
-            use()
-        except Exception as error:
-            raised.append((type(error), str(error)))
-        else:
-            raised.append(None)
-    return raised
+def use_held() -> list[tuple[type[Exception] | None, str]]:
+    ref = held[-1]
+    uses: list[Callable[[], object]] = [ref.to_here, ref.rpc_sync().sum, lambda: ref + 1]
+    uses.append(lambda: rpc.rpc_sync(2, hold, held))
+    return [error_of(use) for use in uses]
 
 
 def owner_is_lost() -> None:
-    until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            held[-1].to_here()
-        except errors.OwnerLost:
-            return
-        except errors.PeerError:  # not noticed yet
-            assert time.monotonic() < until
+    wait_until(lambda: error_of(held[-1].to_here)[0] is errors.OwnerLost)  # else it was not noticed yet
 
 
 def test_uses_after_the_owners_death_name_it() -> None:
@@ -148,88 +133,27 @@ def test_uses_after_the_owners_death_name_it() -> None:
             assert "died" in text
 
 
-def join_dynamic(name: str, port: int, rank: int = -1) -> None:
-    rpc.init_rpc(
-        name, rank=rank, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-    )
-
-
 def third_fetches(ref_of: str) -> list[float]:
     hold_remote(ref_of)
     return rpc.rpc_sync("third", value_of, (held[-1],)).tolist()
 
 
-def test_owners_that_leave_a_dynamic_group() -> None:
+def test_owners_that_leave_a_dynamic_group(tcp: str) -> None:
     with processes(3) as workers:
-        port = free_port()
-        workers[0].run(join_dynamic, "first", port, 0)
-        workers[1].run(join_dynamic, "second", port)
-        workers[2].run(join_dynamic, "third", port)
+        workers[0].run(join, "first", tcp, 0)
+        workers[1].run(join, "second", tcp)
+        workers[2].run(join, "third", tcp)
         assert workers[0].run(third_fetches, "second") == [1, 1]
         workers[1].run(rpc.shutdown)
         workers[0].run(owner_is_lost)
-        workers[1].run(join_dynamic, "second", port)  # another one under the old name
+        workers[1].run(join, "second", tcp)  # another one under the old name
         workers[0].run(owner_is_lost)
         assert workers[0].run(third_fetches, "second") == [1, 1]
-
-
-def tell_of_value(freed: threading.Event) -> torch.Tensor:
-    value = torch.ones(1)
-    weakref.finalize(value, freed.set)
-    return value
-
-
-freed = threading.Event()
-
-
-def own_and_share() -> None:
-    rpc.rpc_sync("worker1", hold, (rpc.RRef(tell_of_value(freed)),))
-    assert not freed.is_set()
-
-
-def test_a_users_death_releases_the_value() -> None:
-    with group(2) as workers:
-        workers[0].run(own_and_share)
-        workers[1].kill()
-        assert workers[0].run(wait_freed)
-
-
-def wait_freed() -> bool:
-    return freed.wait(PATIENCE)
 
 
 def break_all() -> None:
     """Every connection of this worker ends, as if the network had failed for a moment."""
-    for peer in list(current.agent()._connections._peers.values()):
-        if hasattr(peer.link, "_sock"):
-            with suppress(OSError):
-                peer.link._sock.shutdown(2)
-
-
-def flaky(others: list[str], turns: int) -> None:
-    """Share references while connections break; what fails is tried no more."""
-    for _ in range(turns):
-        with suppress(errors.PeerError, errors.RRefError):
-            ref = rpc.remote(others[0], ones)
-            rpc.rpc_sync(others[1], value_of, (ref,))
-
-
-def test_connections_that_break_leave_nothing_behind() -> None:
-    with group(3) as workers:
-        for _ in range(10):
-            for rank, worker in enumerate(workers):
-                worker.begin(flaky_and_break, [f"worker{(rank + 1) % 3}", f"worker{(rank + 2) % 3}"])
-            for worker in workers:
-                worker.end()
-        assert_empty(workers)
-
-
-def flaky_and_break(others: list[str]) -> None:
-    thread = threading.Thread(target=flaky, args=(others, 20))
-    thread.start()
-    break_all()
-    thread.join()
-    flaky(others, 1)
+    links.shut(links.made(current.here()))
 
 
 def read_and_break(turns: int) -> dict[str, str]:
@@ -254,15 +178,10 @@ def read_and_break(turns: int) -> dict[str, str]:
     return raised
 
 
-def test_streams_whose_connections_break_fail_as_calls_do() -> None:
+@pytest.mark.parametrize("turns", [60, pytest.param(3000, marks=pytest.mark.nightly)])
+def test_streams_whose_connections_break_fail_as_calls_do(turns: int) -> None:
     with group(2) as workers:
-        assert not workers[0].run(read_and_break, 60).keys() - {"PeerLost"}
-
-
-@pytest.mark.nightly
-def test_many_streams_whose_connections_break_fail_as_calls_do() -> None:
-    with group(2) as workers:
-        assert not workers[0].run(read_and_break, 3000, patience=300).keys() - {"PeerLost"}
+        assert not workers[0].run(read_and_break, turns, patience=300).keys() - {"PeerLost"}
 
 
 gate = threading.Event()

@@ -8,7 +8,6 @@ import io
 import operator
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -18,10 +17,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.pickling.function_names import name_of, resolve
-from telegrad._core.worker import current
-from telegrad._core.worker.value_access import methods
-from tests.cluster import PATIENCE, Process, agents, run_all
+from tests.cluster import PATIENCE, Process, agents_here, run_all, wait_until
 
 KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
 NOTHING = dict.fromkeys(KINDS.split(), 0)
@@ -36,9 +32,7 @@ def nothing_stays(workers: list[Process]) -> Iterator[None]:
 
 
 def assert_empty(workers: list[Process]) -> None:
-    until = time.monotonic() + PATIENCE
-    while (left := run_all(workers, count)) != [NOTHING] * len(workers):
-        assert time.monotonic() < until, left
+    wait_until(lambda: run_all(workers, count) == [NOTHING] * len(workers))
 
 
 def count(rank: int = 0) -> dict[str, int]:
@@ -245,15 +239,8 @@ def test_methods_of_any_name() -> None:
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
 
 
-def test_each_method_is_known_by_a_name_of_its_own() -> None:
-    names = [name_of(methods.of(method), True) for method in ("add", "fail", "")]
-    assert len(set(names)) == 3
-    assert [resolve(name) for name in names if name] == [methods.of("add"), methods.of("fail"), methods.of("")]
-
-
 def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agents(2) as (user, owner):
-        current.enter(user)
+    with agents_here(2) as (_, owner):
         ref = rpc.remote("w1", Counter)
         assert ref.to_here().value == 0
         owner.references.flush()
@@ -262,7 +249,6 @@ def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.Mon
         assert [ref.rpc_sync().add(1) for _ in range(5)] == [1, 2, 3, 4, 5]
         assert ref.to_here().value == 5
         assert not woken
-        current.enter(None)
 
 
 # The debug view

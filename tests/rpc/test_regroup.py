@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import os
 import pathlib
 import random
 from collections.abc import Iterator
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, processes, run_all
+from tests.cluster import PATIENCE, free_port, processes, run_all, wait_until
+from tests.rpc.members import error_of
 
 Place = tuple[str, dict[str, str]]
 
@@ -48,14 +48,18 @@ def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Pl
         )
 
 
-def live(rank: int, size: int, place: Place, graceful: bool = True) -> int:
-    """One life in a group: its workers, as this one sees them, and a call to the next."""
+def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
     url, variables = place
     os.environ.update(variables)
     options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def live(rank: int, size: int, place: Place) -> int:
+    """One life in a group: its workers, as this one sees them, and a call to the next."""
+    begin_to_join(place, rank, size)
     found = rpc.rpc_sync(f"w{(rank + 1) % size}", operator.add, (rank, 1))
-    rpc.shutdown(graceful)
+    rpc.shutdown()
     return found
 
 
@@ -77,46 +81,16 @@ def test_one_process_meets_a_new_worker_again_and_again(place: Place) -> None:
             fresh.stop()
 
 
-def test_the_drop_in_meets_new_workers() -> None:
-    def live_in_torchs_name(rank: int, port: int) -> int:
-        import telegrad.compat as compat
-
-        compat.install()
-        import torch.distributed.rpc as theirs
-
-        options = theirs.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
-        theirs.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        found = theirs.rpc_sync(f"w{1 - rank}", operator.add, (rank, 1))
-        theirs.shutdown()
-        return found
-
-    port = free_port()
-    with processes(3) as made:
-        for fresh in made[1:]:
-            assert run_all([made[0], fresh], live_in_torchs_name, port) == [1, 2]
-
-
-def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
-    url, variables = place
-    os.environ.update(variables)
-    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
-
-
 def wait_until_claimed(url: str, rank: int) -> None:
     """Until a worker of that rank waits for the others of its group."""
     board = KeyValueStore(open_store(url, 1, 2, user_keys(), PATIENCE).store, "telegrad/1")
-    until = monotonic() + PATIENCE
-    while not board.terms():
-        assert monotonic() < until
-        sleep(0.01)
+    wait_until(board.terms)
     assert board.wait(f"rank/{rank}", monotonic() + PATIENCE)
 
 
 def test_who_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> None:
     place: Place = f"file://{tmp_path}/store", {}
-    with processes(3) as made:
-        first, second, third = made
+    with processes(3) as (first, second, third):
         first.begin(begin_to_join, place, 1)
         wait_until_claimed(place[0], 1)
         first.kill()
@@ -126,33 +100,16 @@ def test_who_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> 
 
 def test_who_waits_for_one_that_died_meets_its_successor(tmp_path: pathlib.Path) -> None:
     place: Place = f"file://{tmp_path}/store", {}
-    with processes(3) as made:
-        dead, waits, successor = made
+    with processes(4) as (dead, waits, successor, last):
         for process, rank in ((dead, 1), (waits, 2)):
             process.begin(begin_to_join, place, rank, 3)
             wait_until_claimed(place[0], rank)
         dead.kill()
         dead.join()
         successor.begin(begin_to_join, place, 1, 3)
-        with contextlib.closing(ForkedZero()) as zero:
-            zero.begin(place)
-            successor.end()
-            waits.end()
-
-
-class ForkedZero:
-    """The worker of rank 0, that comes last."""
-
-    def __init__(self) -> None:
-        self._exit = contextlib.ExitStack()
-        (self._process,) = self._exit.enter_context(processes(1))
-
-    def begin(self, place: Place) -> None:
-        self._process.begin(begin_to_join, place, 0, 3)
-
-    def close(self) -> None:
-        self._process.end()
-        self._exit.close()
+        last.begin(begin_to_join, place, 0, 3)
+        for process in (last, successor, waits):
+            process.end()
 
 
 def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> None:
@@ -177,16 +134,14 @@ def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> 
 
 @pytest.mark.parametrize("kinds", [*itertools.permutations([{"world_size": 1}, {"min_workers": 1}, {}], 2)])
 def test_groups_of_two_kinds_do_not_mix(tmp_path: pathlib.Path, kinds: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    def join(kind: dict[str, Any]) -> str:
-        try:
-            options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
-            rpc.init_rpc("w0", rank=-1 if "min_workers" in kind else 0, rpc_backend_options=options, **kind)
-        except errors.RendezvousError as error:
-            return str(error)
-        return ""
+    def join(kind: dict[str, Any]) -> tuple[type[Exception] | None, str]:
+        options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
+        rank = -1 if "min_workers" in kind else 0
+        return error_of(rpc.init_rpc, "w0", rank=rank, rpc_backend_options=options, **kind)
 
     with processes(2) as made:
-        assert made[0].run(join, kinds[0]) == ""
-        said = made[1].run(join, kinds[1])
+        assert made[0].run(join, kinds[0]) == (None, "")
+        kind, said = made[1].run(join, kinds[1])
+    assert issubclass(kind, errors.RendezvousError)
     assert "mixes statically and dynamically" in said
     assert "world_size, or all of them min_workers or max_workers" in said

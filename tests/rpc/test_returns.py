@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import operator
 import pathlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,8 @@ from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from tests.cluster import KEYS, PATIENCE, agents, wait_until
+from tests import links
+from tests.cluster import KEYS, PATIENCE, agents_here, wait_until
 
 LATER = 0.3  # seconds after which somebody comes
 
@@ -55,8 +55,7 @@ class Stage:
     def crash(self, worker: Worker) -> None:
         """Without a word, as if its process were killed: its entries stay in the store."""
         worker.directory.leave = lambda *_: None
-        for link in [*worker.agent._connections._accepted, *links_of(worker)]:
-            link._sock.shutdown(socket.SHUT_RDWR)
+        links.shut([*links.accepted(worker), *links.made(worker)])
         worker.end("")
         wait_until(lambda: not any(is_open(other, worker) for other in self.all))
 
@@ -65,17 +64,6 @@ def is_open(caller: Worker, to: Worker) -> bool:
     """Whether there is a connection from here to there, as far as the caller knows."""
     peer = caller.agent._connections._peers.get(to.agent.incarnation)
     return peer is not None and peer.link is not None
-
-
-def links_of(worker: Worker) -> list[Any]:
-    peers = worker.agent._connections._peers.values()
-    return [peer.link for peer in peers if hasattr(peer.link, "_sock")]
-
-
-def cut(worker: Worker) -> None:
-    """Break all connections that others have made to a worker."""
-    for link in list(worker.agent._connections._accepted):
-        link._sock.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -132,14 +120,11 @@ def test_it_waits_no_longer_than_its_timeout(stage: Stage) -> None:
     assert "\n" not in str(told.value)
 
 
-def slow() -> None:
-    time.sleep(1)
-
-
 def test_what_is_left_of_its_time_is_the_functions(stage: Stage) -> None:
     coming = stage.later("x")
     with pytest.raises(errors.CallTimeout, match=r"what was left of the 0\.8 s of this call"):
-        rpc.rpc_sync("x", slow, timeout=0.8, wait_for_worker=True)
+        rpc.rpc_sync("x", hold, ("x",), timeout=0.8, wait_for_worker=True)
+    may_end.set()
     coming.join()
 
 
@@ -259,8 +244,7 @@ def test_a_call_that_waits_for_its_worker_waits_for_a_directory_that_does_not_an
 
 
 def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
-    with agents(3) as made:
-        current.enter(made[0])
+    with agents_here(3) as made:
         rpc.rpc_sync("w1", who)
         made[1].end("")
         wait_until(lambda: not is_open(made[0], made[1]))
@@ -269,7 +253,6 @@ def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
         with pytest.raises(errors.UnknownWorker):
             rpc.rpc_sync("nobody", who, wait_for_worker=True)
         assert rpc.rpc_sync("w2", who, wait_for_worker=True) == made[2].agent.incarnation
-        current.enter(None)
 
 
 def test_a_worker_whose_calls_all_wait(stage: Stage) -> None:
@@ -418,8 +401,7 @@ def hold(what: str) -> str:
 async def hold_async(what: str) -> str:
     runs.append(what)
     begun.set()
-    while not may_end.is_set():
-        await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(may_end.wait, PATIENCE)
     return f"{what} has run {len(runs)} times"
 
 
@@ -440,10 +422,10 @@ def wait_here(what: str) -> str:
 def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Callable[..., Any], waits: bool) -> None:
     x = stage.come("x")
     future = rpc.rpc_async("x", function, ("it",), idempotent=True, wait_for_worker=waits)
+    assert begun.wait(PATIENCE)
     for _ in range(2):
-        assert begun.wait(PATIENCE)
-        cut(x)
-        time.sleep(0.2)
+        wait_until(lambda: links.accepted(x))  # the second time, by the call that is made again
+        links.cut(x)
     may_end.set()
     assert future.wait() == "it has run 1 times"
     assert runs == ["it"]
@@ -479,7 +461,7 @@ def test_an_error_is_given_again(stage: Stage, function: Callable[..., Any]) -> 
     x = stage.come("x")
     future = rpc.rpc_async("x", function, ("it",), idempotent=True)
     assert begun.wait(PATIENCE)
-    cut(x)
+    links.cut(x)
     may_end.set()
     with pytest.raises(errors.UsageError if function is no_future else KeyError, match=r"x|it"):
         future.wait()
@@ -565,8 +547,7 @@ def test_gradients_flow_through_one_that_was_repeated(stage: Stage) -> None:
     with autograd.context() as context:
         future = rpc.rpc_async("x", scaled, (weight,), idempotent=True)
         assert begun.wait(PATIENCE)
-        cut(x)
-        time.sleep(0.1)
+        links.cut(x)
         may_end.set()
         autograd.backward(context, [future.wait().sum()])
         assert autograd.get_gradients(context)[weight].tolist() == [2, 2, 2]

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.errors import PeerError, PeerLost, RRefError, ShutDown, UnknownWorker
 from tests.cluster import PATIENCE, Process, context, free_port, processes
+from tests.rpc.members import join
 
 NAMES = ("x", "y")
 PAUSE = 2e-3  # seconds between the calls of one thread
@@ -24,11 +24,6 @@ has_run: set[tuple[str, int]] = set()  # in this life
 stopped = threading.Event()
 violations: list[str] = []
 counts: dict[str, int] = {}
-
-
-def join(name: str, where: str, rank: int = -1) -> int:
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE))
-    return os.getpid()
 
 
 def run_once(key: tuple[str, int]) -> int:
@@ -122,7 +117,10 @@ def time_to_call(name: str, pid: int) -> float:
     return time.monotonic() - began
 
 
-def live_through(kills: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(4, 0), *(pytest.param(50, seed, marks=pytest.mark.nightly) for seed in (1, 2))]
+)
+def test_workers_that_are_killed_and_come_back(kills: int, seed: int) -> None:
     chance = random.Random(seed)
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as made:
@@ -139,21 +137,11 @@ def live_through(kills: int, seed: int) -> None:
                 old, workers[name] = workers[name], Process(context(), name)
                 old.kill()
                 old.join()
-                pid = workers[name].run(join, name, where)
-                assert boss.run(time_to_call, name, pid) < SOON
+                workers[name].run(join, name, where)
+                assert boss.run(time_to_call, name, workers[name].pid) < SOON
             wrong, repeated = boss.run(end_load, patience=2 * PATIENCE)
             assert not wrong, f"seed {seed}: {wrong}"
             assert repeated > kills
         finally:
             for process in workers.values():
                 process.stop()
-
-
-def test_workers_that_are_killed_and_come_back() -> None:
-    live_through(4, 0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 2])
-def test_workers_that_are_killed_often(seed: int) -> None:
-    live_through(50, seed)

@@ -22,12 +22,12 @@ from telegrad._core.streams.flow_control import ITEM, SendWindow
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
 from telegrad._core.transport import writer
-from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import CALL, Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
 from telegrad.rpc import Stream, rpc_stream, rpc_sync
+from tests import links
 from tests.cluster import agents, wait_until
 
 MOST = 5  # streams
@@ -177,17 +177,6 @@ def test_small_items_count_in_any_window(three: tuple[Worker, Worker, Worker]) -
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker, Worker, Worker]) -> None:
-    callee, caller, _ = three
-    kept = [rpc_stream("w0", endless, (str(number), SIZE)) for number in range(MOST)]
-    wait_until(lambda: waits_for_others(callee, caller) and len(yielded) == MOST)
-    caller.agent.close(PeerError("the end"))
-    wait_until(lambda: is_forgotten(callee, caller))
-    assert set(closed) == set(yielded)
-    del kept
-    wait_until(lambda: callee.agent.idle)
-
-
 async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
     """As `endless_async`, and goes on where its task is cancelled."""
     yielded[name] = 0
@@ -219,12 +208,11 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
     monkeypatch.setattr(writer, "MOST_BYTES", KEPT)
     stream: Stream[bytes] = rpc_stream("w0", endless, ("unread", SIZE), window=1 << 16)
     assert len(next(stream)) == SIZE
-    link = caller.agent._connections.peer("w0").link
-    assert isinstance(link, Link)
-    accepted = next(link for link in callee.agent._connections._accepted if link.peer == "w1")
+    link = links.link_to(caller, "w0")
+    accepted = next(link for link in links.accepted(callee) if link.peer == "w1")
     queue: WorkQueue = accepted._on_messages.args[0].queue  # type: ignore[attr-defined]
     count = 2000
-    with unread(link):
+    with links.unread(link):
         for number in range(count):  # all of them say that all was read
             body = pickle.dumps(((stream._number, 10 + number, 10**9), {}), 5)
             link.send(Message(CALL, 1_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
@@ -252,16 +240,6 @@ def is_at_rest(callee: Worker, caller: Worker) -> bool:
     reader = reader_of(callee, caller)
     feeds = [each for each in gc.get_objects() if type(each) is Feed and each._reader is reader]
     return bool(feeds) and all(each._room is not None for each in feeds)
-
-
-@contextlib.contextmanager
-def unread(link: Link) -> Iterator[None]:
-    """Nobody reads what comes over a link."""
-    wait_until(link.reading.take)
-    try:
-        yield
-    finally:
-        link.reading.give_back()
 
 
 def test_a_callee_that_sends_more_than_was_asked_for_is_refused(

@@ -15,7 +15,7 @@ from telegrad._core import texts
 from telegrad._core.worker import current
 from telegrad.errors import TelegradWarning
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, in_threads
+from tests.cluster import PATIENCE, agents_here, in_threads
 
 LARGE = 1 << 16
 
@@ -25,10 +25,8 @@ has_begun = threading.Event()
 
 @pytest.fixture(scope="module", params=["unix", "tcp"])
 def here(request: pytest.FixtureRequest) -> Iterator[None]:
-    with agents(2, transport=request.param) as workers:
-        current.enter(workers[0])
+    with agents_here(2, transport=request.param):
         yield
-        current.enter(None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,56 @@
+"""The connections of a worker, for tests that look at them, hold them up or break them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.transport.link import Link
+from telegrad._core.worker.worker import Worker
+from tests.cluster import wait_until
+
+
+def made(worker: Worker) -> list[Link]:
+    """The connections that a worker has made to others."""
+    return [peer.link for peer in list(worker.agent._connections._peers.values()) if isinstance(peer.link, Link)]
+
+
+def accepted(worker: Worker) -> list[Link]:
+    """The connections that others have made to a worker."""
+    return list(worker.agent._connections._accepted)
+
+
+def link_to(worker: Worker, name: str) -> Link:
+    link = worker.agent._connections.peer(name).link
+    assert isinstance(link, Link)
+    return link
+
+
+def callers_of(worker: Worker) -> list[Caller]:
+    """What a worker knows of those who are connected to it."""
+    return [link._on_messages.args[0] for link in accepted(worker)]  # type: ignore[attr-defined]
+
+
+def cut(worker: Worker) -> None:
+    """Break all connections that others have made to a worker, which has noticed that on return."""
+    links = accepted(worker)
+    shut(links)
+    wait_until(lambda: not set(links).intersection(accepted(worker)))
+
+
+def shut(links: list[Link]) -> None:
+    for link in links:
+        with contextlib.suppress(OSError):
+            link._sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def unread(link: Link) -> Iterator[None]:
+    """Nobody reads what comes over a link."""
+    wait_until(link.reading.take)
+    try:
+        yield
+    finally:
+        link.reading.give_back()

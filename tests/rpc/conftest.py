@@ -1,0 +1,29 @@
+"""Places where groups meet, and a group of a caller and actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad._core.worker.worker import Worker
+from tests.cluster import agents_here, free_port
+
+
+@pytest.fixture
+def tcp() -> str:
+    """Where the workers of a test meet."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[list[Worker]]:
+    """`w0`, for which this thread speaks, and the actors `w1` to `w5`."""
+    with agents_here(6, role_of=lambda rank: "actor" if rank else "") as made:
+        yield made
+
+
+@pytest.fixture
+def actors(team: list[Worker]) -> rpc.Group:
+    return rpc.group("actor")
