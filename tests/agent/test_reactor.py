@@ -16,10 +16,9 @@ from time import monotonic, perf_counter
 from typing import Any, NoReturn
 
 import pytest
-from telegrad._core.reactor.timer import LONGEST_PAUSE
 
 from telegrad._core.reactor import reactor as module
-from telegrad._core.reactor.leader_threads import EventLoop, TimerThread
+from telegrad._core.reactor.leader_threads import LONGEST_PAUSE, EventLoop, TimerThread
 from telegrad._core.reactor.reactor import TURN, Reactor
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.transport.poller import READ

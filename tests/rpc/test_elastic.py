@@ -23,7 +23,8 @@ import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Swap
-from telegrad._core.joining import directory_lease, form_generations
+from telegrad._core.joining import form_generations
+from telegrad._core.joining.form_generations import DirectoryLease
 from telegrad._core.joining.quorum import COME, GENERATION
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
@@ -559,7 +560,7 @@ def kill_directory() -> None:
                 os.kill(keeping._keeper.pid, signal.SIGKILL)
 
 
-holders: list[directory_lease.DirectoryLease] = []  # of this process
+holders: list[DirectoryLease] = []  # of this process
 
 
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> dict[str, int]:
@@ -568,9 +569,9 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
-    hold, swap = directory_lease.DirectoryLease.hold, EmbeddedDirectory.swap
+    hold, swap = DirectoryLease.hold, EmbeddedDirectory.swap
 
-    def note(self: directory_lease.DirectoryLease, *arguments: Any) -> None:
+    def note(self: DirectoryLease, *arguments: Any) -> None:
         hold(self, *arguments)
         holders.append(self)
 
@@ -584,7 +585,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(directory_lease.DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
+    setattr(DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()
