@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import pathlib
 import random
 import socket
 import tempfile
@@ -83,12 +84,20 @@ def agents(
                 worker.end("")
 
 
-def wait_until(holds: Callable[[], object]) -> None:
+def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
     """Look again and again; fails once a test is taken to hang."""
-    limit = time.monotonic() + PATIENCE
+    ends = time.monotonic() + limit
     while not holds():
-        assert time.monotonic() < limit, "it did not come to hold"
+        assert time.monotonic() < ends, "it did not come to hold"
         time.sleep(1e-3)
+
+
+def is_over(pid: int) -> bool:
+    """Return True if the process has ended."""
+    try:
+        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
