@@ -16,7 +16,7 @@ from tests.test_imports import PURE, ROOT
 
 LEAST = 95.0  # percent of a file's statements and branches
 HERE = pathlib.Path(__file__).parent
-ALSO = ["test_seconds"]  # beside those that have the name of the file which they are about
+ALSO = ["test_seconds", "test_surroundings"]  # beside those that have the name of the file which they are about
 
 
 def tests() -> list[str]:
