@@ -1,7 +1,8 @@
-"""Gradients on their way out, with the clock as a rival for what waits."""
+"""Gradients on their way out, with the clock as a rival for what waits; tasks, which one thread at a time runs."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from itertools import count
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 from telegrad._core.agent.notices import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
+from telegrad.autograd.engine.mailbox import Mailbox
 from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import Key, PackedShipment, PassReport, PassSpec
+from telegrad.autograd.engine.passes import DeclareDead, Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.engine.record import AutogradContext
 from tests.autograd.rivals import Rival
 
@@ -95,3 +97,34 @@ def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     report = PassReport(SPEC, 1, (), (), False, ())
     notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH
+
+
+TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
+
+
+def test_one_thread_runs_tasks_until_it_finds_none() -> None:
+    mailbox = Mailbox()
+    assert mailbox.put(TASK, False)
+    assert not mailbox.put(OTHER, False)
+    assert mailbox.take() == [TASK, OTHER]
+    assert not mailbox.put(TASK, True)
+    assert mailbox.take() == [TASK]
+    assert mailbox.take() == []
+    assert mailbox.put(TASK, False)
+
+
+def test_a_thread_that_waits_is_called_unless_the_caller_runs_the_task() -> None:
+    mailbox, calls = Mailbox(), queue.SimpleQueue[bool]()
+    mailbox.call(calls)
+    assert not mailbox.put(TASK, False)
+    assert not mailbox.put(OTHER, False)
+    assert calls.get_nowait()
+    assert calls.empty()
+    assert mailbox.take() == [TASK, OTHER]
+    assert mailbox.take() == []
+    assert mailbox.put(TASK, True)
+    assert calls.empty()
+    assert mailbox.take() == [TASK]
+    assert mailbox.take() == []
+    mailbox.call(None)
+    assert mailbox.put(TASK, False)
