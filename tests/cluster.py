@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing as mp
 import os
+import pathlib
 import random
 import socket
 import tempfile
@@ -89,6 +90,14 @@ def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
     while not holds():
         assert time.monotonic() < ends, "it did not come to hold"
         time.sleep(1e-3)
+
+
+def is_over(pid: int) -> bool:
+    """Return True if the process has ended."""
+    try:
+        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:

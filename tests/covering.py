@@ -16,7 +16,12 @@ from tests.test_imports import PURE, ROOT
 
 LEAST = 95.0  # percent of a file's statements and branches
 HERE = pathlib.Path(__file__).parent
-ALSO = ["test_roles", "test_seconds", "test_frames"]  # beside those that have the name of the file which they are about
+ALSO = [
+    "test_roles",
+    "test_seconds",
+    "test_frames",
+    "test_surroundings",
+]  # beside those that have the name of the file which they are about
 
 
 def tests() -> list[str]:

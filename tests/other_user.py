@@ -37,6 +37,34 @@ def as_nobody(act: Callable[[], object]) -> None:
     assert os.waitpid(pid, 0)[1] == 0, "the other user could not do it"
 
 
+Plant = Callable[[Callable[[], pathlib.Path]], None]
+
+
+def link_to(target: pathlib.Path, path: pathlib.Path) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.symlink_to(target)
+        return path
+
+    return act
+
+
+def folder_at(path: pathlib.Path, rights: int) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.mkdir()
+        path.chmod(rights)
+        return path
+
+    return act
+
+
+def file_at(path: pathlib.Path) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.touch()
+        return path
+
+    return act
+
+
 @pytest.fixture
 def shared() -> Iterator[pathlib.Path]:
     """A folder like /tmp: all may write, each can remove only what is his own."""
@@ -47,7 +75,7 @@ def shared() -> Iterator[pathlib.Path]:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], pathlib.Path]], None]:
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     """Have another user make something at the path that the given function returns.
 
     Where the tests run without root, this user makes it, and the module is told that it is another's.

@@ -23,7 +23,7 @@ from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import remote
-from tests.cluster import agents, group
+from tests.cluster import agents
 
 Saved = tuple[pathlib.Path, dict[str, torch.Tensor], list[float], list[float]]
 
@@ -170,31 +170,6 @@ def test_what_was_not_written_to_its_end_is_no_checkpoint_and_the_older_one_stay
 
 def broken(self: Saver, plan: dcp.SavePlan) -> NoReturn:
     raise OSError("no space")
-
-
-def start_training(path: pathlib.Path, places: list[str]) -> list[float] | None:
-    import telegrad.rpc as rpc
-
-    if rpc.get_worker_info().id:
-        return None
-    state = training(places)
-    if path.exists():
-        checkpoint.load(state, path)
-    losses = train(state, 5)
-    if not path.exists():
-        checkpoint.save(state, path)
-    return losses + train(state, 5)
-
-
-def test_after_all_workers_were_killed_fewer_go_on(tmp_path: pathlib.Path) -> None:
-    with group(4) as workers:
-        first = workers[0].run(start_training, tmp_path / "five", ["worker1", "worker2", "worker3"])
-        for worker in workers:
-            worker.kill()
-    with group(2) as workers:
-        second = workers[0].run(start_training, tmp_path / "five", ["worker1"])
-    assert second[:5] == pytest.approx(first[5:], rel=1e-12)
-    assert sum(second[5:]) < sum(first[:5])
 
 
 def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathlib.Path) -> None:

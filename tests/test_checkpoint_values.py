@@ -21,6 +21,7 @@ from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.cluster import agents
+from tests.trees import alike
 
 numbers = st.integers(0, 3)
 plain = st.none() | st.booleans() | numbers | st.text("ab.", max_size=3) | st.just((1, [2])) | st.just({1, 2})
@@ -41,18 +42,6 @@ def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 values = st.recursive(plain | tensors, containers, max_leaves=12)
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +65,13 @@ def test_any_value_is_what_it_was(
     worker: None, tmp_path_factory: pytest.TempPathFactory, value: Any, wait: bool
 ) -> None:
     found = kept(value, tmp_path_factory.mktemp("checkpoint") / "one", wait)
-    assert same(found, value), found
+    assert alike(found, value), found
 
 
 def test_an_ordered_dictionary_comes_back_as_a_dictionary(worker: None, tmp_path: pathlib.Path) -> None:
     """So that torch itself can read the tensors of a `state_dict()`."""
     found = kept(OrderedDict(b=torch.ones(1), a=torch.zeros(1)), tmp_path)
-    assert same(found, {"b": torch.ones(1), "a": torch.zeros(1)})
+    assert alike(found, {"b": torch.ones(1), "a": torch.zeros(1)})
 
 
 class Extra(nn.Module):
@@ -110,8 +99,8 @@ def test_extra_state_of_models(worker: None, tmp_path: pathlib.Path, wait: bool)
     local.forget()
     remote.get_module_rref().rpc_sync().forget()
     checkpoint.load({"local": local, "remote": remote}, tmp_path)
-    assert same(local.extra, Extra().extra)
-    assert same(remote.get_module_rref().rpc_sync().get_extra_state(), Extra().extra)
+    assert alike(local.extra, Extra().extra)
+    assert alike(remote.get_module_rref().rpc_sync().get_extra_state(), Extra().extra)
 
 
 def trained() -> tuple[torch.optim.Adam, MultiStepLR]:
@@ -130,7 +119,7 @@ def test_an_optimizer_and_a_scheduler_of_torch_go_on(worker: None, tmp_path: pat
     fresh = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=0.1)
     going_on = MultiStepLR(fresh, [2, 3])
     checkpoint.load({"optimizer": fresh, "scheduler": going_on}, tmp_path)
-    assert same(fresh.state_dict(), optimizer.state_dict())
+    assert alike(fresh.state_dict(), optimizer.state_dict())
     for _ in range(3):
         going_on.step()
         scheduler.step()
@@ -144,7 +133,7 @@ def test_distributed_optimizers_keep_their_whole_state(worker: None, tmp_path: p
     before = optimizer.state_dict()
     checkpoint.save({"optimizer": optimizer}, tmp_path)
     checkpoint.load({"optimizer": optimizer}, tmp_path)
-    assert same(optimizer.state_dict(), before)
+    assert alike(optimizer.state_dict(), before)
 
 
 class Growing(torch.optim.Optimizer):
@@ -195,13 +184,13 @@ def test_what_optimizers_keep_in_their_groups(worker: None, tmp_path: pathlib.Pa
         else:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        assert same(optimizer.state_dict()["param_groups"], saved[1]["param_groups"])
+        assert alike(optimizer.state_dict()["param_groups"], saved[1]["param_groups"])
 
     elsewhere = nn.Sequential(*layers("w2", "w2"))
     there = DistributedOptimizer.for_module(Growing, elsewhere, lr=1.0)
     for each, its in [(model, optimizer), (model, optimizer), (elsewhere, there)]:
         load(each, its)
-        assert same(train(each, its), expected)
+        assert alike(train(each, its), expected)
         (group,) = its.state_dict()["param_groups"]
         assert (group["lr"], group["k"], group["total"].item()) == (0.01, 4, 10)
 
@@ -220,4 +209,4 @@ def test_owners_that_keep_different_values(worker: None, tmp_path: pathlib.Path)
     before = apart.state_dict()
     assert before["param_groups"][0]["largest"] != before["param_groups"][1]["largest"]
     checkpoint.load({"optimizer": apart}, tmp_path)
-    assert same(apart.state_dict(), before)
+    assert alike(apart.state_dict(), before)

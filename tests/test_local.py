@@ -15,9 +15,8 @@ import pytest
 
 import telegrad
 from telegrad import errors
-from telegrad._core.processes import state_of
 from telegrad.launch import worker_command
-from tests.cluster import PATIENCE, free_port, wait_until
+from tests.cluster import PATIENCE, free_port, is_over, wait_until
 
 PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
 
@@ -31,7 +30,7 @@ def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.Complet
 
 
 WHOLE = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import telegrad
 from beside import twice
 from telegrad.launch import lines
@@ -60,7 +59,7 @@ if __name__ == "__main__":
         future = rpc.rpc_async("ps", time.sleep, (1,))
         try:
             os.killpg(0, signal.SIGINT)  # as a terminal does
-            time.sleep(60)
+            threading.Event().wait(60)
         except KeyboardInterrupt:
             print("interrupted")
         future.wait()
@@ -85,11 +84,11 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
 
 
 INTERRUPTED = """
-import os, signal, threading, time
+import os, signal, threading
 import telegrad
 
 def slow():
-    time.sleep(60)
+    threading.Event().wait(60)
 
 if __name__ == "__main__":
     soon = threading.Timer(0.5, os.killpg, (0, signal.SIGINT))  # as a terminal does
@@ -105,9 +104,9 @@ if __name__ == "__main__":
 
 INTERRUPTS = {
     "calls": ("", 'soon.start(); rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", slow))'),
-    "sleeps": ("", "soon.start(); time.sleep(60)"),
+    "waits": ("", "soon.start(); threading.Event().wait(60)"),
     "shuts down": ("", 'rpc.rpc_async("worker0", slow); soon.start(); rpc.shutdown()'),
-    "starts": ("soon.start()", "time.sleep(60)"),
+    "starts": ("soon.start()", "threading.Event().wait(60)"),
 }
 
 
@@ -180,20 +179,7 @@ rpc.rpc_async("worker0", time.sleep, ({busy},))
 def test_workers_end_with_their_program_however_it_ends(tmp_path: pathlib.Path, busy: int, end: str, code: int) -> None:
     ran = run(ENDS.format(busy=busy, end=end), tmp_path)
     assert ran.returncode == code, ran.stderr
-    pid = int(ran.stdout.splitlines()[0])
-    until = time.monotonic() + PATIENCE  # a child that the program has forked lives for longer
-    while is_running(pid):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    wait_until(lambda: is_over(int(ran.stdout.splitlines()[0])))  # a child that the program has forked lives longer
 
 
 # What a worker does in the place of importing torch, how its end is called, and the last line that it prints.
@@ -262,7 +248,7 @@ if __name__ == "__main__":
 def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -> None:
     ran = run(STOPPED, tmp_path)
     assert ran.returncode == -signal.SIGKILL
-    wait_until(lambda: (state_of(int(ran.stdout)) or "Z")[0] == "Z")
+    wait_until(lambda: is_over(int(ran.stdout)))
 
 
 STOPPED_OR_SLOW = """

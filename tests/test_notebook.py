@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import PATIENCE
-from tests.test_local import is_running
+from tests.cluster import PATIENCE, is_over, wait_until
 
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
@@ -107,10 +106,7 @@ def test_the_page_and_what_users_do_besides(notebook: Notebook) -> None:
 
     pids = notebook.run("print(*rpc.group(['worker0', 'worker1']).rpc_sync(os.getpid))")
     notebook.end()
-    limit = time.monotonic() + PATIENCE
-    while any(is_running(int(pid)) for pid in pids.split()):
-        assert time.monotonic() < limit, "workers outlive their kernel"
-        time.sleep(0.1)
+    wait_until(lambda: all(is_over(int(pid)) for pid in pids.split()))
 
 
 def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:

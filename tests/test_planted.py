@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from telegrad.checkpoint.folders import keep_newest
 from telegrad.insight import collect
 from telegrad.launch.output import Output
 from telegrad.reporting import dump
-from tests.other_user import plant, shared
+from tests.other_user import Plant, link_to, plant, shared
 
 __all__ = ["plant", "shared"]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files here")
-Plant = Callable[[Callable[[], pathlib.Path]], None]
 SECONDS = 60  # whose names the attacker plants beforehand
 
 
@@ -121,12 +119,7 @@ def test_a_checkpoint_removes_nothing_through_a_link(
 ) -> None:
     old = checkpoint.save({"epoch": 1}, tmp_path / "best").wait()
     before = sorted(os.listdir(old))
-
-    def act() -> pathlib.Path:
-        (shared / "1").symlink_to(old)
-        return shared / "1"
-
-    plant(act)
+    plant(link_to(pathlib.Path(old), shared / "1"))
     new = checkpoint.save({"epoch": 2}, shared / "2", keep=1).wait()
     assert sorted(os.listdir(old)) == before
     assert os.path.exists(os.path.join(new, ".metadata"))
@@ -157,11 +150,7 @@ def test_a_checkpoint_is_not_written_through_links(
 def test_a_checkpoint_is_not_written_where_another_user_leads(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
-    def act() -> pathlib.Path:
-        (shared / "run").symlink_to(precious.parent)
-        return shared / "run"
-
-    plant(act)
+    plant(link_to(precious.parent, shared / "run"))
     for path in (shared / "run", shared / "run" / "1"):
         with pytest.raises(Exception, match="has put a symlink there"):
             checkpoint.save({"epoch": 1}, path).wait()
@@ -172,12 +161,7 @@ def test_traces_and_pictures_are_not_written_through_links(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
     for name in ("trace.json", "graph.dot"):
-
-        def act(path: pathlib.Path = shared / name) -> pathlib.Path:
-            path.symlink_to(precious)
-            return path
-
-        plant(act)
+        plant(link_to(precious, shared / name))
     with pytest.raises(OSError, match="has put a symlink there"):
         collect._write(str(shared / "trace.json"), {})
     with telegrad.autograd.context() as context_id, pytest.raises(OSError, match="has put a symlink there"):

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,12 +39,11 @@ from telegrad._core.security.keyring import read_keys
 from telegrad._core.security.tls import TlsFiles, client_context
 from telegrad.errors import UsageError
 from telegrad.insight.seen_groups import DumpFiles
-from tests.other_user import plant, shared
+from tests.other_user import Plant, file_at, folder_at, link_to, plant, shared
 
 __all__ = ["plant", "shared"]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files here")
-Plant = Callable[[Callable[[], pathlib.Path]], None]
 
 
 @pytest.fixture(autouse=True)
@@ -68,31 +67,6 @@ def mode(path: pathlib.Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def link_to(target: pathlib.Path, path: pathlib.Path) -> Callable[[], pathlib.Path]:
-    def act() -> pathlib.Path:
-        path.symlink_to(target)
-        return path
-
-    return act
-
-
-def folder_at(path: pathlib.Path, rights: int) -> Callable[[], pathlib.Path]:
-    def act() -> pathlib.Path:
-        path.mkdir()
-        path.chmod(rights)
-        return path
-
-    return act
-
-
-def file_at(path: pathlib.Path) -> Callable[[], pathlib.Path]:
-    def act() -> pathlib.Path:
-        path.touch()
-        return path
-
-    return act
-
-
 MAKE_FILES = {
     *("write_text", "write_bytes", "mkdir", "makedirs", "touch", "symlink", "symlink_to", "link", "hardlink_to"),
     *("mkstemp", "mkdtemp", "mkfifo", "mknod", "NamedTemporaryFile", "TemporaryFile", "TemporaryDirectory"),
@@ -109,19 +83,24 @@ ELSEWHERE = {
 }
 
 
-def test_no_other_file_of_the_package_makes_files() -> None:
+def calls_in_the_package() -> Iterator[tuple[str, ast.Call]]:
+    """Each with the file that it is in."""
     root = pathlib.Path(telegrad.__file__).parent
-    found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            modes = [*node.args, *(word.value for word in node.keywords if word.arg == "mode")]
-            texts = [each.value for each in modes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            writes = name == "open" and any(re.fullmatch("[rbtwax+]*[wax+][rbtwax+]*", text) for text in texts)
-            if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
-                found.add((path.relative_to(root).as_posix(), name))
+            if isinstance(node, ast.Call):
+                yield path.relative_to(root).as_posix(), node
+
+
+def test_no_other_file_of_the_package_makes_files() -> None:
+    found = set()
+    for file, node in calls_in_the_package():
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        modes = [*node.args, *(word.value for word in node.keywords if word.arg == "mode")]
+        texts = [each.value for each in modes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        writes = name == "open" and any(re.fullmatch("[rbtwax+]*[wax+][rbtwax+]*", text) for text in texts)
+        if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
+            found.add((file, name))
     assert {each for each in found if each[0] != "_core/host/private_files.py"} == ELSEWHERE
 
 
@@ -141,15 +120,12 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
 
 
 def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() -> None:
-    root = pathlib.Path(telegrad.__file__).parent
-    found = set()
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and (
-                ast.unparse(node.func) in ("open", "io.open", "gzip.open", "FileSystem")
-                or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
-            ):
-                found.add(path.relative_to(root).as_posix())
+    opens = ("open", "io.open", "gzip.open", "FileSystem")
+    found = {
+        file
+        for file, node in calls_in_the_package()
+        if ast.unparse(node.func) in opens or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
+    }
     assert found - {"_core/host/private_files.py"} == READ_ELSEWHERE
 
 

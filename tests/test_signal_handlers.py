@@ -61,14 +61,7 @@ def arrive() -> None:
 
 
 def arrive_soon(after: float = 0.02) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def send() -> None:
-        time.sleep(after)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    threading.Thread(target=send).start()
+    threading.Timer(after, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
 
 
 steps: list[str] = []
@@ -209,19 +202,11 @@ def takes(lock: threading.Lock) -> None:
         steps.append("has it")
 
 
-def release_after(lock: threading.Lock, pause: float) -> None:
-    def release() -> None:
-        time.sleep(pause)
-        lock.release()
-
-    lock.acquire()
-    threading.Thread(target=release).start()
-
-
 def test_waiting_for_a_lock_that_guards_something_is_not_interrupted() -> None:
     lock = threading.Lock()
     steps.clear()
-    release_after(lock, 0.1)
+    lock.acquire()
+    threading.Timer(0.1, lock.release).start()
     arrive_soon()
     assert interrupts_of(takes, lock) == 1
     assert steps == ["has it"]

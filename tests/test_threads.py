@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from telegrad._core import threads
 from telegrad._core.threads import Background, Exclusive, results
 from telegrad.errors import UsageError
 from tests.cluster import PATIENCE, in_threads
@@ -106,3 +107,19 @@ def test_torch_has_as_many_threads_beside_a_call_as_the_program_has_set() -> Non
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_start_of_a_thread_that_never_runs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LONGEST_START", 0.1)
+    monkeypatch.setattr(threads.Thread, "_bootstrap", lambda _: None)  # as one that ends before it says that it runs
+    with pytest.raises(RuntimeError, match="is enough memory left for it"):
+        threads.Thread(lambda: None, "one").start()
+
+
+def test_a_thread_runs() -> None:
+    ran = threading.Event()
+    thread = threads.Thread(ran.set, "one")
+    assert thread.daemon
+    thread.start()
+    thread.join(10)
+    assert ran.is_set()

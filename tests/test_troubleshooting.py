@@ -1,4 +1,4 @@
-"""The package raises or logs each message that docs/troubleshooting.md lists."""
+"""Every exception is in the papers, and the package raises or logs each message that docs/troubleshooting.md lists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import telegrad
+from telegrad import errors
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
 MESSAGES = sorted(set(re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE)))
@@ -43,3 +44,40 @@ def test_the_message_exists(message: str) -> None:
 def test_a_message_that_does_not_exist_is_found() -> None:
     assert not re.search(pattern_of("the worker 'x' has gone fishing"), ALL)
     assert len(MESSAGES) > 50
+
+
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+DOCS = pathlib.Path(telegrad.__file__).parents[1] / "docs"
+TABLE = DOCS.joinpath("rpc.md").read_text().partition("## Errors")[2]
+
+
+def parents(tree: str) -> dict[str, str | None]:
+    """The line above each name of the tree that stands further to the left."""
+    above: list[tuple[int, str]] = []
+    found: dict[str, str | None] = {}
+    for line in tree.splitlines():
+        name = line.lstrip(" │├└─").partition(" ")[0]
+        if not name or not hasattr(errors, name):
+            continue
+        depth = line.index(name)
+        above = [entry for entry in above if entry[0] < depth]
+        found[name] = above[-1][1] if above else None
+        above.append((depth, name))
+    return found
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_exception_is_exported_and_documented(kind: type[Exception]) -> None:
+    assert kind.__doc__
+    assert f"`{kind.__name__}`" in TABLE
+
+
+def test_the_tree_is_that_of_the_classes() -> None:
+    tree = parents(DOCS.joinpath("reference", "errors.rst").read_text().partition("none\n")[2])
+    assert set(tree) == {kind.__name__ for kind in CLASSES}
+    for name, parent in tree.items():
+        assert parent is None or parent in {base.__name__ for base in getattr(errors, name).__bases__}
+
+
+def test_all_is_complete() -> None:
+    assert errors.__all__ == sorted(kind.__name__ for kind in CLASSES)

@@ -58,7 +58,7 @@ def alike(one: Any, other: Any) -> bool:
             and (one.tolist() == other.tolist() if one.dtype.hasobject else one.tobytes() == other.tobytes())
         )
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, list | tuple) and len(one) > 1000:
         return list(map(type, one)) == list(map(type, other)) and one == other
     if isinstance(one, list | tuple):

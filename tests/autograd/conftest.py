@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed
 
 from telegrad._core.worker.worker import Worker
 from tests.autograd import sharding
@@ -18,13 +20,29 @@ def contexts_end(five: list[Worker], here: None) -> Iterator[None]:
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in five))
 
 
-@pytest.fixture(scope="module")
-def fsdp_trainers() -> Iterator[list[Process]]:
+@contextlib.contextmanager
+def in_a_process_group(join: Callable[[int, int], None]) -> Iterator[list[Process]]:
     """Two trainers in a process group of their own, and a third worker."""
     with group(3) as made:
         port = free_port()
         for rank in range(2):
-            made[rank].begin(sharding.join, rank, port)
+            made[rank].begin(join, rank, port)
         for rank in range(2):
             made[rank].end(2 * PATIENCE)
         yield made[:2]
+
+
+def join(rank: int, port: int) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[list[Process]]:
+    with in_a_process_group(join) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fsdp_trainers() -> Iterator[list[Process]]:
+    with in_a_process_group(sharding.join) as made:
+        yield made

@@ -100,7 +100,7 @@ def local(tensor: Any) -> Tensor:
     return found
 
 
-def same(program: Any, rank: int, passes: int = 1, kind: type[Net] = Net, **options: Any) -> list[bool]:
+def same(program: Any, rank: int, passes: int = 1, kind: type[nn.Module] = Net, **options: Any) -> list[bool]:
     """Whether gradients of parameters and of the input are the same inside and outside, bit for bit."""
     outside, inside = shard(kind(), **options), shard(kind(), **options)
     x, y = batch(rank), batch(rank)

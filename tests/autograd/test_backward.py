@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -42,74 +41,8 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, 3)), dtype=torch.float64, requires_grad=True)
 
 
-# The documents' examples
-
-
-def produce(numbers: list[int]) -> torch.Tensor:
-    a, b = (parameters["w1"][number] for number in numbers)
-    return a + b
-
-
-parameters: dict[str, list[torch.Tensor]] = {}
-
-
-def worker0_part(c: torch.Tensor) -> torch.Tensor:
-    return parameters["w0"][0] * c
-
-
-def worker2_part(c: torch.Tensor) -> torch.Tensor:
-    return (c + parameters["w2"][0]).tanh()
-
-
-def worker1_part(c: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
-    return c * e
-
-
-@pytest.mark.parametrize("root", ["f1", "i"])
-def test_five_sends_of_which_some_are_unused(root: str) -> None:
-    """Hidden paths and a circle between workers."""
-    parameters.update({"w0": [leaf()], "w1": [leaf(), leaf()], "w2": [leaf()]})
-    everything = [each for several in parameters.values() for each in several]
-    c = parameters["w1"][0] + parameters["w1"][1]
-    h, f = worker0_part(c), worker1_part(c, worker2_part(c))
-    wanted = torch.autograd.grad((f if root == "f1" else h + f).sum(), everything, allow_unused=True)
-    current.enter(WORKERS[3])
-    with autograd.context() as context:
-        c_ref = remote("w1", produce, ([0, 1],))
-        h1 = rpc_sync("w0", with_value, (worker0_part, c_ref))
-        e_ref = remote("w2", with_value, (worker2_part, c_ref))
-        f1 = rpc_sync("w1", with_value, (worker1_part, c_ref, e_ref))
-        autograd.backward(context, (f1 if root == "f1" else h1 + f1).sum())
-        found: dict[int, Any] = {}
-        for name in ("w0", "w1", "w2"):
-            found.update(dict(rpc_sync(name, gradients_of_parameters, (name, context))))
-    for number, (_, gradient) in enumerate(zip(everything, wanted, strict=True)):
-        if gradient is None:
-            assert found[number] is None
-        else:
-            assert torch.allclose(found[number], gradient)
-
-
-WORKERS: list[Worker] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_agents(trio: list[Worker]) -> None:
-    WORKERS[:] = trio
-
-
 def with_value(function: Callable[..., torch.Tensor], *references: RRef[torch.Tensor]) -> torch.Tensor:
     return function(*(reference.to_here() for reference in references))
-
-
-def gradients_of_parameters(name: str, context: int) -> list[tuple[int, torch.Tensor | None]]:
-    everything = [each for several in parameters.values() for each in several]
-    found = autograd.get_gradients(context)
-    return [
-        (number, found.get(each))
-        for number, each in enumerate(everything)
-        if any(each is own for own in parameters[name])
-    ]
 
 
 # Contexts
@@ -499,22 +432,23 @@ def test_a_reference_backward_without_context() -> None:
 
 class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
+        ctx.error = error
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
-        raise ValueError("no gradient today")
+        raise ctx.error
 
 
-def failing(x: torch.Tensor, left: int) -> torch.Tensor:
-    return Failing.apply(x) if not left else rpc_sync(f"w{left}", failing, (x, left - 1))
+def failing(x: torch.Tensor, error: BaseException, left: int = 0) -> torch.Tensor:
+    return Failing.apply(x, error) if not left else rpc_sync(f"w{left}", failing, (x, error, left - 1))
 
 
 def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
     x = leaf()
     with autograd.context() as context:
-        loss = rpc_sync("w3", failing, (x, 2)).sum()
+        loss = rpc_sync("w3", failing, (x, ValueError("no gradient today"), 2)).sum()
         with pytest.raises(ValueError, match=r"no gradient today[\s\S]*On worker 'w1'"):
             autograd.backward(context, loss)
         wait_until(lambda: not any(each.conductor.passes for each in trio))
@@ -522,35 +456,21 @@ def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
 
-class Exiting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
-        sys.exit(7)
-
-
-def exiting(x: torch.Tensor) -> torch.Tensor:
-    return Exiting.apply(x)
-
-
 def test_the_end_of_the_program_in_a_backward_function(trio: list[Worker]) -> None:
     """Here it ends the program of the caller, elsewhere not."""
     x = leaf()
     with autograd.context() as context:
-        here = Exiting.apply(rpc_sync("w1", torch.sin, (x,))).sum()
+        here = failing(rpc_sync("w1", torch.sin, (x,)), SystemExit(7)).sum()
         with pytest.raises(SystemExit) as ended:
             autograd.backward(context, here)
         assert ended.value.code == 7
     with autograd.context() as context:
-        there = rpc_sync("w1", torch.sin, (Exiting.apply(x),)).sum()
+        there = rpc_sync("w1", torch.sin, (failing(x, SystemExit(7)),)).sum()
         future = autograd.backward_async(context, there)
         with pytest.raises(SystemExit):
             future.wait()
     with autograd.context() as context:
-        loss = rpc_sync("w1", exiting, (x,)).sum()
+        loss = rpc_sync("w1", failing, (x, SystemExit(7))).sum()
         with pytest.raises(RemoteError, match=r"SystemExit was raised[\s\S]*On worker 'w1'"):
             autograd.backward(context, loss)
 
@@ -684,16 +604,6 @@ def test_nothing_is_asked_where_everything_takes_part(trio: list[Worker], monkey
         autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
     kinds = {kind for each in sent for kind in each}
     assert kinds <= {"PackedShipment", "PassReport", "Release"}
-
-
-def test_a_circle_of_any_depth() -> None:
-    x = leaf()
-    with autograd.context() as context:
-        value = x
-        for _ in range(60):
-            value = rpc_sync("w1", torch.mul, (value, 0.9)) + value * 0.1
-        autograd.backward(context, value.sum())
-        assert torch.allclose(autograd.get_gradients(context)[x], torch.ones(3, 3, dtype=torch.float64))
 
 
 def graph_of_its_own() -> torch.Tensor:

@@ -14,7 +14,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process, group
+from tests.cluster import PATIENCE, Process, group, wait_until
 
 
 @pytest.fixture
@@ -66,15 +66,12 @@ def test_a_worker_that_dies_in_its_backward(trio: list[Process], function: Calla
     began = time.monotonic()
     assert "'worker2'" in trio[0].run(step_that_loses, function, to)
     assert time.monotonic() - began < PATIENCE / 3, "it was found out by a timeout only"
-    assert trio[0].run(wait_for_contexts, 0) == 0
-    assert trio[1].run(wait_for_contexts, 0) == 0
+    trio[0].run(wait_for_contexts, 0)
+    trio[1].run(wait_for_contexts, 0)
 
 
-def wait_for_contexts(count: int) -> int:
-    deadline = time.monotonic() + PATIENCE
-    while contexts() != count and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return contexts()
+def wait_for_contexts(count: int) -> None:
+    wait_until(lambda: contexts() == count)
 
 
 entered: list[autograd.context] = []  # in a worker's process
@@ -88,9 +85,9 @@ def begin_and_stay() -> None:
 
 def test_the_contexts_of_a_worker_that_died_are_released(trio: list[Process]) -> None:
     trio[2].run(begin_and_stay)
-    assert trio[1].run(wait_for_contexts, 1) == 1
+    trio[1].run(wait_for_contexts, 1)
     trio[2].kill()
-    assert trio[1].run(wait_for_contexts, 0) == 0
+    trio[1].run(wait_for_contexts, 0)
 
 
 def shut_down_in_a_context() -> bool:
@@ -131,10 +128,7 @@ def ends_as_the_connection_breaks() -> bool:
         assert rpc_sync("worker1", contexts) == 1
     agent.notify = notify
     assert lost == ["worker1"]
-    deadline = time.monotonic() + PATIENCE
-    while rpc_sync("worker1", contexts):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: rpc_sync("worker1", contexts) == 0)
     return True
 
 
@@ -157,7 +151,7 @@ def ends_without_a_word() -> None:
 def test_the_end_of_a_context_that_was_never_told(trio: list[Process]) -> None:
     trio[0].run(ends_without_a_word)
     assert trio[1].run(contexts) == 1
-    assert trio[1].run(wait_for_contexts, 0) == 0
+    trio[1].run(wait_for_contexts, 0)
 
 
 def lose(rank: int) -> None:
@@ -181,7 +175,7 @@ def use_what_others_let_go_of() -> int:
 
 def test_whoever_took_the_owner_of_a_context_for_dead_says_so_when_it_goes_on(trio: list[Process]) -> None:
     assert trio[0].run(use_what_others_let_go_of) == 1  # who heard of it from him has asked, and kept it
-    assert trio[2].run(wait_for_contexts, 0) == 0
+    trio[2].run(wait_for_contexts, 0)
 
 
 def test_a_context_that_lives_is_kept(trio: list[Process]) -> None:

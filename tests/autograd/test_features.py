@@ -74,21 +74,8 @@ def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a * 2, a + b.tanh()
 
 
-def checkpointed(x: Tensor) -> Tensor:
-    return checkpoint(mix, x, x * 2, use_reentrant=False)
-
-
-def packed(x: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda saved: saved.double()):
-        return (x.sin() * x).exp()
-
-
 def looked_up(weight: Tensor, rows: Tensor) -> Tensor:
     return nn.functional.embedding(rows, weight, sparse=True)
-
-
-def with_integers(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, None]:
-    return x * counts, counts + 1, None
 
 
 def unlike(one: Tensor, other: Tensor) -> bool:
@@ -103,12 +90,6 @@ def checkpoint_around_a_call(own: Local) -> Found:
     made = checkpoint(lambda value: own.call("w1", mix, value, weight) * weight.exp(), x * 3, use_reentrant=False)
     own.backward(made.sum())
     return own.gradients(x, weight)
-
-
-def checkpoint_in_a_call(own: Local) -> Found:
-    x = leaf()
-    own.backward(own.call("w1", checkpointed, x * 2).sum())
-    return own.gradients(x)
 
 
 def hooks_of_tensors(own: Local) -> Found:
@@ -192,18 +173,6 @@ def a_hook_of_several_tensors(own: Local) -> Found:
     return [*own.gradients(x, y), *seen]
 
 
-def saved_in_half(own: Local) -> Found:
-    x = leaf()
-    own.backward(own.call("w1", packed, x).sum())
-    return own.gradients(x)
-
-
-def complex_numbers(own: Local) -> Found:
-    z = complex_leaf()
-    own.backward((own.call("w1", mix, z * (1 + 2j), z.conj()) * 1j).real.sum())
-    return own.gradients(z)
-
-
 def sparse_and_dense(own: Local) -> Found:
     weight, other, rows = leaf(5, 3), leaf(5, 3), torch.tensor([1, 1, 3])
     own.backward((own.call("w1", looked_up, weight, rows) + own.call("w1", looked_up, other, rows)).sum() + other.sum())
@@ -220,32 +189,6 @@ def no_elements(own: Local) -> Found:
     empty, x = leaf(0, 3), leaf(2, 3)
     own.backward(own.call("w1", torch.cat, [empty * 2, x * 2]).sum() + own.call("w1", mix, empty, empty).sum())
     return own.gradients(empty, x)
-
-
-def unused_and_integer(own: Local) -> Found:
-    x, y = leaf(), leaf(seed=2)
-    first, _ = own.call("w1", two, x, y)
-    scaled, counts, _ = own.call("w1", with_integers, first, torch.tensor([1, 2, 3]))
-    own.backward((scaled * counts).sum())
-    return own.gradients(x)
-
-
-def in_place(own: Local) -> Found:
-    x = leaf()
-    received = own.call("w1", mix, x, x)
-    received.mul_(2)
-    received[0] = 0
-    own.backward((received * received).sum())
-    return own.gradients(x)
-
-
-def gradients_of_gradients(own: Local) -> Found:
-    x = leaf()
-    own.backward((own.call("w1", mix, x, x) ** 2).sum(), create_graph=True)
-    (slope,) = own.gradients(x)
-    assert slope is not None
-    own.backward((slope**3).sum())
-    return own.gradients(x)
 
 
 def lazy_modules(own: Local) -> Found:
@@ -271,19 +214,13 @@ def modes_of_one_process(own: Local) -> Found:
 
 SAME = [
     checkpoint_around_a_call,
-    checkpoint_in_a_call,
     hooks_of_tensors,
     hooks_of_modules,
     hooks_of_nodes,
     a_hook_of_several_tensors,
-    saved_in_half,
-    complex_numbers,
     sparse_and_dense,
     sparse_matrices,
     no_elements,
-    unused_and_integer,
-    in_place,
-    gradients_of_gradients,
     lazy_modules,
     tangents_of_one_worker,
     modes_of_one_process,

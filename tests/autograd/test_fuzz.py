@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,11 +11,11 @@ import torch
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.autograd import programs
-from tests.cluster import PATIENCE, agents
+from tests.cluster import agents, wait_until
+from tests.seeds import run_each
 
-SEED = os.environ.get("TELEGRAD_SEED")
-SEEDS: Iterable[int] = [int(SEED)] if SEED else range(150)
-MANY_SEEDS: Iterable[int] = [int(SEED)] if SEED else range(150, 10_150)
+SEEDS = range(150)
+MANY_SEEDS = range(150, 10_150)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +72,10 @@ class Riding:
 
 
 def run(seeds: Iterable[int], workers: list[Worker]) -> None:
-    compared = 0
-    for seed in seeds:
-        try:
-            compared += programs.check(seed)
-        except Exception as error:
-            raise AssertionError(f"SEED={seed} {error}") from error
-    assert compared
+    assert sum(run_each(seeds, programs.check))
     for worker in workers:
-        wait_until_empty(worker)
+        wait_until(lambda worker=worker: not len(worker.conductor.contexts))  # type: ignore[misc]
+        wait_until(lambda worker=worker: not any(worker.references.counts().values()))  # type: ignore[misc]
 
 
 def run_with_riders(seeds: Iterable[int], workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +85,12 @@ def run_with_riders(seeds: Iterable[int], workers: list[Worker], monkeypatch: py
     assert riding.turns
 
 
-def wait_until_empty(worker: Worker) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while len(worker.conductor.contexts) or any(worker.references.counts().values()):
-        assert time.monotonic() < deadline, (len(worker.conductor.contexts), worker.references.counts())
-        time.sleep(0.01)
-
-
 def test_random_programs(five: list[Worker]) -> None:
     run(SEEDS, five)
 
 
 def test_riders_of_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with_riders(list(SEEDS)[:100], five, monkeypatch)
+    run_with_riders(SEEDS[:100], five, monkeypatch)
 
 
 @pytest.mark.nightly

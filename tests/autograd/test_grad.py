@@ -165,16 +165,6 @@ def train_both(program: Callable[[Call, Grad], tuple[Tensor, list[Tensor]]]) -> 
         assert torch.allclose(one, other, rtol=1e-9)
 
 
-def test_a_gradient_penalty() -> None:
-    def critic(call: Call, grad: Grad) -> tuple[Tensor, list[Tensor]]:
-        x, skip = leaf(4, 3), leaf(3, 3, seed=5)
-        scores = call("w2", apply, "w2", call("w1", apply, "w1", x)) + x @ skip
-        (slope,) = grad(scores.sum(), x, create_graph=True)
-        return scores.mean() + ((slope.norm(dim=1) - 1) ** 2).mean(), [skip]
-
-    train_both(critic)
-
-
 def test_inner_steps_through_remote_layers() -> None:
     def maml(call: Call, grad: Grad) -> tuple[Tensor, list[Tensor]]:
         start = leaf(3, 3)
@@ -191,16 +181,6 @@ def test_inner_steps_through_remote_layers() -> None:
         return loss(weight, x * 2), [start]
 
     train_both(maml)
-
-
-def test_products_with_the_hessian() -> None:
-    def influence(call: Call, grad: Grad) -> Sequence[Tensor | None]:
-        x, vector = leaf(4, 3), leaf(4, 3, seed=3).detach()
-        loss = (call("w2", apply, "w2", call("w1", apply, "w1", x)) ** 2).sum()
-        (slope,) = grad(loss, x, create_graph=True)
-        return [slope, *grad(slope, [x], grad_outputs=vector)]
-
-    both(influence)
 
 
 # Its edges

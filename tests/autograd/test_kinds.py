@@ -16,7 +16,7 @@ from telegrad import autograd
 from telegrad.errors import CannotEncode, TelegradError, UsageError
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import remote, rpc_stream, rpc_sync
-from tests.cluster import Process, free_port, group
+from tests.cluster import Process
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
 
@@ -274,22 +274,6 @@ def test_gradients_of_calls_under_no_grad_are_not_lost() -> None:
 
 
 # DTensor and replicas, which need a process group
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[list[Process]]:
-    with group(3) as made:
-        port = free_port()
-        for rank in range(2):
-            made[rank].begin(join, rank, port)
-        for rank in range(2):
-            made[rank].end()
-        yield made[:2]
-
-
-def join(rank: int, port: int) -> None:
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
 
 
 def network() -> nn.Sequential:

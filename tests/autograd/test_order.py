@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.autograd import node_calls
 from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, recomputed
-from tests.cluster import Process, free_port, group
+from tests.cluster import Process
 
 End = Callable[[torch.Tensor], torch.Tensor | int]  # what a loss ends with
 
@@ -305,22 +305,6 @@ class Shared(torch.autograd.Function):
         return total, None
 
 
-@pytest.fixture(scope="module")
-def replicas() -> Iterator[list[Process]]:
-    """Two that have a process group of their own, and one that both call."""
-    with group(3) as made:
-        port = free_port()
-        for rank in range(2):
-            made[rank].begin(join, rank, port)
-        for rank in range(2):
-            made[rank].end()
-        yield made[:2]
-
-
-def join(rank: int, port: int) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-
-
 def step(rank: int, far: int) -> list[list[float]]:
     """Two collectives that do not depend on each other; what comes before them may have to wait for `far` hops."""
     took.clear()
@@ -336,8 +320,8 @@ def step(rank: int, far: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("far", [(0, 0), (3, 3), (0, 3)], ids=["at once", "late", "late on one"])
-def test_collectives_in_backward_meet_their_like(replicas: list[Process], far: tuple[int, int]) -> None:
-    for rank, replica in enumerate(replicas):
+def test_collectives_in_backward_meet_their_like(trainers: list[Process], far: tuple[int, int]) -> None:
+    for rank, replica in enumerate(trainers):
         replica.begin(step, rank, far[rank])
-    for replica in replicas:
+    for replica in trainers:
         assert replica.end() == [[2 * 2 * 10.0] * 2, [2 * 2 * 3.0] * 2]

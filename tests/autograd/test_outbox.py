@@ -1,7 +1,8 @@
-"""Gradients on their way out, with the clock as a rival for what waits."""
+"""Gradients on their way out, with the clock as a rival for what waits; tasks, which one thread at a time runs."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from itertools import count
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ from telegrad._core.agent.outgoing import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
 from telegrad.autograd.outbox import Outbox
-from telegrad.autograd.passes import Key, PackedShipment, PassReport, PassSpec
-from telegrad.autograd.record import AutogradContext
+from telegrad.autograd.passes import DeclareDead, Key, PackedShipment, PassReport, PassSpec
+from telegrad.autograd.record import AutogradContext, Mailbox
 from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")
@@ -95,3 +96,34 @@ def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     report = PassReport(SPEC, 1, (), (), False, ())
     notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH
+
+
+TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
+
+
+def test_one_thread_runs_tasks_until_it_finds_none() -> None:
+    mailbox = Mailbox()
+    assert mailbox.put(TASK, False)
+    assert not mailbox.put(OTHER, False)
+    assert mailbox.take() == [TASK, OTHER]
+    assert not mailbox.put(TASK, True)
+    assert mailbox.take() == [TASK]
+    assert mailbox.take() == []
+    assert mailbox.put(TASK, False)
+
+
+def test_a_thread_that_waits_is_called_unless_the_caller_runs_the_task() -> None:
+    mailbox, calls = Mailbox(), queue.SimpleQueue[bool]()
+    mailbox.call(calls)
+    assert not mailbox.put(TASK, False)
+    assert not mailbox.put(OTHER, False)
+    assert calls.get_nowait()
+    assert calls.empty()
+    assert mailbox.take() == [TASK, OTHER]
+    assert mailbox.take() == []
+    assert mailbox.put(TASK, True)
+    assert calls.empty()
+    assert mailbox.take() == [TASK]
+    assert mailbox.take() == []
+    mailbox.call(None)
+    assert mailbox.put(TASK, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,25 +18,9 @@ import telegrad
 import telegrad.autograd as autograd
 from telegrad import rpc
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process, free_port, group, in_threads, run_all
+from tests.cluster import PATIENCE, Process, group, in_threads, run_all
 
 TRAINERS = 2
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[list[Process]]:
-    """Two trainers in a process group of their own, and a parameter server."""
-    with group(TRAINERS + 1) as made:
-        port = free_port()
-        for rank in range(TRAINERS):
-            made[rank].begin(join, rank, port)
-        for rank in range(TRAINERS):
-            made[rank].end()
-        yield made[:TRAINERS]
-
-
-def join(rank: int, port: int) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS)
 
 
 def network() -> nn.Sequential:

@@ -33,62 +33,6 @@ from tests.autograd.sharding import (
 )
 from tests.cluster import Process, run_all
 
-PROGRAMS = [net_behind, net_before, two_losses, sent_and_not_used, used_twice, two_calls]
-
-
-def in_context(rank: int, program: Any, options: dict[str, Any]) -> list[bool]:
-    return same(program, rank, **options)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
-def test_gradients_are_those_outside_of_a_context(fsdp_trainers: list[Process], program: Any, options: Any) -> None:
-    for found in run_all(fsdp_trainers, in_context, program, options):
-        assert all(found)
-
-
-# Other ways to run
-
-
-def twice_in_context(rank: int, program: Any) -> list[bool]:
-    return same(program, rank, passes=2)
-
-
-def test_passes_of_one_context_are_added_up(fsdp_trainers: list[Process]) -> None:
-    for found in run_all(fsdp_trainers, twice_in_context, net_behind):
-        assert all(found)
-
-
-def over_one_graph(rank: int) -> list[bool]:
-    outside, inside = shard(Net()), shard(Net())
-    loss = net_behind(outside, near, batch(rank))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    with autograd.context() as context:
-        loss = net_behind(inside, far, batch(rank))
-        autograd.backward(context, loss, retain_graph=True)
-        autograd.backward(context, loss)
-        found = autograd.get_gradients(context)
-    pairs = zip(inside.parameters(), outside.parameters(), strict=True)
-    return [torch.equal(local(found[one]), local(other.grad)) for one, other in pairs]
-
-
-def test_a_graph_is_run_twice(fsdp_trainers: list[Process]) -> None:
-    for found in run_all(fsdp_trainers, over_one_graph):
-        assert all(found)
-
-
-def in_bfloat16(rank: int) -> list[bool]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return same(net_behind, rank, mp_policy=policy)
-
-
-def test_mixed_precision(fsdp_trainers: list[Process]) -> None:
-    for found in run_all(fsdp_trainers, in_bfloat16):
-        assert all(found)
-
 
 class Checkpointed(Net):
     def forward(self, x: Tensor) -> Tensor:
@@ -113,30 +57,11 @@ class Frozen(Net):
         self.upper.requires_grad_(False)
 
 
-def of_kind(rank: int, kind: type[Net]) -> list[bool]:
-    return same(net_behind, rank, kind=kind)
-
-
-@pytest.mark.parametrize("kind", [Checkpointed, Frozen])
-def test_kinds_of_modules(fsdp_trainers: list[Process], kind: type[Net]) -> None:
-    for found in run_all(fsdp_trainers, of_kind, kind):
-        assert all(found)
-
-
 def inside_is_sent(net: Any, call: Call, x: Tensor) -> Tensor:
     """The output gets its gradient at once; what is behind the sent tensor waits until it is known to get none."""
     y = net(call(lookup, x))
     call(lookup, net.kept)
     return call(mean_square, y)
-
-
-def stashing(rank: int) -> list[bool]:
-    return same(inside_is_sent, rank, kind=Stashing)
-
-
-def test_a_module_runs_in_several_pieces(fsdp_trainers: list[Process]) -> None:
-    for found in run_all(fsdp_trainers, stashing):
-        assert all(found)
 
 
 def weighted(x: Tensor, weight: Tensor) -> Tensor:
@@ -154,17 +79,57 @@ class Elsewhere(nn.Module):
         return call(weighted, x, self.weight)
 
 
-def sent_parameter(rank: int) -> bool:
-    outside, inside = shard(Elsewhere()), shard(Elsewhere())
-    mean_square(outside(near, batch(rank))).backward()
+def sent_parameter(net: Elsewhere, call: Call, x: Tensor) -> Tensor:
+    return mean_square(net(call, x))
+
+
+def compared(rank: int, program: Any, options: dict[str, Any]) -> list[bool]:
+    if "rounded" in options:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {"mp_policy": policy}
+    return same(program, rank, **options)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        *(
+            pytest.param(program, options, id=f"{program.__name__} {name}")
+            for program in (net_behind, net_before, two_losses, sent_and_not_used, used_twice, two_calls)
+            for name, options in {"resharded": {}, "kept": {"reshard_after_forward": False}}.items()
+        ),
+        pytest.param(net_behind, {"passes": 2}, id="two passes, added up"),
+        pytest.param(net_behind, {"rounded": True}, id="mixed precision"),
+        pytest.param(net_behind, {"kind": Checkpointed}, id="checkpointed"),
+        pytest.param(net_behind, {"kind": Frozen}, id="frozen"),
+        pytest.param(inside_is_sent, {"kind": Stashing}, id="a module runs in several pieces"),
+        pytest.param(sent_parameter, {"kind": Elsewhere}, id="a parameter is sent"),
+    ],
+)
+def test_gradients_are_those_outside_of_a_context(fsdp_trainers: list[Process], program: Any, options: Any) -> None:
+    for found in run_all(fsdp_trainers, compared, program, options):
+        assert all(found)
+
+
+def over_one_graph(rank: int) -> list[bool]:
+    outside, inside = shard(Net()), shard(Net())
+    loss = net_behind(outside, near, batch(rank))
+    loss.backward(retain_graph=True)
+    loss.backward()
     with autograd.context() as context:
-        autograd.backward(context, mean_square(inside(far, batch(rank))))
-        found = autograd.get_gradients(context)[inside.weight]
-    return torch.equal(local(found), local(outside.weight.grad))
+        loss = net_behind(inside, far, batch(rank))
+        autograd.backward(context, loss, retain_graph=True)
+        autograd.backward(context, loss)
+        found = autograd.get_gradients(context)
+    pairs = zip(inside.parameters(), outside.parameters(), strict=True)
+    return [torch.equal(local(found[one]), local(other.grad)) for one, other in pairs]
 
 
-def test_a_parameter_that_is_sent(fsdp_trainers: list[Process]) -> None:
-    assert run_all(fsdp_trainers, sent_parameter) == [True, True]
+def test_a_graph_is_run_twice(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, over_one_graph):
+        assert all(found)
 
 
 def middle(net: nn.ModuleList, call: Call, x: Tensor) -> Tensor:

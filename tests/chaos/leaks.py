@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import telegrad.rpc as rpc
 from telegrad._core.agent.agent import Agent
@@ -17,6 +18,7 @@ from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Waker
 from telegrad._core.worker import current
 
+T = TypeVar("T")
 PATIENCE = 30.0
 GLANCE = 0.02
 KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
@@ -89,19 +91,23 @@ def _lanes(agent: Agent) -> int:
     return sum(sock.fileno() >= 0 for each in lanes for sock in each._socks)
 
 
-def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:
-    """What is left although there was time to let go of it."""
+def wait_for_nothing(look: Callable[[], T]) -> T:
+    """Look until there is nothing, or for so long; return what there was last."""
     deadline = time.monotonic() + PATIENCE
-    while (found := left(before, dead)) and time.monotonic() < deadline:
+    while (found := look()) and time.monotonic() < deadline:
         time.sleep(GLANCE)
     return found
 
 
+def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:
+    """What is left although there was time to let go of it."""
+    return wait_for_nothing(lambda: left(before, dead))
+
+
 def wait_until_closed(before: Holding) -> dict[str, int]:
     """After the shutdown: the descriptors that are still open, and were not before the worker joined."""
-    deadline = time.monotonic() + PATIENCE
-    found: dict[str, int] = {}
-    while time.monotonic() < deadline:
+
+    def look() -> dict[str, int]:
         gc.collect()
         now = holding()
         more = {
@@ -109,8 +115,6 @@ def wait_until_closed(before: Holding) -> dict[str, int]:
             "sockets": now.sockets - before.sockets,
             "memory files": now.memory_files,
         }
-        found = {name: count for name, count in more.items() if count > 0}
-        if not found:
-            break
-        time.sleep(GLANCE)
-    return found
+        return {name: count for name, count in more.items() if count > 0}
+
+    return wait_for_nothing(look)

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Load:
             for client in range(clients)
         ]
         threading.excepthook = lambda args: self._internal("a thread ended", args.exc_value)
-        logging.getLogger("telegrad").addHandler(_Errors(self))
+        logging.getLogger("telegrad").addHandler(Errors(self._internal))
         for thread in self._threads:
             thread.start()
 
@@ -68,7 +69,7 @@ class Load:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            self.violation(f"a call never ends:\n{_stacks()}")
+            self.violation(f"a call never ends:\n{stacks()}")
         with self._lock:
             return Tally(self._operations, self._errors, self._longest, self._violations)
 
@@ -106,7 +107,7 @@ class Load:
         if isinstance(error, Wrong):
             self.violation(f"wrong result of {operation}: {error}")
         elif not self._may_be(error):
-            self.violation(f"{operation} ended with an error of no name:\n{_told(error)}")
+            self.violation(f"{operation} ended with an error of no name:\n{told(error)}")
         name = type(error).__name__
         if isinstance(error, errors.CallTimeout) and f"({self._timeout:g} s)" in str(error):
             return f"{name} after {self._timeout:g} s"
@@ -128,19 +129,19 @@ class Load:
     def _internal(self, what: str, error: BaseException | None) -> None:
         """Something went wrong where nobody waits for it."""
         if error is None or not (self._squeezed and out_of_memory(error)):
-            self.violation(f"{what}:\n{_told(error)}" if error else what)
+            self.violation(f"{what}:\n{told(error)}" if error else what)
 
 
-class _Errors(logging.Handler):
-    """What the agent logs as an error is a violation."""
+class Errors(logging.Handler):
+    """What Telegrad logs as an error is told."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, tell: Callable[[str, BaseException | None], None]) -> None:
         super().__init__(logging.ERROR)
-        self._load = load
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.pathname != futures.__file__:  # of references that a client drops without a look
-            self._load._internal(record.getMessage(), record.exc_info[1] if record.exc_info else None)
+            self._tell(record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -150,11 +151,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
 
 
-def _told(error: BaseException | None) -> str:
+def told(error: BaseException | None) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _stacks() -> str:
+def stacks() -> str:
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

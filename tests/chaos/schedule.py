@@ -127,7 +127,7 @@ class Schedule:
             if time.monotonic() > deadline:
                 self.report.violations.append(f"workers {late} did not succeed at anything within {LONGER:g} s")
                 return
-            time.sleep(GLANCE)
+            _pause(GLANCE)
 
     # Faults
 
@@ -160,10 +160,15 @@ class Schedule:
         """Sleep until then, ending faults at their times; at the latest until none is left."""
         while self._undo and self._undo[0][0] <= until:
             when, _, undo = heapq.heappop(self._undo)
-            time.sleep(max(0.0, when - time.monotonic()))
+            _pause(when - time.monotonic())
             undo()
         if until < float("inf"):
-            time.sleep(max(0.0, until - time.monotonic()))
+            _pause(until - time.monotonic())
+
+
+def _pause(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
 
 
 @contextlib.contextmanager

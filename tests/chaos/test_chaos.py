@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import pytest
 
 from tests.chaos import functions, leaks, life
 from tests.chaos.plan import NETWORK, PROCESS, Plan, make_plan
-from tests.chaos.schedule import GLANCE, Schedule, prepared, run
-from tests.cluster import PATIENCE
+from tests.chaos.schedule import prepared, run
+from tests.chaos.soak import SPARE_MEMORY, Sample, grown
+from tests.cluster import wait_until
 
 WORKERS = 3
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else [1]
@@ -71,14 +71,25 @@ def test_violations_are_seen() -> None:
 
         def spoil() -> None:
             schedule.on_all(sabotage)
-            wait_for_wrong_results(schedule)
+            wait_until(schedule.told)
 
         report = schedule.run(spoil)
     assert any("wrong result" in violation for violation in report.violations)
     assert any(os.devnull in violation for violation in report.violations)
 
 
-def wait_for_wrong_results(schedule: Schedule) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not schedule.told() and time.monotonic() < deadline:
-        time.sleep(GLANCE)
+# What the soak takes for growth
+
+
+def samples(*memory: int) -> list[Sample]:
+    return [Sample(each, 50 + number, 10) for number, each in enumerate(memory)]
+
+
+def test_memory_that_comes_and_goes_is_no_growth() -> None:
+    assert grown(samples(300 << 20, 500 << 20, 600 << 20, 301 << 20)) == []
+
+
+def test_memory_that_stays_is_growth() -> None:
+    base = 300 << 20
+    more = base + int(base * 0.02) + SPARE_MEMORY + 1
+    assert grown(samples(base, base, more, more)) == [f"memory grew from {base:,} to {more:,} bytes"]

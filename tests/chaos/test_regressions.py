@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +21,12 @@ from telegrad._core.wire import messages
 from telegrad._core.worker import current
 from tests.chaos import functions, life
 from tests.chaos.board import Board
+from tests.chaos.leaks import wait_for_nothing
 from tests.chaos.proxy import Proxy
 from tests.cluster import PATIENCE, Process, agents, free_port, processes
 
 WORKERS = 3
-GLANCE = 0.01
 LIMIT = 8.0  # seconds for what should take milliseconds
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -66,18 +64,6 @@ def contexts() -> int:
     return len(current.conductor().contexts)
 
 
-def wait_until_none(look: Callable[[], T]) -> T:
-    """What there is, once there is nothing, or when that took too long."""
-    deadline = time.monotonic() + LIMIT
-    while (there := look()) and time.monotonic() < deadline:
-        time.sleep(GLANCE)
-    return there
-
-
-def wait_for_no_contexts() -> int:
-    return wait_until_none(contexts)
-
-
 def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     _, group = behind_proxy
     group[0].run(enter_context, "worker1", "worker2")
@@ -85,7 +71,7 @@ def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy: tuple[Pr
     group[1].kill()
     group[1].join()
     group[0].run(leave_context)
-    assert group[2].run(wait_for_no_contexts) == 0
+    assert group[2].run(wait_for_nothing, contexts) == 0
 
 
 def call_in_vain(to: str) -> None:
@@ -108,19 +94,12 @@ def call_until_it_works(to: str) -> int:
             assert time.monotonic() < deadline
 
 
-def shut(proxy: Proxy, worker: Process) -> None:
-    def act() -> None:
-        proxy.doors[worker.name].weather.shut = True
-        proxy.doors[worker.name].reset_all()
-
-    proxy.do(act)
-
-
-def mute(proxy: Proxy, worker: Process) -> None:
-    """Break the connections to a worker; new ones get no answer."""
+def shut(proxy: Proxy, worker: Process, silent: bool = False) -> None:
+    """Break the connections to a worker; new ones are refused, or get no answer."""
 
     def act() -> None:
-        proxy.doors[worker.name].weather.silent = True
+        weather = proxy.doors[worker.name].weather
+        weather.shut, weather.silent = not silent, silent
         proxy.doors[worker.name].reset_all()
 
     proxy.do(act)
@@ -137,7 +116,7 @@ def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy: tupl
     proxy, group = behind_proxy
     group[0].run(enter_context, "worker0", "worker1")
     assert group[1].run(contexts) == 1
-    mute(proxy, group[1])
+    shut(proxy, group[1], silent=True)
     assert group[1].run(call_until_it_works, "worker0") == 0  # and before that it has asked whether the context lives
     group[0].run(leave_context)
     shut(proxy, group[1])
@@ -145,7 +124,7 @@ def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy: tupl
     open_again(proxy, group[1])
     for one, other in ((0, 1), (1, 0)):
         assert group[one].run(call_until_it_works, f"worker{other}") == 0
-    assert group[1].run(wait_for_no_contexts) == 0
+    assert group[1].run(wait_for_nothing, contexts) == 0
 
 
 def hold(on: str) -> None:
@@ -162,15 +141,11 @@ def owned() -> int:
     return rpc.debug_info()["owners"]
 
 
-def wait_until_nothing_is_owned() -> int:
-    return wait_until_none(owned)
-
-
 def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     proxy, group = behind_proxy
     group[0].run(hold, "worker1")
     assert group[1].run(owned) == 1
-    mute(proxy, group[1])
+    shut(proxy, group[1], silent=True)
     assert group[1].run(call_until_it_works, "worker0") == 0
     assert group[1].run(owned) == 1  # by now it has asked whether the reference came, and learned that it did
     assert group[1].run(call_until_it_works, "worker0") == 0
@@ -180,7 +155,7 @@ def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy:
     group[0].run(let_go)
     for one, other in ((0, 1), (1, 0)):
         assert group[one].run(call_until_it_works, f"worker{other}") == 0
-    assert group[1].run(wait_until_nothing_is_owned) == 0
+    assert group[1].run(wait_for_nothing, owned) == 0
 
 
 def put_on(to: str) -> None:
@@ -190,10 +165,6 @@ def put_on(to: str) -> None:
 def left() -> dict[str, int]:
     gc.collect()
     return {name: count for name, count in rpc.debug_info().items() if count}
-
-
-def wait_for_nothing_left() -> dict[str, int]:
-    return wait_until_none(left)
 
 
 def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_moment(
@@ -208,7 +179,7 @@ def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_momen
     assert group[2].run(call_until_it_works, "worker0") == 0
     group[0].run(let_go)
     group[2].run(functions.clear_shelf)
-    assert [process.run(wait_for_nothing_left) for process in group] == [{}, {}, {}]
+    assert [process.run(wait_for_nothing, left) for process in group] == [{}, {}, {}]
 
 
 # Threads that cannot be started: the first thing that fails where memory is short
@@ -301,6 +272,6 @@ def test_references_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         held.to_here()
         failed = fails_once(monkeypatch, worker.references, "_step")
         del held
-        assert wait_until_none(lambda: owner.references.counts()["owners"]) == 0
+        assert wait_for_nothing(lambda: owner.references.counts()["owners"]) == 0
         assert failed
         current.enter(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import pathlib
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -99,21 +98,3 @@ def test_it_catches_up_when_told(dear: ModuleType) -> None:
     catch_up("dear")
     assert vars(dear)["other"] == 2
     assert "__getattr__" not in vars(dear)
-
-
-def test_the_distributed_optimizer_does_not_import_what_it_does_not_use() -> None:
-    program = """
-import sys
-from telegrad import compat
-compat.install()
-from torch.distributed.optim import DistributedOptimizer
-assert DistributedOptimizer.__module__.startswith("telegrad.")
-assert "torch.distributed.fsdp" not in sys.modules
-from torch.distributed.optim import PostLocalSGDOptimizer
-import torch.distributed.optim as all_
-assert all_.PostLocalSGDOptimizer is PostLocalSGDOptimizer
-assert all_.DistributedOptimizer is DistributedOptimizer
-compat.uninstall()
-assert all_.DistributedOptimizer.__module__.startswith("torch.")
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=50)

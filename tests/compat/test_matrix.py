@@ -52,7 +52,7 @@ import torch.multiprocessing
 def served(to):
     return rpc.__name__.split(".")[0], rpc_sync.__module__.split(".")[0], to
 
-def asleep():
+def idle():
     # How long the main thread neither ran nor waited for a processor since its process began, in seconds.
     try:
         with open("/proc/self/schedstat") as schedule, open("/proc/self/stat") as stat:
@@ -66,7 +66,7 @@ def meet(rank, count, again=False):
     if again:  # a forked child does not run the program anew
         from telegrad import compat
         compat.install()
-    slept = asleep()
+    slept = idle()
     rank, count = int(rank), int(count)
     rpc.init_rpc(
         f"w{rank}", rank=rank, world_size=count,

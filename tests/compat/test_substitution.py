@@ -284,6 +284,7 @@ def test_other_optimizers_are_imported_when_somebody_asks_for_them(run: Run) -> 
         from torch.distributed.optim import DistributedOptimizer
         import torch.distributed.optim as package
         assert before or "torch.distributed.optim.zero_redundancy_optimizer" not in sys.modules
+        assert before or "torch.distributed.fsdp" not in sys.modules
         assert DistributedOptimizer.__module__.startswith("telegrad.")
         from torch.distributed.optim import ZeroRedundancyOptimizer
         assert ZeroRedundancyOptimizer.__module__.startswith("torch.")
@@ -291,6 +292,8 @@ def test_other_optimizers_are_imported_when_somebody_asks_for_them(run: Run) -> 
         assert not hasattr(package, "nothing")
         assert package.__loader__ is package.__spec__.loader
         assert package.__loader__.get_source("torch.distributed.optim")
+        compat.uninstall()
+        assert package.DistributedOptimizer.__module__.startswith("torch.")
     """)
 
 

@@ -16,11 +16,12 @@ import pytest
 from telegrad._core.directory.directory import (
     ABSENT,
     KEY_BYTES,
+    LONGEST_TTL,
+    SHORTEST_TTL,
     VALUE_BYTES,
     Compacted,
     Directory,
     DirectoryLost,
-    Entry,
     Event,
     LeaseLost,
     Listing,
@@ -34,55 +35,6 @@ class Contract(Fixtures):
     """How a server behaves that runs."""
 
     # Compare-and-set
-
-    def test_a_key_that_is_absent_is_created(self, client: Directory, place: str) -> None:
-        entry = written(client.swap(f"{place}a", b"1"))
-        assert entry == Entry(f"{place}a", b"1", entry.revision, entry.revision, 0)
-        assert entry.revision > ABSENT
-        assert read(client, f"{place}a") == entry
-
-    def test_a_key_that_is_there_is_not_created_again(self, client: Directory, place: str) -> None:
-        entry = written(client.swap(f"{place}a", b"1"))
-        assert client.swap(f"{place}a", b"2") == Swap(False, entry)
-        assert read(client, f"{place}a") == entry
-
-    def test_a_write_on_the_expected_revision_replaces_the_value(self, client: Directory, place: str) -> None:
-        first = written(client.swap(f"{place}a", b"1"))
-        second = written(client.swap(f"{place}a", b"2", first.revision))
-        assert second == Entry(f"{place}a", b"2", second.revision, first.revision, 0)
-        assert second.revision > first.revision
-        assert client.swap(f"{place}a", b"3", first.revision) == Swap(False, second)
-        assert read(client, f"{place}a") == second
-
-    def test_the_same_value_again_is_a_new_revision(self, client: Directory, place: str) -> None:
-        first = written(client.swap(f"{place}a", b"1"))
-        assert written(client.swap(f"{place}a", b"1", first.revision)).revision > first.revision
-
-    def test_a_write_expects_a_key_that_is_absent(self, client: Directory, place: str) -> None:
-        entry = written(client.swap(f"{place}a", b"1"))
-        assert client.swap(f"{place}b", b"1", entry.revision) == Swap(False, None)
-        assert read(client, f"{place}b") is None
-
-    def test_deletion_on_the_expected_revision(self, client: Directory, place: str) -> None:
-        first = written(client.swap(f"{place}a", b"1"))
-        second = written(client.swap(f"{place}a", b"2", first.revision))
-        assert client.swap(f"{place}a", None, first.revision) == Swap(False, second)
-        assert client.swap(f"{place}a", None, second.revision) == Swap(True, None)
-        assert client.swap(f"{place}a", None, second.revision) == Swap(False, None)
-        assert client.list(place).entries == ()
-
-    def test_deletion_of_what_is_absent_changes_nothing(self, client: Directory, place: str) -> None:
-        before = client.list(place).revision
-        assert client.swap(f"{place}a", None) == Swap(True, None)
-        entry = written(client.swap(f"{place}a", b"1"))
-        assert client.swap(f"{place}a", None) == Swap(False, entry)
-        assert wait_for(client, place, before, lambda event: True, SOON) == [Event(entry.revision, f"{place}a", entry)]
-
-    def test_a_key_that_was_deleted_gets_a_higher_token(self, client: Directory, place: str) -> None:
-        first = written(client.swap(f"{place}a", b"1"))
-        client.swap(f"{place}a", None, first.revision)
-        second = written(client.swap(f"{place}a", b"1"))
-        assert second.created == second.revision > first.revision + 1
 
     def test_revisions_grow_over_all_keys_and_clients(self, make: Make, place: str) -> None:
         clients = [make(), make()]
@@ -139,29 +91,6 @@ class Contract(Fixtures):
         client.revoke(lease)
         client.renew(other)
 
-    def test_a_key_follows_the_lease_of_its_last_write(self, client: Directory, place: str) -> None:
-        old, new = client.grant(LONG), client.grant(LONG)
-        for name in "abc":
-            client.swap(place + name, b"1", lease=old)
-        entries = {entry.key: entry.revision for entry in client.list(place).entries}
-        moved = written(client.swap(f"{place}a", b"2", entries[f"{place}a"], new))
-        freed = written(client.swap(f"{place}b", b"2", entries[f"{place}b"]))
-        assert (moved.lease, freed.lease) == (new.id, 0)
-        client.revoke(old)
-        assert client.list(place).entries == (moved, freed)
-        client.revoke(new)
-        assert client.list(place).entries == (freed,)
-
-    def test_nothing_is_written_with_a_lease_that_has_ended(self, client: Directory, place: str) -> None:
-        lease = client.grant(LONG)
-        client.revoke(lease)
-        entry = written(client.swap(f"{place}b", b"1"))
-        with pytest.raises(LeaseLost):
-            client.swap(f"{place}a", b"1", lease=lease)
-        with pytest.raises(LeaseLost):
-            client.swap(f"{place}b", b"2", entry.revision, lease)
-        assert client.list(place).entries == (entry,)
-
     def test_a_lease_outlives_its_client(self, client: Directory, make: Make, place: str) -> None:
         leaving = make()
         lease = leaving.grant(LONG)
@@ -185,6 +114,13 @@ class Contract(Fixtures):
                 act()
             assert time.monotonic() - started < SOON
 
+    def test_ttls(self, client: Directory) -> None:
+        for ttl in (SHORTEST_TTL, LONGEST_TTL):
+            client.revoke(client.grant(ttl))
+        for ttl in (0.0, -1.0, SHORTEST_TTL / 2, LONGEST_TTL + 1, float("inf"), float("nan")):
+            with pytest.raises(InvalidArgument, match="ttl"):
+                client.grant(ttl)
+
     # Keys and values
 
     def test_keys_may_have_odd_characters(self, client: Directory, place: str) -> None:
@@ -200,7 +136,7 @@ class Contract(Fixtures):
         for key in ("", f"{place}\0", f"{place}\ud800", "x" * (KEY_BYTES + 1), place + "ä" * (KEY_BYTES // 2)):
             with pytest.raises(InvalidArgument):
                 client.swap(key, b"1")
-        with pytest.raises(InvalidArgument, match="address"):
+        with pytest.raises(InvalidArgument, match="store its address"):
             client.swap(f"{place}a", bytes(VALUE_BYTES + 1))
         assert client.list(place).entries == ()
 
@@ -219,14 +155,6 @@ class Contract(Fixtures):
         assert client.watch(place, since, SOON)[1] == [Event(entry.revision, f"{place}a", entry)]
 
     # Lists
-
-    def test_a_list_has_what_begins_with_the_prefix_by_key(self, client: Directory, place: str) -> None:
-        for name in ("b", "a/2", "a/10", "a", "aa", "ab/1"):
-            client.swap(place + name, b"")
-        listed = client.list(f"{place}a")
-        assert [entry.key.removeprefix(place) for entry in listed.entries] == ["a", "a/10", "a/2", "aa", "ab/1"]
-        assert client.list(f"{place}a/").entries == listed.entries[1:3]
-        assert set(listed.entries) <= set(client.list("").entries)
 
     def test_a_list_of_512(self, client: Directory, place: str) -> None:
         entries = [written(client.swap(f"{place}{n:03}", b"x" * 200)) for n in range(512)]

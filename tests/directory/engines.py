@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 from telegrad._core.directory import directory_server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
@@ -107,18 +107,11 @@ class ThreadEngine:
     start = pause = resume = kill
 
 
-def until(is_so: Callable[[], bool], limit: float = PATIENCE) -> None:
-    ends = time.monotonic() + limit
-    while not is_so():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 class Middleman:
-    """What is on the path to a server, and can alter what the server sends."""
+    """What is on the path to servers, which get one connection each in turn, and can alter what a server sends."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self.target = target
+    def __init__(self, *targets: tuple[str, int]) -> None:
+        self.targets = itertools.cycle(targets)
         self.altered = 0  # pieces that were altered
         self.to_alter: float = 0  # of those that follow
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -130,7 +123,7 @@ class Middleman:
         with contextlib.suppress(OSError):
             while True:
                 near = self._listener.accept()[0]
-                far = socket.create_connection(self.target)
+                far = socket.create_connection(next(self.targets))
                 self._socks += [near, far]
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._pass_on, args=(*ends, ends[0] is far), daemon=True).start()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
-import threading
-import time
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -21,16 +17,10 @@ import pytest
 
 from telegrad.directories import etcd
 from telegrad.directories.etcd import EtcdDirectory
+from tests.cluster import free_port, wait_until
 
 ETCD = shutil.which("etcd") or ""
 needs_etcd = pytest.mark.skipif(not ETCD, reason="there is no etcd: apt-get install etcd-server")
-STARTING = 30.0  # seconds
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Node:
@@ -39,11 +29,17 @@ class Node:
     def __init__(self, name: str, folder: pathlib.Path, options: Sequence[str] = (), scheme: str = "http") -> None:
         self.name, self.folder, self.options, self.scheme = name, folder, options, scheme
         self.port, self.peer = free_port(), f"http://127.0.0.1:{free_port()}"
+        self.place = "127.0.0.1", self.port
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def where(self) -> str:
+        """The place where a group meets that has its directory here."""
+        return f"etcd://127.0.0.1:{self.port}/tests"
 
     def start(self, cluster: str = "") -> None:
         """Start the process; `Cluster.wait` waits until it answers."""
@@ -73,6 +69,11 @@ class Node:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=5) as response:
             return dict(json.load(response))
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError):
+            return self.post(path, body)
+        return None
 
     def watchers(self) -> int:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as response:
@@ -120,59 +121,22 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until all nodes follow a leader."""
-        ends = time.monotonic() + STARTING
         for each in self.nodes:
-            while time.monotonic() < ends:
-                with contextlib.suppress(OSError):
-                    each.post("/v3/kv/range", {"key": "AA=="})
-                    break
-                time.sleep(0.05)
+            wait_until(lambda each=each: each.answer("/v3/kv/range", {"key": "AA=="}))  # type: ignore[misc]
 
     def leader(self, among: Sequence[Node] | None = None) -> Node:
         """Wait until one of the nodes that answer is the leader, and return it."""
-        ends = time.monotonic() + STARTING
-        while time.monotonic() < ends:
+        found: list[Node] = []
+
+        def find() -> list[Node]:
             for each in among or self.nodes:
-                try:
-                    status = each.post("/v3/maintenance/status", {})
-                except OSError:
-                    continue
-                if status.get("leader", "0") == status["header"]["member_id"]:
-                    return each
-            time.sleep(0.05)
-        raise AssertionError(f"no leader within {STARTING} s")
+                status = each.answer("/v3/maintenance/status", {})
+                if status and status.get("leader", "0") == status["header"]["member_id"]:
+                    found.append(each)
+            return found
+
+        wait_until(find)
+        return found[0]
 
     def close(self) -> None:
         self.kill()
-
-
-class Balancer:
-    """A load balancer for TCP: passes each connection to the next node that runs or is stopped."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes = itertools.cycle(nodes)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._open = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # at the end
-            while True:
-                near = self._listener.accept()[0]
-                far = socket.create_connection(("127.0.0.1", next(self._nodes).port))
-                self._open += [near, far]
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for each in self._open:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()

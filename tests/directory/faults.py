@@ -40,6 +40,13 @@ def until_answered(ask: Callable[[], object]) -> None:
             assert time.monotonic() < ends
 
 
+def fail(engine: Engine, how: str, seconds: float) -> None:
+    """Have the server be away for a while."""
+    engine.kill() if how == "kill" else engine.pause()
+    threading.Event().wait(seconds)
+    engine.start() if how == "kill" else engine.resume()
+
+
 def count(client: Directory, key: str, until: threading.Event) -> int:
     """Count up at a key that nobody else writes, by one for each write, whatever errors come; return the last."""
     number, revision = 0, ABSENT
@@ -126,7 +133,8 @@ class Faults(Fixtures):
         killed()
         with ThreadPoolExecutor(2) as pool:
             watching, listing = pool.submit(client.watch, place, since, PATIENCE), pool.submit(client.list, place)
-            time.sleep(0.3)  # until both have found out that nobody answers; without it the test passes as well
+            with pytest.raises(TimeoutError):  # both have found out that nobody answers
+                listing.result(0.3)
             client.close()
             assert isinstance(watching.exception(2 * SOON), DirectoryLost)
             assert isinstance(listing.exception(2 * SOON), DirectoryLost)
@@ -138,7 +146,8 @@ class Faults(Fixtures):
             engine.pause()
             try:
                 swapping = pool.submit(client.swap, f"{place}a", b"1", ABSENT, lease)
-                time.sleep(0.3)  # so that the request lies in the server's socket; without it the test passes as well
+                with pytest.raises(TimeoutError):  # the request lies in the server's socket
+                    swapping.result(0.3)
             finally:
                 engine.resume()
             try:
@@ -218,10 +227,8 @@ class Faults(Fixtures):
             try:
                 counting = [pool.submit(count, client, f"{place}{n}", stop) for n, client in enumerate(clients)]
                 for _ in range(outages):
-                    time.sleep(chance.uniform(0.1, 0.4))  # of work
-                    engine.kill() if how == "kill" else engine.pause()
-                    time.sleep(chance.uniform(0.0, 0.3))  # of an outage
-                    engine.start() if how == "kill" else engine.resume()
+                    stop.wait(chance.uniform(0.1, 0.4))  # of work
+                    fail(engine, how, chance.uniform(0.0, 0.3))
                     until_answered(lambda: watcher.list(place))
             finally:
                 stop.set()
@@ -244,10 +251,8 @@ class Faults(Fixtures):
             owning = [pool.submit(contend, make(2.0), f"{place}a", engine.ttl, n, until) for n in range(4)]
             try:
                 for _ in range(4):
-                    time.sleep(2 * engine.ttl)  # of work
-                    engine.kill() if how == "kill" else engine.pause()
-                    time.sleep(chance.uniform(0.0, 2 * engine.ttl))  # of an outage
-                    engine.start() if how == "kill" else engine.resume()
+                    until.wait(2 * engine.ttl)  # of work
+                    fail(engine, how, chance.uniform(0.0, 2 * engine.ttl))
                     until_answered(lambda: make().list(place))
             finally:
                 until.set()

@@ -10,9 +10,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pytest
+from hypothesis import strategies as st
 
 from telegrad._core.directory.directory import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
 from telegrad.errors import NotInitialized
@@ -121,14 +122,14 @@ def contend(client: Directory, key: str, ttl: float, seed: int, until: threading
             continue
         start = time.monotonic()
         for _ in range(chance.randrange(4)):
-            time.sleep(lease.ttl / 3)
+            until.wait(lease.ttl / 3)
             try:
                 lease = client.renew(lease)
             except (DirectoryLost, LeaseLost):
                 break
         is_revoked = chance.random() < 0.5
         if not is_revoked:
-            time.sleep(max(0.0, lease.ends - time.monotonic()))
+            until.wait(max(0.0, lease.ends - time.monotonic()))
         acts.append(Act(swap.entry.created, start, min(lease.ends, time.monotonic())))
         if is_revoked:
             with contextlib.suppress(DirectoryLost):
@@ -142,6 +143,19 @@ def check_acts(acts: list[Act]) -> None:
     for act, next_ in itertools.pairwise(acts):
         assert act.token < next_.token
         assert act.stop <= next_.start, (act, next_)
+
+
+def altered(value: Any, data: st.DataObject, values: st.SearchStrategy[Any]) -> Any:
+    """Return an answer of which one part is another one, or is missing."""
+    if not isinstance(value, dict | list) or not value or data.draw(st.integers(0, 3)) == 0:
+        return data.draw(values)
+    changed = value.copy()
+    key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
+    if data.draw(st.booleans()):
+        changed[key] = altered(value[key], data, values)
+    else:
+        del changed[key]
+    return changed
 
 
 def is_gone(event: Event) -> bool:

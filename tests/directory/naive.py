@@ -18,6 +18,7 @@ from telegrad._core.directory.directory import (
     Listing,
     Swap,
     check_key,
+    check_ttl,
     check_value,
 )
 
@@ -144,6 +145,7 @@ class NaiveClient:
             self._changed.notify_all()
 
     def grant(self, ttl: float) -> Lease:
+        check_ttl(ttl)
         sent = time.monotonic()
         with self._changed:
             self._enter(self._patience)

@@ -217,7 +217,7 @@ class Programs(Fixtures):
         until = threading.Event()
         with ThreadPoolExecutor(4) as pool:
             owning = [pool.submit(contend, make(), f"{place}a", engine.ttl, 10 * seed + n, until) for n in range(4)]
-            time.sleep(8 * engine.ttl)  # of work
+            until.wait(8 * engine.ttl)  # of work
             until.set()
             acts = [act for each in owning for act in each.result(PATIENCE)]
         assert len(acts) > 3

@@ -9,18 +9,16 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 
 import pytest
 import redis
 
 from telegrad.directories.on_redis import RedisDirectory
-from tests.cluster import free_port
+from tests.cluster import PATIENCE, free_port, wait_until
 
 PROGRAM = shutil.which("redis-server")
 NEEDED = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server: apt-get install redis-server")
-STARTS = 20.0  # seconds in which a server starts
 
 
 @contextlib.contextmanager
@@ -41,6 +39,7 @@ class Server:
     def __init__(self, folder: pathlib.Path, **settings: str) -> None:
         self.folder = folder
         self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
         self.group = f"group-{secrets.token_hex(4)}"
         self.settings = {
             "port": str(self.port),
@@ -51,6 +50,11 @@ class Server:
             "appendfsync": "always",
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
+
+    @property
+    def where(self) -> str:
+        """The place where a group meets that has its directory here."""
+        return self.url
 
     @property
     def url(self) -> str:
@@ -67,15 +71,13 @@ class Server:
         file.write_text("".join(f"{name} {value}\n" for name, value in self.settings.items()))
         with log.open("wb") as output:
             self.process = subprocess.Popen([str(PROGRAM), str(file)], stdout=output, stderr=subprocess.STDOUT)
-        ends = time.monotonic() + STARTS
-        while "Ready to accept connections" not in log.read_text():
-            assert self.process.poll() is None, log.read_text()
-            assert time.monotonic() < ends, log.read_text()
-            time.sleep(0.01)
+        wait_until(lambda: "Ready to accept connections" in log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, log.read_text()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(STARTS)
+        if self.process:
+            self.process.kill()
+            self.process.wait(PATIENCE)
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,9 +15,11 @@ from telegrad._core.directory.directory import DirectoryLost, Event, LeaseLost
 from telegrad.directories import etcd
 from telegrad.directories.etcd import SILENCE, EtcdDirectory
 from telegrad.directories.etcd_messages import ends_live_leases
+from tests.cluster import wait_until
 from tests.directory.contract import Contract
-from tests.directory.etcd_servers import Balancer, Cluster, Node, needs_etcd
-from tests.directory.faults import Faults, count
+from tests.directory.engines import Middleman
+from tests.directory.etcd_servers import Cluster, Node, needs_etcd
+from tests.directory.faults import Faults, count, until_answered
 from tests.directory.harness import LONG, Fixtures, Make, check_acts, contend, is_gone, read, wait_for, written
 from tests.directory.programs import Programs, Replica
 
@@ -162,13 +164,13 @@ class TestSomeFail(Three):
         leader = engine.leader()
         one, other = followers(engine, leader)
         with (
-            contextlib.closing(Balancer([one, other, leader])) as balancer,
+            contextlib.closing(Middleman(*(each.place for each in (one, other, leader)))) as balancer,
             contextlib.closing(self.pinned(engine, leader)) as writer,
-            contextlib.closing(etcd.connect(f"etcd://127.0.0.1:{balancer.port}/tests/group", PATIENCE)) as client,
+            contextlib.closing(etcd.connect(f"etcd://127.0.0.1:{balancer.address[1]}/tests/group", PATIENCE)) as client,
             ThreadPoolExecutor(1) as pool,
         ):
             watching = pool.submit(client.watch, place, writer.list(place).revision, LONG)
-            wait_until(lambda: one.watchers() == 1)
+            wait_until(lambda: one.watchers() == 1, LONG)
             one.pause()
             entry = written(writer.swap(f"{place}a", b""))
             events = watching.result(SILENCE + PATIENCE)[1]
@@ -188,12 +190,12 @@ class TestSomeFail(Three):
                     leader.kill() if how == "killed" else leader.pause()
                     engine.leader(followers(engine, leader))
                     engine.start() if how == "killed" else leader.resume()
-                    ensure(marker, f"{place}turn{turn}")
+                    until_answered(lambda turn=turn: marker.swap(f"{place}turn{turn}", b""))  # type: ignore[misc]
                     following.result(LONG)
             finally:
                 stop.set()
             numbers = [each.result(LONG) for each in counting]
-        ensure(marker, f"{place}end")
+        until_answered(lambda: marker.swap(f"{place}end", b""))
         replica.follow(f"{place}end")
         for n, number in enumerate(numbers):
             seen = [int(entry.value) for entry in replica.written if entry.key == f"{place}{n}"]
@@ -213,11 +215,11 @@ class TestSomeFail(Three):
             owning = [pool.submit(contend, each, f"{place}a", 2.0, n, until) for n, each in enumerate(clients)]
             try:
                 for _ in range(5):
-                    time.sleep(6.0)  # of work: each new leader counts all leases anew
+                    until.wait(6.0)  # of work: each new leader counts all leases anew
                     leader = engine.leader()
                     leader.kill() if how == "killed" else leader.pause()
                     engine.leader(followers(engine, leader))
-                    time.sleep(chance.uniform(0.0, 4.0))  # of an outage
+                    until.wait(chance.uniform(0.0, 4.0))  # of an outage
                     engine.start() if how == "killed" else leader.resume()
                     engine.settle()
             finally:
@@ -275,24 +277,10 @@ class TestSomeFail(Three):
             assert engine.leader(rest) is not leader
             client.revoke(lease)
             renewing = pool.submit(stale.renew, lease)
-            time.sleep(0.3)  # so that the request lies in the socket; without it the test passes as well
+            with pytest.raises(TimeoutError):  # the request lies in the socket
+                renewing.result(0.3)
             leader.resume()
             assert isinstance(renewing.exception(LONG), LeaseLost)
-
-
-def ensure(client: EtcdDirectory, key: str) -> None:
-    """Write a key; an outcome that is unknown is looked up."""
-    ends = time.monotonic() + LONG
-    while time.monotonic() < ends:
-        with contextlib.suppress(DirectoryLost):
-            client.swap(key, b"")
-            return
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends = time.monotonic() + LONG
-    while not holds():
-        assert time.monotonic() < ends
 
 
 def followers(engine: Cluster, leader: Node) -> list[Node]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime
-import ipaddress
 import pathlib
 import shutil
 import socket
@@ -14,18 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Event
 from telegrad.directories import etcd
 from telegrad.directories.etcd import EtcdDirectory
+from tests.cluster import wait_until
 from tests.directory.conftest import Connect
 from tests.directory.etcd_servers import Cluster, needs_etcd
-from tests.directory.harness import LONG, SOON, written
+from tests.directory.harness import LONG, PATIENCE, SOON, written
+from tests.transport.test_tls import Authority
 
-PATIENCE = 10.0
+pytestmark = needs_etcd
 
 
 @pytest.fixture
@@ -49,7 +46,6 @@ def started(tmp_path: pathlib.Path) -> Iterator[Callable[..., Cluster]]:
 Start = Callable[..., Cluster]
 
 
-@needs_etcd
 def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
     client = connected(started().address())
     for asked, granted in ((0.1, 2.0), (1.0, 2.0), (2.5, 3.0), (7.0, 7.0)):
@@ -61,7 +57,6 @@ def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
         assert lease.ends < renewed.ends <= time.monotonic() + granted
 
 
-@needs_etcd
 def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(started: Start, connected: Connect) -> None:
     node = started().nodes[0]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
@@ -75,7 +70,6 @@ def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(started: Start, c
             assert time.monotonic() - began < 2 / 3 * lease.ttl  # after a third it is due
 
 
-@needs_etcd
 def test_groups_with_other_prefixes_are_apart(started: Start, connected: Connect) -> None:
     address = started().address()
     one, other, longer = (connected(address + path) for path in ("", "/jobs/7", "/jobs/77"))
@@ -86,7 +80,6 @@ def test_groups_with_other_prefixes_are_apart(started: Start, connected: Connect
     assert connected(address + "/telegrad/").list("").entries == (entries[0],)  # the prefix of an address without one
 
 
-@needs_etcd
 def test_watches_leave_no_stream(started: Start, connected: Connect) -> None:
     cluster = started()
     client = connected(cluster.address())
@@ -96,12 +89,9 @@ def test_watches_leave_no_stream(started: Start, connected: Connect) -> None:
         since, events = client.watch("", since, SOON)
         assert [event.revision for event in events] == [revision]
         assert client.watch("", since, 0.0) == (since, [])
-    ends = time.monotonic() + PATIENCE
-    while cluster.nodes[0].watchers():  # etcd needs a moment to see that a stream was closed
-        assert time.monotonic() < ends
+    wait_until(lambda: not cluster.nodes[0].watchers())  # etcd needs a moment to see that a stream was closed
 
 
-@needs_etcd
 def test_a_watch_goes_on_behind_a_silence(started: Start, connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "SILENCE", 0.1)
     address = started().address()
@@ -114,7 +104,6 @@ def test_a_watch_goes_on_behind_a_silence(started: Start, connected: Connect, mo
         assert watching.result(PATIENCE)[1] == [Event(entry.revision, "a", entry)]
 
 
-@needs_etcd
 def test_data_that_was_lost(started: Start, connected: Connect) -> None:
     """The tokens would be given a second time."""
     cluster = started()
@@ -135,7 +124,6 @@ def test_data_that_was_lost(started: Start, connected: Connect) -> None:
         watching.watch("", revision, LONG)
 
 
-@needs_etcd
 def test_endpoints_of_two_clusters(started: Start, connected: Connect) -> None:
     one, other = started(), started()
     client = connected(f"{one.address()},{other.address().removeprefix('etcd://')}")
@@ -145,14 +133,12 @@ def test_endpoints_of_two_clusters(started: Start, connected: Connect) -> None:
         client.list("")
 
 
-@needs_etcd
 def test_no_gateway(started: Start, connected: Connect) -> None:
     cluster = started(options=["--enable-grpc-gateway=false"], waits=False)
     with pytest.raises(DirectoryRefused, match="--enable-grpc-gateway"):
         connected(cluster.address()).list("")
 
 
-@needs_etcd
 def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> None:
     cluster = started(options=["--auth-token-ttl", "1"])
     node, key = cluster.nodes[0], base64.b64encode(b"telegrad/").decode()
@@ -191,15 +177,12 @@ def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> No
         connected(f"{cluster.address()}?user=worker&password_file={file}").list("")
 
 
-@needs_etcd
 def test_tls(connected: Connect, tmp_path: pathlib.Path) -> None:
-    authority, server, client = (make_certificate(tmp_path, name) for name in ("authority", "server", "client"))
-    del authority
-    options = ["--cert-file", server[0], "--key-file", server[1], "--client-cert-auth"]
-    cluster = Cluster(
-        tmp_path, options=[*options, "--trusted-ca-file", str(tmp_path / "authority.crt")], scheme="https"
-    )
-    query = f"?ca={tmp_path}/authority.crt&cert={client[0]}&key={client[1]}"
+    authority = Authority(tmp_path, "authority")
+    server, client = authority.files("server"), authority.files("client")
+    options = ["--cert-file", server.certificate, "--key-file", server.private_key, "--client-cert-auth"]
+    cluster = Cluster(tmp_path, options=[*options, "--trusted-ca-file", authority.path], scheme="https")
+    query = f"?ca={authority.path}&cert={client.certificate}&key={client.private_key}"
     try:
         directory = connected(cluster.address() + query)
         entry = written(directory.swap("a", b"1" * 300_000))
@@ -216,7 +199,6 @@ def test_tls(connected: Connect, tmp_path: pathlib.Path) -> None:
         cluster.close()
 
 
-@needs_etcd
 def test_a_close_wakes_a_watch(started: Start, connected: Connect) -> None:
     directory = connected(started().address())
     closes_while_watching(directory, written(directory.swap("a", b"")).revision)
@@ -232,7 +214,6 @@ def closes_while_watching(directory: EtcdDirectory, revision: int) -> None:
     waiting.join()
 
 
-@needs_etcd
 def test_a_write_behind_a_restart_has_an_outcome(started: Start, connected: Connect) -> None:
     """Connections that the server has closed are not used for it."""
     cluster = started()
@@ -243,31 +224,3 @@ def test_a_write_behind_a_restart_has_an_outcome(started: Start, connected: Conn
         cluster.kill()
         cluster.start()
         cluster.leader()
-
-
-def make_certificate(folder: pathlib.Path, name: str) -> tuple[str, str]:
-    """Write NAME.crt and NAME.key, signed by `authority`, and return their paths."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    signer, issuer = key, name
-    if name != "authority":
-        loaded = serialization.load_pem_private_key((folder / "authority.key").read_bytes(), None)
-        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
-        signer, issuer = loaded, "authority"
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=name == "authority", path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(signer, hashes.SHA256())
-    )
-    (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    (folder / f"{name}.key").write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
-    (folder / f"{name}.key").chmod(0o600)
-    return str(folder / f"{name}.crt"), str(folder / f"{name}.key")

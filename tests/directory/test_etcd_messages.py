@@ -23,6 +23,7 @@ from telegrad.directories.etcd_messages import (
     parse_url,
 )
 from telegrad.errors import UsageError
+from tests.directory.harness import altered
 
 
 @pytest.mark.parametrize(
@@ -128,20 +129,6 @@ VALUES = some.recursive(
 )
 
 
-def altered(value: Any, data: some.DataObject) -> Any:
-    """Return an answer of which one part is another one, or is missing."""
-    if not isinstance(value, dict | list) or not value or data.draw(some.integers(0, 3)) == 0:
-        return data.draw(VALUES)
-    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-    changed = dict(value) if isinstance(value, dict) else list(value)
-    key = data.draw(some.sampled_from(keys))
-    if data.draw(some.booleans()):
-        changed[key] = altered(value[key], data)
-    else:
-        del changed[key]
-    return changed
-
-
 @given(some.data())
 def test_an_answer_of_any_shape_is_read_or_malformed(data: some.DataObject) -> None:
     name, answer, kind = data.draw(some.sampled_from(ANSWERS))
@@ -150,7 +137,7 @@ def test_an_answer_of_any_shape_is_read_or_malformed(data: some.DataObject) -> N
     assert isinstance(read(answer, *arguments), kind)
     status = data.draw(some.sampled_from([200, 200, 500]))
     with contextlib.suppress(EtcdMalformed, EtcdRefused, DirectoryRefused):
-        content = etcd_messages.answer_of(status, json.dumps(altered(answer, data)).encode())
+        content = etcd_messages.answer_of(status, json.dumps(altered(answer, data, VALUES)).encode())
         assert isinstance(read(content, *arguments), kind)
 
 

@@ -18,8 +18,7 @@ from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.directory.lease_table import remove
 from telegrad._core.directory.server_process import ServerProcess
-from tests.cluster import KEYS
-from tests.directory.engines import until
+from tests.cluster import KEYS, is_over, wait_until
 from tests.directory.harness import PATIENCE, is_gone, wait_for, written
 
 
@@ -78,7 +77,7 @@ def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
     caplog.clear()
     fill_disk(keeper, client)
     assert not keeper.restart_if_ended()
-    until(keeper.restart_if_ended)
+    wait_until(keeper.restart_if_ended)
     assert not caplog.text
     written(client.swap("a", b""))
     end(keeper)  # for another reason
@@ -144,7 +143,7 @@ def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess,
     lease = client.grant(1.0)
     entry = written(client.swap("a", b"", lease=lease))
     os.kill(keeper.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    wait_until(lambda: time.monotonic() > lease.ends + 1.5)
     os.kill(keeper.pid, signal.SIGCONT)
     client.list("")
     lease = client.renew(lease)
@@ -163,7 +162,7 @@ def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(
     assert client.list("").entries == (entry,)
     assert os.path.exists(keeper.path)
     client.revoke(lease)
-    until(lambda: is_over(keeper.pid))
+    wait_until(lambda: is_over(keeper.pid))
     assert not os.path.exists(keeper.path)
 
 
@@ -177,7 +176,7 @@ def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: 
     entry = written(client.swap("a", b"1", lease=client.grant(30.0)))
     keeper.leave()
     os.kill(keeper.pid, signal.SIGKILL)
-    until(lambda: is_over(keeper.pid))
+    wait_until(lambda: is_over(keeper.pid))
     other = ServerProcess(KEYS, *keeper.address, keeper.path)
     assert client.list("").entries == (entry,)
     client.close()
@@ -185,24 +184,17 @@ def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: 
 
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys
 from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
 keeper = ServerProcess(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too
     sys.stdout.close()
-    time.sleep(600)
+    signal.pause()
     os._exit(0)
 print(keeper.pid, keeper.address[1], keeper.path, flush=True)
-time.sleep(600)
+signal.pause()
 """
-
-
-def is_over(pid: int) -> bool:
-    try:
-        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
 
 
 def test_the_process_ends_with_its_keeper_and_leaves_nothing() -> None:
@@ -217,7 +209,7 @@ def test_the_process_ends_with_its_keeper_and_leaves_nothing() -> None:
         assert os.path.exists(path)
         process.kill()
         process.wait()
-        until(lambda: is_over(int(pid)))
+        wait_until(lambda: is_over(int(pid)))
         assert not os.path.exists(path)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -27,21 +27,12 @@ from telegrad._core.directory.directory import (
 from telegrad.directories import on_redis
 from telegrad.directories.on_redis import RedisDirectory, RedisSession
 from telegrad.errors import StoreUntrusted
-from tests.directory.contract import Contract
-from tests.directory.faults import Faults
+from tests.cluster import wait_until
 from tests.directory.harness import LONG, SOON, assert_refused_in_a_child, is_gone, read, wait_for, written
-from tests.directory.programs import Programs, Replica
+from tests.directory.programs import Replica
 from tests.directory.redis_server import NEEDED, Server, running
 
 pytestmark = NEEDED
-
-
-class TestRedis(Contract, Programs, Faults):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        with running(tmp_path_factory.mktemp("redis")) as server:
-            yield server
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +157,7 @@ def test_leases_have_their_whole_time_again_when_the_server_is_started_anew(serv
     lease = client.grant(0.5)
     entry = written(client.swap("a", b"1", lease=lease))
     server.kill()
-    time.sleep(max(0.0, lease.ends + 0.1 - time.monotonic()))
+    wait_until(lambda: time.monotonic() > lease.ends + 0.1)
     server.start()
     assert client.list("").entries == (entry,)
     lease = client.renew(lease)
@@ -182,7 +173,8 @@ def test_a_client_waits_for_a_server_that_is_started(server: Server) -> None:
         swapping = pool.submit(client.swap, "a", b"1")
         watching = pool.submit(client.watch, "a", ABSENT, 10.0)
         joining = pool.submit(server.client)
-        time.sleep(0.2)  # until all have found no server; without it the test passes as well
+        with pytest.raises(TimeoutError):  # all have found no server
+            swapping.result(0.2)
         server.start()
         entry = written(swapping.result(10))
         assert watching.result(10) == (entry.revision, [Event(entry.revision, "a", entry)])
@@ -235,7 +227,7 @@ def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None
     kept = written(client.swap("kept", b"1", lease=lease))
     client.swap("short", b"1", lease=short)
     server.admin().config_set("maxmemory", "1kb")
-    time.sleep(0.3)
+    wait_until(lambda: time.monotonic() > short.ends + 0.1)
     for act in (
         lambda: client.grant(1),
         lambda: client.swap("a", b""),
@@ -308,9 +300,7 @@ def test_a_close_lets_go_of_the_connections(shared: Server) -> None:
         assert len(its) == 2
         client.close()
         assert isinstance(waiting.exception(2 * SOON), DirectoryLost)
-    ends = time.monotonic() + 5
-    while connected() & its:
-        assert time.monotonic() < ends
+    wait_until(lambda: not connected() & its)
 
 
 def test_a_host_that_does_not_answer() -> None:
@@ -350,7 +340,7 @@ def test_crashes_in_the_middle_of_writes(server: Server) -> None:
         claiming = [pool.submit(claim, thread) for thread in range(4)]
         try:
             for _ in range(4):
-                time.sleep(0.2)  # of work
+                stop.wait(0.2)  # of work
                 server.kill()
                 known = dict(tokens)
                 server.start()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import pathlib
 import re
 import time
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
 from telegrad.directories.on_redis import RedisDirectory
@@ -20,6 +15,7 @@ from telegrad.errors import UsageError
 from tests.cluster import free_port
 from tests.directory.harness import SOON, written
 from tests.directory.redis_server import NEEDED, running
+from tests.transport.test_tls import Authority
 
 pytestmark = NEEDED
 
@@ -112,45 +108,30 @@ def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> No
 
 
 def test_tls(tmp_path: pathlib.Path) -> None:
-    for name in ("server", "client", "stranger"):
-        write_certificate(tmp_path, name)
-    files = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "tls_ca_cert_file": "server.crt"}
-    paths = {name: str(tmp_path / file) for name, file in files.items()}
+    authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
+    served, own = authority.files("server"), authority.files("client")
+    paths = {
+        "tls_cert_file": served.certificate,
+        "tls_key_file": served.private_key,
+        "tls_ca_cert_file": authority.path,
+    }
     port = str(free_port())
     with running(tmp_path, port="0", tls_port=port, tls_auth_clients="no", **paths) as server:
         url = f"rediss://127.0.0.1:{port}"
-        client = RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}", "group")
+        trusting = f"{url}?ssl_ca_certs={authority.path}"
+        client = RedisDirectory(trusting, "group")
         assert client.swap("a", b"x" * 100_000).done
         assert client.watch("b", 1, 0.2) == (1, [])
-        for ca in ("?ssl_ca_certs=" + str(tmp_path / "stranger.crt"), ""):
+        for ca in (f"?ssl_ca_certs={stranger.path}", ""):
             with pytest.raises(DirectoryLost, match="certificate verify failed"):
                 RedisDirectory(url + ca, "group", patience=0.5)
-        own = f"&ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
-        assert RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}{own}", "group").list("").entries
-        (tmp_path / "client.key").chmod(0o644)
-        with pytest.raises(UsageError, match=r"client.crt' for Redis with key .*client.key' cannot be used.*chmod 600"):
-            RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}{own}", "group")
+        certified = f"{trusting}&ssl_certfile={own.certificate}&ssl_keyfile={own.private_key}"
+        assert RedisDirectory(certified, "group").list("").entries
+        pathlib.Path(own.private_key).chmod(0o644)
+        with pytest.raises(UsageError, match=r"client.pem' for Redis with key .*-key.pem' cannot be used.*chmod 600"):
+            RedisDirectory(certified, "group")
         server.pause()
         started = time.monotonic()
         with pytest.raises(DirectoryLost):
-            RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}", "group", patience=0.5)
+            RedisDirectory(trusting, "group", patience=0.5)
         assert time.monotonic() - started < 0.5 + SOON
-
-
-def write_certificate(folder: pathlib.Path, name: str) -> None:
-    """Write a certificate for 127.0.0.1 that its own key has signed."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    form = serialization.PrivateFormat.PKCS8
-    pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    (folder / f"{name}.key").write_bytes(pem)
-    (folder / f"{name}.key").chmod(0o600)

@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 
 from telegrad._core.directory.directory import Entry, Event
 from telegrad.directories.redis_messages import Changes, RedisMalformed, RedisReply, read_reply
+from tests.directory.harness import altered
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
 RECORD = b"7 5 2 of a value\n"
@@ -61,20 +62,11 @@ CONTENTS: dict[str, tuple[type, ...]] = {
 @given(some.data())
 def test_a_reply_of_any_shape_is_read_or_malformed(data: some.DataObject) -> None:
     operation, raw, _ = data.draw(some.sampled_from(REPLIES))
-    reply = data.draw(VALUES | some.just(altered(raw, data)))
+    reply = data.draw(VALUES | some.just(altered(raw, data, VALUES)))
     with contextlib.suppress(RedisMalformed):
         found = read_reply(operation, b"a", reply)
         assert type(found.revision) is int
         assert type(found.content) in CONTENTS[operation] or found.status in (b"reset", b"lease lost", b"compacted")
-
-
-def altered(raw: Any, data: some.DataObject) -> Any:
-    """Return a reply of which one part is another one, or is missing."""
-    if not isinstance(raw, list) or not raw or data.draw(some.booleans()):
-        return data.draw(VALUES)
-    at = data.draw(some.integers(0, len(raw) - 1))
-    parts = [] if data.draw(some.booleans()) else [altered(raw[at], data)]
-    return [*raw[:at], *parts, *raw[at + 1 :]]
 
 
 @pytest.mark.parametrize("record", [b"junk", b"1 1 1", b"999 x y z w", b"-1 1 1 ", b"1_0 1 1 ", b"", None, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -18,8 +19,8 @@ from telegrad._core.directory.directory_server import DirectoryServer
 from telegrad._core.directory.requests import Request, write_request
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
-from tests.cluster import KEYS
-from tests.directory.engines import Middleman, ThreadEngine, until
+from tests.cluster import KEYS, wait_until
+from tests.directory.engines import Middleman, ThreadEngine
 from tests.directory.harness import PATIENCE, SOON, assert_refused_in_a_child, written
 
 OTHER = b"tgk1-" + 43 * b"B"
@@ -56,23 +57,23 @@ def test_a_client_keeps_its_connections(thread: ThreadEngine) -> None:
         watching = [threading.Thread(target=client.watch, args=(f"{n}", since, PATIENCE)) for n in range(6)]
         for each in watching:
             each.start()
-        until(lambda: len(thread.server.watches._waiting) == 6)
+        wait_until(lambda: len(thread.server.watches._waiting) == 6)
         for n in range(6):
             entries = client.list(f"{n}").entries
             client.swap(f"{n}", None if entries else b"", entries[0].revision if entries else 0)
         for each in watching:
             each.join(PATIENCE)
-    until(lambda: 1 <= thread.connections() <= KEPT)
+    wait_until(lambda: 1 <= thread.connections() <= KEPT)
     client.close()
-    until(lambda: thread.connections() == 0)
+    wait_until(lambda: thread.connections() == 0)
 
 
 def test_the_end_of_a_client_that_watches_is_seen(thread: ThreadEngine) -> None:
     session = thread.session()
     send(session, Request(messages.WATCH, "a", seconds=1000.0))
-    until(lambda: len(thread.server.watches._waiting) == 1)
+    wait_until(lambda: len(thread.server.watches._waiting) == 1)
     session.close()
-    until(lambda: not thread.server.watches._waiting)
+    wait_until(lambda: not thread.server.watches._waiting)
     assert thread.connections() == 0
 
 
@@ -81,7 +82,7 @@ def test_a_client_that_does_not_read_waits_alone(thread: ThreadEngine) -> None:
     for n in range(30):
         client.swap(f"large/{n}", bytes(1_000_000))
     send(session, Request(messages.LIST, "large/"))
-    until(lambda: any(each.unsent for own in thread.server._clients.values() for each in own))
+    wait_until(lambda: any(each.unsent for own in thread.server._clients.values() for each in own))
     assert slowest(client) < SOON
     found: list[bytes] = []
     while not found:  # once it reads, it gets all
@@ -106,10 +107,10 @@ def test_requests_that_are_none_end_their_connection_alone(thread: ThreadEngine,
         send(session, waits, waits)
     else:
         send(session, waits)
-        until(lambda: len(thread.server.watches._waiting) == 1)
+        wait_until(lambda: len(thread.server.watches._waiting) == 1)
         send(session, Request(messages.LIST))
     assert is_closed(session)
-    until(lambda: not thread.server.watches._waiting)
+    wait_until(lambda: not thread.server.watches._waiting)
     session.close()
     client.list("")
     assert thread.connections() == 1
@@ -122,7 +123,7 @@ def test_the_oldest_of_many_connections_of_one_client_ends(
     client = thread.client()
     sessions = [thread.session(client) for _ in range(5)]
     assert is_closed(sessions[0])
-    until(lambda: thread.connections() == 4)
+    wait_until(lambda: thread.connections() == 4)
     for each in sessions:
         each.close()
 
@@ -277,14 +278,16 @@ def test_a_path_that_alters_all_is_told_once_the_patience_is_over(
     behind.list("")
 
 
-def test_another_server_at_the_address_is_not_the_directory(middleman: Middleman, behind: EmbeddedDirectory) -> None:
+def test_another_server_at_the_address_is_not_the_directory(
+    thread: ThreadEngine, middleman: Middleman, behind: EmbeddedDirectory
+) -> None:
     """It has another key, as that of another group has; the client waits for its own to come back."""
-    first, other = middleman.target, ThreadEngine(Keyring([OTHER]))
-    middleman.target = other.address
+    other = ThreadEngine(Keyring([OTHER]))
+    middleman.targets = itertools.cycle([other.address])
     middleman.cut()
     with pytest.raises(DirectoryLost, match=r"did not answer within 2 s .*same key"):
         behind.list("")
-    middleman.target = first
+    middleman.targets = itertools.cycle([thread.address])
     behind.list("")
     other.close()
 
@@ -336,7 +339,7 @@ def test_many_strangers_do_not_keep_a_client_out(thread: ThreadEngine, monkeypat
     monkeypatch.setattr(directory_server, "MOST_STRANGERS", 8)
     strangers = [socket.create_connection(thread.address) for _ in range(20)]
     thread.client().list("")
-    until(lambda: thread.connections() == 8)
+    wait_until(lambda: thread.connections() == 8)
     for each in strangers:
         each.close()
 

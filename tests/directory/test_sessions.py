@@ -13,6 +13,7 @@ from telegrad._core.directory import client
 from telegrad._core.directory.client import Sessions, Unanswered, Unsent
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad.errors import StoreUntrusted
+from tests.cluster import wait_until
 from tests.directory.harness import LONG, SOON
 
 
@@ -132,8 +133,7 @@ def test_a_close_ends_what_waits() -> None:
     asked: list[Callable[[Fake, float], None]] = [wait, wait, fail]
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(world.sessions.run, each) for each in asked]
-        while len(world.made) < 3:
-            time.sleep(0.01)
+        wait_until(lambda: len(world.made) == 3)
         world.sessions.close()
         for each in waiting:
             with pytest.raises(DirectoryLost, match="closed"):

@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,21 +16,14 @@ from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LEFT, LOST, Change, Ended, MemberGone, MemberJoined
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
+from tests.group.members import alive, member
 
 LONG = 60.0  # a ttl that does not end within a test
 PATIENCE = 0.2  # seconds of a client
 QUICK = 3.0  # seconds in which a worker leaves whose directory does not answer
 
 
-def member(name: str, rank: int = -1) -> Member:
-    return Member(name, rank, f"life {next(lives)}", "", "host", "", ("127.0.0.1", 1))
-
-
 lives = itertools.count()
-
-
-def alive(_: Member) -> bool:
-    return True
 
 
 class Worker:
@@ -41,7 +33,7 @@ class Worker:
         self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, launched: bool = False
     ) -> None:
         self.group = DynamicGroup(engine.client(PATIENCE), ttl, launched)
-        self.asked = member(name, rank)
+        self.asked = member(name, rank, f"life {next(lives)}")
         self.told: list[Change] = []
 
     def join(self, is_alive: Callable[[Member], bool] = alive) -> Worker:
@@ -135,15 +127,6 @@ def test_a_name_is_taken_over_from_a_dead_member_alone(make: Make) -> None:
     assert make("c").join().group.find("a") == again.me
     dead.group.leave()  # it does not free what another has by now
     assert make("d").join().group.find("a") == again.me
-
-
-def test_many_join_at_once(make: Make) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        made = list(pool.map(lambda number: make(f"w{number}").join(), range(16)))
-    assert sorted(each.me.id for each in made) == list(range(1, 17))
-    assert len({each.group.identity for each in made}) == 1
-    made[0].group.refresh()
-    assert made[0].names() == sorted(f"w{number}" for number in range(16))
 
 
 # The end of those that only serve
@@ -320,16 +303,6 @@ def test_renewals_that_are_refused_while_the_watch_goes_on_are_told_once(
     assert len(lines(caplog, "the lease in the group's directory could not be renewed: as it says")) == 1
     assert not [record for record in caplog.records if record.exc_info]
     assert len(asked) > 2
-
-
-def test_a_member_owns_nothing_once_its_lease_may_have_ended(engine: NaiveEngine, make: Make) -> None:
-    worker = make("w", ttl=2.0).join().watch()
-    engine.kill()
-    wait_until(lambda: not worker.group.holds)
-    assert not worker.group.over
-    engine.start()
-    wait_until(worker.gone)
-    assert "was declared lost" in worker.group.over
 
 
 def test_a_refresh_does_not_wait_for_a_directory_that_is_known_to_be_lost(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
-from time import sleep
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -17,12 +17,6 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server
-
-
-@pytest.mark.parametrize("engine", ["etcd", "redis", "rediss"])
-def test_a_server_keeps_no_groups_of_fixed_size(engine: str) -> None:
-    with pytest.raises(errors.UsageError, match=f"{engine}:// is for dynamic and elastic groups: leave world_size"):
-        opened(f"{engine}://127.0.0.1:1", 0, 2, 30)
 
 
 @pytest.mark.parametrize("engine", ["etcd", "redis"])
@@ -56,47 +50,19 @@ def test_the_way_to_a_server_on_another_host_tells_a_worker_its_address(url: str
 # Whole workers
 
 
-class Server:
-    """A server that is started, and where it is."""
-
-    def __init__(self, url: str, start: Callable[[], None], kill: Callable[[], None]) -> None:
-        self.url, self.start, self.kill = url, start, kill
-
-
-@contextlib.contextmanager
-def etcd(folder: pathlib.Path) -> Iterator[Server]:
-    node = etcd_servers.Node("n", folder)
-    try:
-        yield Server(f"etcd://127.0.0.1:{node.port}/tests", node.start, node.kill)
-    finally:
-        node.kill()
-
-
-@contextlib.contextmanager
-def redis(folder: pathlib.Path) -> Iterator[Server]:
-    server = redis_server.Server(folder)
-    started: list[bool] = []
-
-    def start() -> None:
-        server.start()
-        started.append(True)
-
-    try:
-        yield Server(server.url, start, server.kill)
-    finally:
-        if started:
-            server.kill()
+Server = etcd_servers.Node | redis_server.Server
 
 
 @pytest.fixture(
     params=[
-        pytest.param(etcd, marks=etcd_servers.needs_etcd, id="etcd"),
-        pytest.param(redis, marks=redis_server.NEEDED, id="redis"),
+        pytest.param(partial(etcd_servers.Node, "n"), marks=etcd_servers.needs_etcd, id="etcd"),
+        pytest.param(redis_server.Server, marks=redis_server.NEEDED, id="redis"),
     ]
 )
 def stopped(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Server]:
-    with request.param(tmp_path) as server:
-        yield server
+    server: Server = request.param(tmp_path)
+    yield server
+    server.kill()
 
 
 @pytest.fixture
@@ -122,16 +88,16 @@ def call(to: str) -> int:
 def test_workers_meet_call_one_another_and_are_replaced(server: Server) -> None:
     with processes(4) as made:
         boss, x, y, again = made
-        assert boss.run(join, server.url, "boss", 0) == 0
-        assert x.run(join, server.url, "x") == 1
-        assert y.run(join, server.url, "y") == 2
+        assert boss.run(join, server.where, "boss", 0) == 0
+        assert x.run(join, server.where, "x") == 1
+        assert y.run(join, server.where, "y") == 2
         for process in (boss, x, y):
             process.run(rpc.wait_for_workers, 3, PATIENCE)
             assert process.run(names) == ["boss", "x", "y"]
         assert boss.run(call, "y") == x.run(call, "boss") == y.run(call, "x") == 3
         y.kill()
         wait_until(lambda: boss.run(names) == x.run(names) == ["boss", "x"])
-        assert again.run(join, server.url, "y") == 2
+        assert again.run(join, server.where, "y") == 2
         assert x.run(rpc.wait_for_workers, ["y"], PATIENCE)
         assert x.run(call, "y") == again.run(call, "boss") == 3
         again.run(rpc.shutdown)
@@ -139,12 +105,12 @@ def test_workers_meet_call_one_another_and_are_replaced(server: Server) -> None:
         x.begin(rpc.serve)
         boss.run(rpc.shutdown)
         assert x.end() is None
-        assert boss.run(join, server.url, "alone") == 1  # nothing is left
+        assert boss.run(join, server.where, "alone") == 1  # nothing is left
 
 
 def test_workers_wait_for_a_server_that_is_not_there_yet(stopped: Server) -> None:
     with processes(1) as (boss,):
-        boss.begin(join, stopped.url, "boss")
+        boss.begin(join, stopped.where, "boss")
         started = threading.Timer(0.5, stopped.start)
         started.start()
         assert boss.end() == 1
@@ -155,11 +121,11 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
     with processes(3) as made:
         for process, name in zip(made, "xyz", strict=True):
             if name != "z":
-                process.run(join, server.url, name)
+                process.run(join, server.where, name)
         made[0].run(rpc.wait_for_workers, 2, PATIENCE)
         server.kill()
         assert made[0].run(call, "y") == made[1].run(call, "x") == 3
-        made[2].begin(join, server.url, "z")
+        made[2].begin(join, server.where, "z")
         server.start()
         assert made[2].end() == 3
         made[0].run(rpc.wait_for_workers, 3, PATIENCE)
@@ -172,13 +138,12 @@ def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
         form_generations.LAST_CALL = 0.3
         options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
         rpc.init_rpc(name, min_workers=1, max_workers=3, rpc_backend_options=options)
-    while rpc.rendezvous_again().size != count:
-        sleep(0.01)
+    wait_until(lambda: rpc.rendezvous_again().size == count)
     return rpc.generation().number, list(rpc.generation().survivors), names()
 
 
 def test_an_elastic_group_forms_its_generations_there(server: Server) -> None:
-    url = server.url
+    url = server.where
     with processes(4) as made:
         first = run_all(made[:3], lambda rank: again(url, f"w{rank}", 3))
         number = first[0][0]  # one that comes late is let into a later one
@@ -188,16 +153,16 @@ def test_an_elastic_group_forms_its_generations_there(server: Server) -> None:
         stay = [name for name in first[0][2] if name != "w0"]
         assert second in [[(number + more, stay, [*stay, "w3"])] * 3 for more in (1, 2)]
         run_all(made[1:], lambda _: rpc.shutdown())
-        assert made[1].run(again, server.url, "w1", 1)[0] == second[0][0] + 1  # the numbers go on
+        assert made[1].run(again, server.where, "w1", 1)[0] == second[0][0] + 1  # the numbers go on
 
 
 def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
-    url = server.url
+    url = server.where
     with processes(3) as made:
         number = run_all(made[:2], lambda rank: again(url, f"w{rank}", 2))[0][0]
         server.kill()
         assert [each[0] for each in run_all(made[:2], lambda rank: again(url, f"w{rank}", 2))] == [number] * 2
-        made[2].begin(again, server.url, "w2", 3)
+        made[2].begin(again, server.where, "w2", 3)
         server.start()
         assert [each[0] for each in run_all(made[:2], lambda rank: again(url, f"w{rank}", 3))] == [number + 1] * 2
         assert made[2].end()[0] == number + 1
@@ -205,16 +170,16 @@ def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
 
 def test_elastic_and_dynamic_groups_do_not_mix_there(server: Server) -> None:
     with processes(2) as (first, second):
-        first.run(join, server.url, "first")
+        first.run(join, server.where, "first")
         with pytest.raises(AssertionError, match="mixes"):
-            second.run(again, server.url, "second", 1)
+            second.run(again, server.where, "second", 1)
         first.run(rpc.shutdown)
-        second.run(again, server.url, "second", 1)
+        second.run(again, server.where, "second", 1)
         with pytest.raises(AssertionError, match="mixes"):
-            first.run(join, server.url, "first")
+            first.run(join, server.where, "first")
 
 
-@pytest.mark.parametrize("url", ["etcd://127.0.0.1:1", "redis://127.0.0.1:1"])
+@pytest.mark.parametrize("url", ["etcd://127.0.0.1:1", "redis://127.0.0.1:1", "rediss://127.0.0.1:1"])
 def test_groups_of_fixed_size_are_refused(url: str) -> None:
-    with pytest.raises(errors.UsageError, match=f"{url.partition(':')[0]}.*leave "):
+    with pytest.raises(errors.UsageError, match=f"{url[:-11]}is for dynamic and elastic groups: leave world_size"):
         rpc.init_rpc("w", rank=0, world_size=2, rpc_backend_options=TelegradOptions(init_method=url))

@@ -32,7 +32,7 @@ from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Foun
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, processes, sealed, wait_until
+from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, is_over, processes, sealed, wait_until
 from tests.directory.harness import written
 
 LONG = 60.0  # the ttl of a lease that does not end within a test
@@ -96,13 +96,6 @@ def has_started(found: Found) -> bool:
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: is_over(pid))
-
-
-def is_over(pid: int) -> bool:
-    try:
-        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
 
 
 def values(directory: Directory) -> list[bytes]:
@@ -250,8 +243,9 @@ def test_a_stopped_directory_is_waited_for_and_no_second_one_started(finder: Fin
             store = dist.HashStore()
             point(store, pointer_in_note(finder))
             pointed = pool.submit(finder.find, store)
-            time.sleep(0.5)
-            assert not any(each.done() for each in (noted, pointed))
+            with pytest.raises(TimeoutError):
+                noted.result(0.5)
+            assert not pointed.done()
             os.kill(pid, signal.SIGCONT)
             for each in (noted, pointed):
                 assert values(each.result(PATIENCE).directory) == [b"kept"]

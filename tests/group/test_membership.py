@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.leaving import MessageQueue
+from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LeftEarly, PeerError, PeerLost, PeerSilent
@@ -141,3 +144,22 @@ def test_messages_are_sent_in_the_order_in_which_they_were_decided() -> None:
     goes_on.set()
     sending.join(PATIENCE)
     assert sent == [("first",), ("second",), ("third",)]
+
+
+# Callbacks
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_callbacks_go_on_after_one_that_fails(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    heard = queue.SimpleQueue[str]()
+
+    def fail(_: Any) -> None:
+        raise error
+
+    teller, member = CallbackThread(lambda: None), SimpleNamespace(name="w1")
+    teller.begin()
+    teller.tell(fail, member)
+    teller.tell(lambda each: heard.put(each.name), member)
+    assert heard.get(timeout=PATIENCE) == "w1"
+    teller.close()
+    assert f"a callback of on_join, on_leave or on_lost failed for {member}" in caplog.text

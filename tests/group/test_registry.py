@@ -1,4 +1,4 @@
-"""The members of a dynamic group in a directory: claims, departures, and what watchers see."""
+"""The members of a dynamic group in a directory: names, departures, claims to values, and what watchers see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.directory import Directory, Lease
+from telegrad._core.directory.directory import Directory, DirectoryLost, Lease, LeaseLost
+from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import (
     EXPIRED,
     LEFT,
     LOST,
+    Claimed,
     Ended,
     IsAlive,
     MemberGone,
@@ -20,14 +22,22 @@ from telegrad._core.membership.registry import (
     Registered,
     Registry,
 )
+from telegrad.errors import InvalidArgument
+from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
+from tests.group.members import alive, member
 
 LONG = 60.0
 
 
 @pytest.fixture
-def directory() -> Iterator[Directory]:
-    client = NaiveEngine().client()
+def engine() -> NaiveEngine:
+    return NaiveEngine()
+
+
+@pytest.fixture
+def directory(engine: NaiveEngine) -> Iterator[Directory]:
+    client = engine.client()
     yield client
     client.close()
 
@@ -37,15 +47,11 @@ def registry(directory: Directory) -> Registry:
     return Registry(directory)
 
 
-def worker(name: str = "", rank: int = -1, role: str = "") -> Member:
-    return Member(name, rank, secrets.token_hex(4), "program", "host", "", ("127.0.0.1", 1), role=role)
+def worker(name: str = "", role: str = "") -> Member:
+    return member(name, life=secrets.token_hex(4), role=role)
 
 
-def alive(_: Member) -> bool:
-    return True
-
-
-def join(registry: Registry, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
+def publish(registry: Registry, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
     return registry.publish(registry.reserve(me, lease, is_alive), lease)
 
 
@@ -54,16 +60,8 @@ class Joined:
 
     def __init__(self, registry: Registry, directory: Directory, me: Member) -> None:
         self.lease: Lease = directory.grant(LONG)
-        self.registered: Registered = join(registry, me, self.lease, alive)
+        self.registered: Registered = publish(registry, me, self.lease, alive)
         self.member = self.registered.member
-
-
-def test_ranks_begin_at_one_and_the_lowest_free_one_is_given(registry: Registry, directory: Directory) -> None:
-    first, second, third = (Joined(registry, directory, worker(name)) for name in "abc")
-    assert [each.member.id for each in (first, second, third)] == [1, 2, 3]
-    registry.leave(second.member, second.lease)
-    assert Joined(registry, directory, worker("d")).member.id == 2
-    assert Joined(registry, directory, worker("e", rank=0)).member.id == 0
 
 
 def test_a_role_names_its_workers(registry: Registry, directory: Directory) -> None:
@@ -77,9 +75,9 @@ def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> No
     engine = NaiveEngine()
     directory = engine.client()
     registry = Registry(directory)
-    join(registry, worker("a"), directory.grant(0.3), alive)
+    publish(registry, worker("a"), directory.grant(0.3), alive)
     engine.forget()
-    assert join(registry, worker("a"), directory.grant(LONG), lambda _: None).member.name == "a"
+    assert publish(registry, worker("a"), directory.grant(LONG), lambda _: None).member.name == "a"
 
 
 def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directory: Directory) -> None:
@@ -100,21 +98,6 @@ def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directo
     assert [(each.how, each.why) for each in gone.values()] == [(LEFT, ""), (LOST, "it is dead"), (LOST, EXPIRED)]
     assert changes[-1] == Ended(LEFT, "the first has left")
     assert registry.roster().members == {}
-
-
-def test_who_comes_after_an_end_is_not_concerned(registry: Registry, directory: Directory) -> None:
-    registry.end("rank 0 has left")
-    since = registry.roster().revision
-    Joined(registry, directory, worker("a"))
-    registry.end("rank 0 has left again")
-    changes = [change for _, change in registry.watch(since, 0.0)[1]]
-    assert [each for each in changes if isinstance(each, Ended)] == [Ended(LEFT, "rank 0 has left again")]
-
-
-def test_a_member_that_was_declared_lost_learns_so_as_it_leaves(registry: Registry, directory: Directory) -> None:
-    joined = Joined(registry, directory, worker("a"))
-    registry.declare_lost(joined.member.incarnation, "it is dead")
-    assert not registry.leave(joined.member, joined.lease)
 
 
 def test_a_lookup_is_of_exactly_that_name(registry: Registry, directory: Directory) -> None:
@@ -141,3 +124,108 @@ def test_nothing_is_left_of_members_that_have_gone(registry: Registry, directory
             registry.declare_lost(joined.member.incarnation, "it is dead")
         registry.end("told once")
     assert directory.list("").entries == kept
+
+
+# Claims to published values
+
+
+def claims_in(registry: Registry, since: int) -> list[Claimed]:
+    return [change for _, change in registry.watch(since, 0)[1] if isinstance(change, Claimed)]
+
+
+def test_one_of_two_has_the_claim_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
+    first, second = directory.grant(LONG), directory.grant(LONG)
+    claim = registry.claim("x", "a", first)
+    assert claim.life == "a"
+    assert registry.claim("x", "b", second) == claim
+    assert registry.claim("x", "a", first) == claim  # where the outcome was not known before
+    assert registry.owner("x") == registry.roster().claims["x"] == claim
+    directory.revoke(first)
+    assert registry.owner("x") is None
+    later = registry.claim("x", "b", second)
+    assert later.life == "b"
+    assert later.token > claim.token
+
+
+def test_a_claim_of_an_earlier_lease_is_not_that_of_the_next(registry: Registry, directory: Directory) -> None:
+    first, second = directory.grant(LONG), directory.grant(LONG)
+    registry.claim("x", "a", first)
+    with pytest.raises(LeaseLost, match="earlier lease"):
+        registry.claim("x", "a", second)
+
+
+def test_watchers_see_claims_and_their_ends(registry: Registry, directory: Directory) -> None:
+    lease = directory.grant(LONG)
+    since = registry.roster().revision
+    claim = registry.claim("a/b", "me", lease)
+    directory.revoke(lease)
+    made, ended = claims_in(registry, since)
+    assert made == Claimed("a/b", claim)
+    assert ended.name == "a/b"
+    assert ended.claim.life == ""
+    assert ended.claim.token > claim.token
+
+
+def test_a_name_that_is_no_key_is_refused(registry: Registry, directory: Directory) -> None:
+    with pytest.raises(InvalidArgument, match="Use shorter names"):
+        registry.claim(2000 * "x", "me", directory.grant(LONG))
+
+
+# As one member knows them
+
+
+def join(engine: NaiveEngine, name: str, ttl: float = LONG) -> DynamicGroup:
+    group = DynamicGroup(engine.client(), ttl)
+    group.join(member(name), alive)
+    return group
+
+
+def test_a_member_that_joins_knows_the_claims_and_hears_of_their_ends(engine: NaiveEngine) -> None:
+    owner = join(engine, "a")
+    claim = owner.claim("x")
+    assert owner.owns("x", claim)
+    other = join(engine, "b")
+    other.begin(lambda _: None)
+    assert other.claims["x"] == claim
+    assert other.claim("x") == claim
+    owner.leave()
+    assert not owner.owns("x", claim)
+    wait_until(lambda: not other.claims["x"].life)
+    assert other.claim("x").token > claim.token
+    other.leave()
+
+
+def test_a_look_that_is_later_than_the_watch_tells_of_ends_too(engine: NaiveEngine) -> None:
+    owner, other = join(engine, "a"), join(engine, "b")
+    claim = owner.claim("x")
+    other.look_for_owner("x")
+    assert other.claims["x"] == claim
+    owner.leave()
+    told: list[str] = []
+    other.on_claim = told.append
+    other.refresh()
+    other.refresh()
+    assert not other.claims["x"].life
+    assert told == ["x"]
+    other.leave()
+
+
+def test_a_directory_that_does_not_answer_makes_no_owner(engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = join(engine, "a")
+
+    def lose(*_: object) -> None:
+        raise DirectoryLost("not now")
+
+    monkeypatch.setattr(group.directory, "swap", lose)
+    with pytest.raises(DirectoryLost, match="not now"):
+        group.claim("x")
+    assert group.claims == {}
+    monkeypatch.undo()
+    group.leave()
+
+
+def test_a_worker_that_has_left_claims_nothing(engine: NaiveEngine) -> None:
+    group = join(engine, "a")
+    group.leave()
+    with pytest.raises(LeaseLost, match="has left"):
+        group.claim("x")

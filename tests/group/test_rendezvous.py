@@ -20,7 +20,7 @@ from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
-from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
+from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed, wait_until
 
 T = TypeVar("T")
 Stores = Callable[[], SealedStore]
@@ -133,10 +133,7 @@ def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch
     joins = crowd(store, 3)
 
     def await_missing(names: list[str]) -> None:
-        until = time.monotonic() + PATIENCE
-        while names not in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"]:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
 
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
@@ -206,14 +203,6 @@ def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_fo
     formed = KeyValueStore(store, "telegrad/1")
     assert formed.terms()
     assert formed.read("complete") == formed.read("ready") == "opened"
-
-
-def test_a_lost_store_is_told() -> None:
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
-    del served
-    with pytest.raises(errors.RendezvousError, match=r"the store was lost.* or another program"):
-        join_static(sealed(joined), member("w1", 1), 2, WAIT)
 
 
 def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tuple[int, str]]:

@@ -39,9 +39,9 @@ names = st.sampled_from(["a", "terms", "b/terms", "rank", "7"])
 class KeyFile:
     """A key file, as it is during the recipe."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, *keys: bytes) -> None:
         self.path = str(folder / "group.key")
-        self.put(OLD)
+        self.put(*keys)
 
     def put(self, *keys: bytes) -> None:
         with open(f"{self.path}.new", "wb", opener=partial(os.open, mode=0o600)) as file:
@@ -61,7 +61,7 @@ class KeyFile:
 
 @pytest.fixture
 def file(tmp_path: pathlib.Path) -> KeyFile:
-    return KeyFile(tmp_path)
+    return KeyFile(tmp_path, OLD)
 
 
 def unreadable(raw: Any) -> list[str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import pytest
 
 from telegrad import errors
 from telegrad._core.directory.directory import Directory, Event
-from telegrad._core.security.keyring import Keyring, new_key, read_keys
+from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import sealed_store
 from telegrad._core.stores.sealed_store import SealedDirectory
 from tests.cluster import KEYS
 from tests.directory.harness import written
 from tests.directory.naive import NaiveEngine
+from tests.group.test_renewing import KeyFile
 
 FORGED = {"unsealed": b"value", "of another program": b"\xff\xfe", "sealed with another key": b"", "moved": b""}
 
@@ -94,24 +94,9 @@ def test_a_watch_leaves_a_forged_value_out_and_says_so_once(
 # The key is replaced
 
 
-class KeyFile:
-    def __init__(self, path: pathlib.Path, *keys: bytes) -> None:
-        self.path = path
-        self.put(*keys)
-
-    def put(self, *keys: bytes) -> None:
-        new = self.path.with_suffix(".new")
-        new.write_bytes(b"\n".join(keys))
-        new.chmod(0o600)
-        os.replace(new, self.path)
-
-    def ring(self) -> Keyring:
-        return Keyring(read_keys(str(self.path)), str(self.path))
-
-
 def test_seals_are_renewed_once_the_key_was_replaced(raw: Directory, tmp_path: pathlib.Path) -> None:
     old, new = new_key(), new_key()
-    file = KeyFile(tmp_path / "key", old)
+    file = KeyFile(tmp_path, old)
     directory = SealedDirectory(raw, file.ring(), "place")
     lease = directory.grant(60.0)
     entries = (written(directory.swap("a", b"1")), written(directory.swap("b", b"2", lease=lease)))
@@ -138,7 +123,7 @@ def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
 ) -> None:
     monkeypatch.setattr(sealed_store, "RENEW_AGAIN", 0.0)
     old, new = new_key(), new_key()
-    directory = SealedDirectory(raw, KeyFile(tmp_path / "key", new, old).ring(), "place")
+    directory = SealedDirectory(raw, KeyFile(tmp_path, new, old).ring(), "place")
     directory.renew_seals()
     written(SealedDirectory(raw, Keyring([old, new]), "place").swap("a", b"1"))
     directory.renew_seals()
@@ -147,7 +132,7 @@ def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
 
 def test_a_renewal_that_the_directory_does_not_answer_is_tried_again(tmp_path: pathlib.Path) -> None:
     old, new = new_key(), new_key()
-    file = KeyFile(tmp_path / "key", old)
+    file = KeyFile(tmp_path, old)
     engine = NaiveEngine()
     directory = SealedDirectory(engine.client(0.01), file.ring(), "place")
     directory.swap("a", b"1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -160,27 +159,6 @@ def test_what_a_look_up_has_told_is_no_value() -> None:
     raw.set("n", told[0])
     with pytest.raises(errors.StoreUntrusted):
         board.read("n")
-
-
-def test_values_are_sealed_anew_while_the_key_is_rotated(tmp_path: pathlib.Path) -> None:
-    def ring(*keys: bytes) -> Keyring:
-        path.write_bytes(b"\n".join(keys))
-        path.chmod(0o600)
-        return Keyring(keys, str(path))
-
-    path = tmp_path / "key"
-    old, new = new_key(), new_key()
-    store = dist.HashStore()
-    first = KeyValueStore(sealed(store, ring(old)))
-    first.write("a", "value")
-    for keys in ([old, new], [new, old]):
-        path.write_bytes(b"\n".join(keys))
-        assert first.read("a") == "value"  # the file is read again
-    path.write_bytes(new)
-    assert first.read("a") == "value"
-    assert KeyValueStore(sealed(store, Keyring([new]))).read("a") == "value"
-    with pytest.raises(errors.StoreUntrusted):
-        KeyValueStore(sealed(store, Keyring([old]))).read("a")
 
 
 def test_what_is_missing_is_not_waited_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import telegrad._core.joining.launchers
 from telegrad._core.joining.launchers import FIRST_PORT, PORT, PORTS, LauncherInfo, detect_launcher, first_host
-from telegrad._core.stores.supervised import STORE
+from telegrad._core.stores.supervised import STORE, is_supervised, own_name, variables
 from telegrad.errors import UsageError
 
 TORCHRUN = {
@@ -198,3 +198,34 @@ def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:
     looked_at = pathlib.Path(telegrad._core.joining.launchers.__file__).read_text()
     assert len(told) > 12
     assert {name for name in told if name not in looked_at} == set()
+
+
+# Who a worker is, by its environment
+
+
+ACTOR = variables("actor3", "actor", 2, "h", 1234)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "found"),
+    [
+        (None, "", ("actor3", "actor")),
+        (None, "actor", ("actor3", "actor")),
+        ("actor3", "", ("actor3", "actor")),
+        (None, "critic", (None, "critic")),
+        ("other", "", ("other", "")),
+        ("other", "actor", ("other", "actor")),
+    ],
+)
+def test_the_environment_names_who_has_no_other_name(
+    name: str | None, role: str, found: tuple[str | None, str]
+) -> None:
+    assert own_name(name, role, ACTOR) == found
+    assert own_name(name, role, {}) == (name, role)
+
+
+def test_only_the_place_of_the_store_has_it() -> None:
+    assert is_supervised("h", 1234, ACTOR)
+    assert not is_supervised("h", 1235, ACTOR)
+    assert not is_supervised("h", 1234, {})
+    assert ACTOR["TELEGRAD_RESTARTS"] == "2"

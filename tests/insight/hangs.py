@@ -148,7 +148,7 @@ def loop(rank: int, stage: Stage) -> None:
         rpc.rpc_sync("worker1", spin)
 
 
-def sleep() -> None:
+def slumber() -> None:
     say()
     time.sleep(1e6)
 
@@ -162,7 +162,7 @@ def stopped(rank: int, stage: Stage) -> None:
 def stop() -> None:
     say()
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1e6)
+    held.wait()
 
 
 def held_interpreter(rank: int, stage: Stage) -> None:
@@ -182,7 +182,7 @@ def match() -> None:
 def value_never_made(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     if rank == 0:
-        rpc.remote("worker1", sleep).to_here()
+        rpc.remote("worker1", slumber).to_here()
 
 
 def coroutine(rank: int, stage: Stage) -> None:
@@ -232,7 +232,7 @@ def hook(_: torch.Tensor) -> None:
 def waits_for_all(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     if rank == 0:
-        torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", sleep)])
+        torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", slumber)])
 
 
 # Coming together, and leaving
@@ -241,7 +241,7 @@ def waits_for_all(rank: int, stage: Stage) -> None:
 def missing(rank: int, stage: Stage) -> None:
     if rank == 1:
         stage.hangs()
-        time.sleep(1e6)
+        held.wait()
     stage.hangs()
     stage.join(rank, 3)
 
@@ -277,7 +277,7 @@ def arrive(name: str) -> None:
 
 def load_data() -> None:
     say()
-    time.sleep(1e6)
+    held.wait()
 
 
 def forgotten_meeting(rank: int, stage: Stage) -> None:
@@ -359,11 +359,11 @@ HANGS = {
         ("worker1",),
         ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
     ),
-    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in sleep: time.sleep(1e6)")),
+    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in slumber: time.sleep")),
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
-    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
-    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "futures.wait_all(")),
+    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep", "autograd.backward(")),
+    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: time.sleep", "futures.wait_all(")),
     "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not joined: the group of 3",), 3),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),

@@ -9,15 +9,18 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as OwnCounter
 from prometheus_client.parser import text_string_to_metric_families
 
+import telegrad.autograd as autograd
 from telegrad._core import events
 from telegrad.errors import UsageError
 from telegrad.insight.prometheus import BOUNDS, MOST, OTHER, EventCounters, ServedMetrics, register, serve_metrics
+from telegrad.rpc import remote, rpc_async, rpc_sync
 from telegrad.version import VERSION
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, Process
 from tests.insight.accounts import made_up
 
 EVENTS: list[events.Event] = [
@@ -128,13 +131,6 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     register(registry, made_up).close()
 
 
-def test_a_port_that_is_taken_leaves_nothing_behind(served: ServedMetrics) -> None:
-    registry = CollectorRegistry()
-    with pytest.raises(UsageError):
-        serve_metrics(served.port, registry=registry, account=made_up)
-    register(registry, made_up).close()
-
-
 def test_labels_do_not_grow_without_end() -> None:
     counters = EventCounters()
     for number in range(1000):
@@ -178,7 +174,59 @@ def test_what_cannot_be_served_is_said() -> None:
     served = serve_metrics(0, registry=registry, account=made_up)
     with pytest.raises(UsageError, match="already has Telegrad's metrics"):
         register(registry, made_up)
+    other = CollectorRegistry()
     with pytest.raises(UsageError, match=f"cannot be served at 127.0.0.1:{served.port} .*a port of its own"):
-        serve_metrics(served.port, registry=CollectorRegistry(), account=made_up)
+        serve_metrics(served.port, registry=other, account=made_up)
+    register(other, made_up).close()
     served.close()
     register(registry, made_up).close()
+
+
+# Of a real group
+
+
+_served: list[ServedMetrics] = []
+
+
+def begin() -> int:
+    _served.append(serve_metrics(0))
+    return _served[0].port
+
+
+def end() -> None:
+    _served.pop().close()
+
+
+def use() -> None:
+    rpc_sync("worker1", torch.add, (torch.ones(100_000), 1))
+    rpc_async("worker1", abs, (-1,)).wait()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="invalid literal"):
+            rpc_sync("worker1", int, ("none",))
+    remote("worker1", abs, (-1,)).to_here()
+    with autograd.context() as context:
+        loss = rpc_sync("worker1", torch.sum, (torch.ones(2, requires_grad=True),))
+        autograd.backward(context, loss)
+
+
+def test_two_workers_count_what_they_do(workers: list[Process]) -> None:
+    pytest.importorskip("telegrad.reporting.introspection")
+    ports = [worker.run(begin) for worker in workers[:2]]
+    try:
+        workers[0].run(use)
+        caller, callee = map(scrape, ports)
+        assert caller["telegrad_calls_total", "torch.add", "ok", "worker1"] == 1
+        assert caller["telegrad_calls_total", "builtins.int", "raised", "worker1"] == 3
+        assert caller["telegrad_call_bytes_total", "torch.add"] == 400_000
+        assert caller["telegrad_call_duration_seconds_count", "builtins.abs"] >= 1
+        assert caller["telegrad_passes_total", "ok"] == 1
+        assert caller["telegrad_phase", "member"] == callee["telegrad_phase", "member"] == 1
+        assert caller[("telegrad_members",)] == caller[("telegrad_size",)] == 4
+        assert callee["telegrad_served_total", "builtins.int", "ValueError", "worker0"] == 3
+        assert callee["telegrad_served_total", "torch.add", "ok", "worker0"] == 1
+        assert callee[("telegrad_answered_total",)] >= 6
+        assert callee["telegrad_received_bytes_total", "worker0"] > 400_000
+        assert callee[("telegrad_resident_memory_bytes",)] > 1 << 20
+    finally:
+        for worker in workers[:2]:
+            worker.run(end)

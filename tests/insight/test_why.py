@@ -70,16 +70,6 @@ def test_sizes_that_differ() -> None:
     assert "worker0 expects 3 workers and worker1 expects 2 workers" in told
 
 
-def test_a_barrier_that_one_has_not_come_to() -> None:
-    scene = Scene("worker0", "worker1", "worker2", "worker3")
-    for name in ("worker0", "worker1", "worker3"):
-        scene.thread(name, "train.py:40 step: dist.barrier()")
-    scene.thread("worker2", f"train.py:30 load: {SLEEPS}")
-    _, told = only(scene, "barrier", "worker2")
-    assert "worker2 has not arrived, it seems, where worker0, worker1 and worker3 wait" in told
-    assert f"train.py:30 in load: {SLEEPS}" in told
-
-
 def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     for name in ("worker0", "worker1", "worker2"):
@@ -202,16 +192,6 @@ def test_generations_that_differ() -> None:
     assert status([finding]) == 0
 
 
-def test_a_lock_that_another_thread_holds() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: with lock:")
-    scene.thread("worker0", f"train.py:33 collect: {SLEEPS}", name="collector")
-    finding, told = only(scene, "lock", "worker0")
-    assert "that another thread holds, it seems" in finding.title
-    assert f"train.py:33 in collect: {SLEEPS}" in told
-    assert "train.py:9 in main: with lock:" in told
-
-
 def test_a_lock_whose_holder_is_not_seen() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: self.lock.acquire()")
@@ -327,16 +307,6 @@ def test_a_value_that_its_owner_waits_for() -> None:
     finding, told = only(scene, "value", "worker0")
     assert "worker0's main thread waits for the value of a reference, for 5.0 s" in told
     assert finding.waiting == ["worker1", "worker0"]
-
-
-def test_calls_that_are_alike_are_counted() -> None:
-    scene = Scene("worker0", "worker1", slots=1)
-    scene.call("worker0", "worker1", "train.slow", 6, runs=f"train.py:20 slow: {SLEEPS}")
-    for _ in range(1000):
-        scene.call("worker0", "worker1", "train.quick", 5)
-    finding, told = only(scene, "slots", "worker1")
-    assert "1,000 calls wait for one" in finding.title
-    assert "(and 999 more like it)" in told
 
 
 def test_slots_that_are_taken_by_short_calls() -> None:

@@ -6,6 +6,8 @@ import os
 import pathlib
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +15,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from telegrad._core.sockets import HAS_UNIX
+from telegrad.insight import seen_groups
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import NOTE, Finding
 from telegrad.insight.report import Report
@@ -55,7 +58,7 @@ def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
     until = time.monotonic() + LONG + 2 * WITHIN
     while True:
         begun = time.monotonic()
-        report = Report(inspect(group), LONG)
+        report = Report(look_at(group), LONG)
         told = report.text()
         took = time.monotonic() - begun
         done = is_it(hang, report.findings, told) and report.status == expected_status(hang) and took < WITHIN
@@ -63,7 +66,7 @@ def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
             return report, told, took
 
 
-def inspect(group: list[Process]) -> GroupSnapshot:
+def look_at(group: list[Process]) -> GroupSnapshot:
     pids = {process.pid for process in group}
     return HostGroup(place for place in debug_server.places() if place.pid in pids).look()
 
@@ -94,7 +97,40 @@ def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
     titles: list[str] = []
     with hanging(at_work, tmp_path) as group:
         for _ in range(20):
-            sight = inspect(group)
+            sight = look_at(group)
             titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
     assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed
+
+
+# Other processes, whatever they have prepared for that
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stacks(
+    tmp_path: pathlib.Path, kind: str
+) -> None:
+    path = tmp_path / "memfd:stacks-of-telegrad"
+    if kind == "file":
+        path.touch()
+    else:
+        os.mkfifo(path)
+    opened = os.open(path, os.O_RDWR)
+    try:
+        program = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+        with subprocess.Popen(program, pass_fds=[opened], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert seen_groups.stacks_of(process.pid, opened) == ""
+            assert process.poll() is None
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait() == 0
+    finally:
+        os.close(opened)
+
+
+def test_long_lines_of_stacks_take_no_time() -> None:
+    begun = time.monotonic()
+    assert seen_groups._where('File "' * (seen_groups.MOST_OF_STACKS // 6)) == ""
+    assert time.monotonic() - begun < 10

@@ -71,14 +71,6 @@ def test_outputs_and_a_loss_of_ones_own() -> None:
     assert torch.allclose(found, torch.autograd.grad(wanted.square().sum(), inputs)[0])
 
 
-def test_fewer_samples_than_chunks() -> None:
-    pipeline = spread(chunks=8)
-    assert pipeline(batch(3)[0]).shape == (3, 3)
-    with autograd.context() as context:
-        inputs, targets = batch(3)
-        assert pipeline.forward_backward(context, inputs, targets, mse_loss) > 0
-
-
 class Several(nn.Module):
     def forward(self, value: dict[str, Any]) -> tuple[torch.Tensor, int]:
         return value["a"] + value["b"], value["factor"]

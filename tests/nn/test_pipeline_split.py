@@ -147,17 +147,6 @@ def test_train_and_eval_reach_the_stages() -> None:
         assert torch.allclose(pipeline.eval()(inputs), wanted)
 
 
-def test_gradients_of_a_loss_of_ones_own() -> None:
-    model, (inputs, _) = Masked().double(), masked_batch()
-    pipeline = Pipeline.split(model, WORKERS, chunks=3, example=masked_batch()[0])
-    inputs["value"].requires_grad_()
-    with autograd.context() as context:
-        autograd.backward(context, pipeline(inputs).square().sum())
-        found = autograd.get_gradients(context)[inputs["value"]]
-    model(**inputs).square().sum().backward()
-    assert torch.allclose(found, inputs["value"].grad)
-
-
 def test_names_of_a_model_that_has_stages_itself() -> None:
     model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), stages=nn.Sequential(named(), named())))
     pipeline = Pipeline.split(model, ["w1", "w2", "w0"], at=["stages.0.layers", "stages.1"])

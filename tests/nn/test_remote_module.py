@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import telegrad.autograd as autograd
+from telegrad._core.modules.module_host import parse_place
 from telegrad._core.worker import current
 from telegrad.errors import TelegradWarning, UnknownWorker, UsageError
 from telegrad.nn import RemoteModule
@@ -95,22 +96,6 @@ def test_what_makes_no_module() -> None:
         RemoteModule("w1", nn.Linear)
     with pytest.raises(UnknownWorker):
         RemoteModule("nobody/cpu", nn.Linear, (1, 1))
-
-
-def test_gradients_find_their_way() -> None:
-    torch.manual_seed(0)
-    parent = Parent()
-    whole = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    parent.far.load_state_dict(whole[0].state_dict())
-    parent.near.load_state_dict(whole[1].state_dict())
-    value = torch.randn(2, 3, requires_grad=True)
-    wanted = torch.autograd.grad(whole(value).sum(), [value, *whole.parameters()])
-    with autograd.context() as context:
-        autograd.backward(context, parent(value).sum())
-        found = autograd.get_gradients(context)
-        assert torch.allclose(found[value], wanted[0])
-        far = rpc_sync("w1", gradients_of, (context, parent.far.get_module_rref()))
-        assert all(torch.allclose(one, other) for one, other in zip(far, wanted[1:3], strict=True))
 
 
 def gradients_of(context: int, module: RRef[nn.Module]) -> list[Tensor]:
@@ -343,3 +328,27 @@ def test_a_worker_may_be_named_by_its_info_but_not_by_a_bare_rank() -> None:
     assert RemoteModule(get_worker_info("w1"), nn.Linear, (2, 1)).on == "w1"
     with pytest.raises(UsageError, match="write 'rank:1'"):
         RemoteModule(1, nn.Linear, (2, 1))  # type: ignore[arg-type]
+
+
+# Places for modules
+
+
+@pytest.mark.parametrize(
+    ("text", "worker", "device"),
+    [
+        ("trainer0/cpu", "trainer0", "cpu"),
+        ("trainer0", "trainer0", None),
+        ("ps0/cuda:0", "ps0", "cuda:0"),
+        ("rank:1/cuda:1", 1, "cuda:1"),
+        ("rank:12", 12, None),
+        ("a:b/meta", "a:b", "meta"),
+    ],
+)
+def test_places(text: str, worker: int | str, device: str | None) -> None:
+    assert parse_place(text) == (worker, torch.device(device) if device else None)
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cuda:0", "/cpu", "a/", "a/b", "a/cpu/cpu", "rank:x/cpu", "rank:"])
+def test_what_is_no_place(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a place for a module"):
+        parse_place(text)

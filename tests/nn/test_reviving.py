@@ -19,21 +19,9 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.nn.training import batch, train
 from tests.nn.training import train_alone as alone
+from tests.recovering import Layer
 from tests.rpc.test_publishing import Crowd
 from tests.test_checkpoint_values import Growing
-
-WIDTH = 4
-
-
-class Layer(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, value: Tensor) -> Tensor:
-        return torch.tanh(self.linear(value))
 
 
 class Outer(nn.Module):

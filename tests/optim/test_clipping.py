@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import pytest
 import torch
@@ -16,42 +15,6 @@ from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-def models() -> tuple[nn.Sequential, nn.Sequential]:
-    torch.manual_seed(0)
-    spread = nn.Sequential(
-        nn.Linear(3, 4), RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 2))
-    )
-    whole = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    whole.load_state_dict(spread.state_dict())
-    return spread, whole
-
-
-def references(model: nn.Sequential) -> list[RRef[Any]]:
-    return [RRef(each) for each in model[0].parameters()] + [
-        reference for part in [*model][1:] if isinstance(part, RemoteModule) for reference in part.remote_parameters()
-    ]
-
-
-@pytest.mark.parametrize("by_optimizer", [True, False])
-@pytest.mark.parametrize("norm", [0.0, 1.0, 2.0, inf])
-@pytest.mark.parametrize("limit", [0.1, 1e6])
-def test_as_in_one_process(by_optimizer: bool, norm: float, limit: float) -> None:
-    spread, whole = models()
-    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.5)
-    reference = torch.optim.SGD(whole.parameters(), lr=0.5)
-    inputs = torch.randn(5, 3)
-    with autograd.context() as context:
-        autograd.backward(context, spread(inputs).square().sum())
-        found = clip_grad_norm_(context, optimizer if by_optimizer else references(spread), limit, norm)
-        optimizer.step(context)
-    whole(inputs).square().sum().backward()
-    wanted = nn.utils.clip_grad_norm_(whole.parameters(), limit, norm)
-    reference.step()
-    assert torch.allclose(found, wanted)
-    for one, other in zip(spread.state_dict().values(), whole.state_dict().values(), strict=True):
-        assert torch.allclose(one, other)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["after the pass", "with the pass"])

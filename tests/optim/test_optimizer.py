@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
@@ -23,14 +22,6 @@ from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents, in_threads
 
 pytestmark = pytest.mark.usefixtures("here")
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
-}
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -101,32 +92,8 @@ def step_both(
     reference.step()
 
 
-@WAYS
-@pytest.mark.parametrize("owners", [1, 2, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_twenty_steps_as_in_one_process(name: str, owners: int, fused: bool) -> None:
-    kind, options = OPTIMIZERS[name]
-    spread, whole = together(owners)
-    optimizer = DistributedOptimizer.for_module(kind, spread, **options)
-    reference = kind(whole.parameters(), **options)
-    for seed in range(20):
-        step_both(spread, optimizer, whole, reference, seed, fused)
-    assert same(spread, whole, 1e-6)
-
-
 def make_leaf() -> torch.Tensor:
     return torch.ones(3, 3, requires_grad=True)
-
-
-def test_parameters_of_this_worker_and_of_others() -> None:
-    here, there = nn.Parameter(torch.ones(2)), remote("w2", make_leaf)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef[Any](here), there], 0.5)
-    with autograd.context() as context:
-        autograd.backward(context, here.sum() + there.to_here().sum())
-        optimizer.step(context)
-    assert here.tolist() == [0.5, 0.5]
-    assert here.grad is None
-    assert there.to_here()[0, 0] == 0.5
 
 
 def set_grad(leaf: RRef[torch.Tensor]) -> None:
@@ -161,50 +128,6 @@ def test_groups_have_hyperparameters_of_their_own() -> None:
         optimizer.step(context)
     assert [round(each.to_here()[0, 0].item(), 6) for each in (slow, fast, late)] == [0.9, 0.8, 0.5]
     assert "Parameter Group 2" in repr(optimizer)
-
-
-SCHEDULERS = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
-    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.8)], [4]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch_reach_all_owners(name: str) -> None:
-    spread, whole = together(3)
-    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    schedulers = [SCHEDULERS[name](each) for each in (optimizer, reference)]
-    for seed in range(8):
-        step_both(spread, optimizer, whole, reference, seed)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert same(spread, whole)
-    assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
-
-
-def test_gradients_of_several_contexts() -> None:
-    spread, whole = together(3)
-    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.1)
-    reference = torch.optim.Adam(whole.parameters(), lr=0.1)
-    for start in (0, 4):
-        for seed in range(start, start + 4):
-            with autograd.context() as context:
-                autograd.backward(context, loss_of(spread, seed))
-                if seed < start + 3:
-                    optimizer.accumulate(context)
-                else:
-                    optimizer.step(context)
-        reference.zero_grad()
-        sum(loss_of(whole, seed) for seed in range(start, start + 4)).backward()
-        reference.step()
-    assert same(spread, whole)
 
 
 def test_sparse_gradients() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tests.cluster import Process
+from tests.hosts import Network
 from tests.partitions import checker, member, record
 from tests.partitions.engines import APART, WORKERS, Embedded, Engine, EtcdCluster
-from tests.partitions.hosts import Network
 from tests.partitions.record import Fault, Final
 from tests.partitions.report import line
 
@@ -21,6 +21,12 @@ NAMES = [f"worker{number}" for number in range(WORKERS)]
 WARM = 2.0  # seconds before the first fault
 HEALED = checker.SETTLE + 2.0  # seconds after the last one
 PATIENCE = 90.0  # seconds for a worker to do what it is told
+
+
+def pause(seconds: float) -> None:
+    """Let the group be as it is for a while."""
+    time.sleep(seconds)
+
 
 Pairs = frozenset[tuple[int, int]]
 
@@ -52,7 +58,7 @@ class World(NamedTuple):
         pairs = frozenset(pairs)
         begins = time.monotonic()
         self.network.cut(pairs)
-        time.sleep(seconds)
+        pause(seconds)
         ends = time.monotonic()
         return Fault(begins, ends, self.network.heal(), _names(pairs), frozenset(NAMES[each] for each in away))
 
@@ -79,14 +85,14 @@ def splits(world: World) -> list[Fault]:
     found = []
     for _ in range(8):
         found.append(world.fault(world.silence / 3, _between(NEAR, FAR), FAR))
-        time.sleep(2.0)
+        pause(2.0)
     return found
 
 
 def one_way(world: World) -> list[Fault]:
     """Packets from one member to another are lost, then those of the other direction; both reach the directory."""
     found = [world.fault(3 * world.silence, {(1, 2)}, ())]
-    time.sleep(HEALED)
+    pause(HEALED)
     return [*found, world.fault(3 * world.silence, {(2, 1)}, ())]
 
 
@@ -102,7 +108,7 @@ def loss(seconds: float) -> Case:
     def inject(world: World) -> list[Fault]:
         begins = time.monotonic()
         world.network.lose(20)
-        time.sleep(seconds)
+        pause(seconds)
         ends = time.monotonic()
         return [Fault(begins, ends, world.network.heal())]
 
@@ -116,7 +122,7 @@ def stopped(seconds: float) -> Case:
         pid = world.group[2].pid
         begins = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)
+        pause(seconds)
         evidence = "(stopped)" in pathlib.Path(f"/proc/{pid}/status").read_text()
         ends = time.monotonic()
         os.kill(pid, signal.SIGCONT)
@@ -131,20 +137,20 @@ def server_killed(world: World) -> list[Fault]:
     begins = time.monotonic()
     pairs = _between(NEAR, FAR)
     world.network.cut(pairs)
-    time.sleep(1.0)
+    pause(1.0)
     killed = time.monotonic()
     if isinstance(world.engine, Embedded):
         pid = world.group[0].run(member.server_pid)
         os.kill(pid, signal.SIGKILL)
-        time.sleep(2.0)
+        pause(2.0)
         evidence = world.group[0].run(member.server_pid) != pid
     else:
         restart = world.engine.begin_restart()
-        time.sleep(2.0)
+        pause(2.0)
         restart()
         evidence = True
     restarted = time.monotonic()
-    time.sleep(5 * world.silence)
+    pause(5 * world.silence)
     ends = time.monotonic()
     away = frozenset(NAMES[each] for each in FAR)
     return [Fault(begins, ends, world.network.heal(), _names(pairs), away), Fault(killed, restarted, evidence)]
@@ -157,9 +163,9 @@ def run(world: World, folder: pathlib.Path, name: str, case: Case, delay: float,
         process.begin(member.start, str(folder / NAMES[number]), [each for each in NAMES if each != NAMES[number]])
     for process in world.group:
         process.end(PATIENCE)
-    time.sleep(WARM)
+    pause(WARM)
     faults = case(world)
-    time.sleep(HEALED)
+    pause(HEALED)
     final = _final(world)
     world.all_run(member.finish)
     (folder.parent / f"{folder.name}.faults").write_text(repr((faults, final)))

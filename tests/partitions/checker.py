@@ -7,7 +7,7 @@ did not run it: delays are counted without the pauses of those who were concerne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from tests.partitions.record import (
     CALLED,
@@ -146,13 +146,16 @@ def acknowledged_stays(record: Record) -> Iterator[str]:
 
 def calls_go_on(record: Record, delay: float) -> Iterator[str]:
     """Workers that reach one another can call each other all the time, whether the directory is reached or not."""
-    for caller in record.workers:
-        for callee in record.workers:
-            if caller != callee:
-                for begins, ends in connected(record, caller, callee):
-                    gap, at = longest_gap(record, caller, callee, begins, ends)
-                    if gap > delay:
-                        yield f"{caller} got no answer of {callee} for {gap:.1f} s from {at - record.begins:.1f} s on"
+    for caller, callee, gap, at in gaps_of_calls(record):
+        if gap > delay:
+            yield f"{caller} got no answer of {callee} for {gap:.1f} s from {at - record.begins:.1f} s on"
+
+
+def gaps_of_calls(record: Record) -> Iterator[tuple[str, str, float, float]]:
+    """Yield caller and callee with the longest gap of each time in which they could call, and when that began."""
+    for caller, callee in permutations(record.workers, 2):
+        for begins, ends in connected(record, caller, callee):
+            yield caller, callee, *longest_gap(record, caller, callee, begins, ends)
 
 
 def longest_gap(record: Record, caller: str, callee: str, begins: float, ends: float) -> tuple[float, float]:
@@ -208,17 +211,19 @@ def told_or_back(record: Record) -> Iterator[str]:
             yield f"{worker} is out of the directory and was not told"
         else:
             for other in sorted(members - {worker}):
-                if not _calls_after(record, worker, other):
+                ends = record.healed + SETTLE
+                ends += sum(record.paused(each, record.healed, record.ends) for each in (worker, other))
+                if not any(event.at <= ends for event in calls_after(record, worker, other)):
                     yield f"{worker} does not call {other} within {SETTLE:g} s of healing"
 
 
-def _calls_after(record: Record, caller: str, callee: str) -> bool:
-    ends = record.healed + SETTLE
-    ends += record.paused(caller, record.healed, record.ends) + record.paused(callee, record.healed, record.ends)
-    return any(
-        event.other == callee and not event.outcome and event.began > record.healed and event.at <= ends
+def calls_after(record: Record, caller: str, callee: str) -> list[Event]:
+    """Return the calls that were begun after healing and answered."""
+    return [
+        event
         for event in record.of(CALLED, caller)
-    )
+        if event.other == callee and not event.outcome and event.began > record.healed
+    ]
 
 
 def unreachable_are_dropped(record: Record) -> Iterator[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pathlib
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 
-from tests.partitions.hosts import Network
+from tests.cluster import PATIENCE, wait_until
+from tests.hosts import Network
 
 WORKERS = 5
 APART = WORKERS  # the host without a worker
-PATIENCE = 30.0
 PORT, PEERS = 29560, 29561
 ETCD, REDIS = shutil.which("etcd") or "", shutil.which("redis-server") or ""
 
@@ -36,10 +35,7 @@ class Engine:
     def start(self) -> None:
         for host in self.hosts:
             self._start_on(host)
-        ends = time.monotonic() + PATIENCE
-        while not all(self._listens(host) for host in self.hosts):
-            assert time.monotonic() < ends, f"the servers did not start: see {self._folder}"
-            time.sleep(0.1)
+        wait_until(lambda: all(self._listens(host) for host in self.hosts))
 
     def stop(self) -> None:
         for process in self._processes.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from telegrad._core.directory.directory import ABSENT, DirectoryLost, Entry, Lea
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.worker import current
 from telegrad.errors import TelegradError
+from tests import hosts
 from tests.partitions import record
 from tests.partitions.record import Final, Recorder
 
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 CALLS, ACTS, CLAIMS, WRITES, LOOKS = 0.1, 0.05, 0.5, 0.5, 0.5  # seconds between two of each
 CALL_TIMEOUT = 5.0
 ENDS = 15.0  # seconds for a thread to end: an operation of the directory may take ten
@@ -34,9 +33,7 @@ _threads: list[threading.Thread] = []
 def enter(namespace: str) -> None:
     """Have this process, and all that it starts, be on a host."""
     torch.set_num_threads(1)
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), "setns")
+    hosts.enter(namespace)
 
 
 def join(number: int, url: str, address: str, silence: float) -> None:

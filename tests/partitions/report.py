@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.partitions.checker import Record, connected, longest_gap
-from tests.partitions.record import CALLED, SAW
+from tests.partitions.checker import Record, calls_after, gaps_of_calls
+from tests.partitions.record import SAW
 
 
 def line(record: Record, name: str) -> str:
@@ -11,38 +11,20 @@ def line(record: Record, name: str) -> str:
     healed = record.healed
     told = [at - healed for at in record.told.values()]
     back = [
-        min(found)
+        min(event.at for event in found) - healed
         for worker in record.final.members
         for other in record.final.members - {worker}
-        if (found := _calls_after(record, worker, other))
+        if (found := calls_after(record, worker, other))
     ]
+    longest = max((gap for _, _, gap, _ in gaps_of_calls(record)), default=0.0)
     evidence = sum(fault.evidence for fault in record.faults)
     return (
-        f"{name}: {evidence} packets or processes hit; longest gap of connected workers {_longest(record):.2f} s; "
+        f"{name}: {evidence} packets or processes hit; longest gap of connected workers {longest:.2f} s; "
         f"dropped after {_seconds(_dropped(record))}; told {_seconds(told)} after healing; "
         f"calls again {_seconds(back)} after healing; paused at most "
         f"{max(map(record.longest_pause, record.workers)):.2f} s; no answer of the directory for at most "
         f"{record.longest_wait():.2f} s; members at the end {len(record.final.members)}"
     )
-
-
-def _longest(record: Record) -> float:
-    gaps = [
-        longest_gap(record, caller, callee, begins, ends)[0]
-        for caller in record.workers
-        for callee in record.workers
-        if caller != callee
-        for begins, ends in connected(record, caller, callee)
-    ]
-    return max(gaps, default=0.0)
-
-
-def _calls_after(record: Record, caller: str, callee: str) -> list[float]:
-    return [
-        event.at - record.healed
-        for event in record.of(CALLED, caller)
-        if event.other == callee and not event.outcome and event.began > record.healed
-    ]
 
 
 def _dropped(record: Record) -> list[float]:

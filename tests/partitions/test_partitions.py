@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import processes
+from tests.hosts import network
 from tests.partitions import cases, member
 from tests.partitions.cases import World
 from tests.partitions.engines import APART, ENGINES, WORKERS
-from tests.partitions.hosts import network
 
 SILENCE, DEFAULT_SILENCE = 3.0, 10.0  # seconds, the option
 DELAY = 2.0  # seconds between two answered calls; a tenth as a rule, but the machine may be busy
@@ -51,7 +51,7 @@ def world_on(engine: str, silence: float, folder: pathlib.Path) -> Iterator[Worl
     kind = ENGINES[engine]
     if kind.missing:
         pytest.skip(kind.missing)
-    with network(APART + 1) as hosts, processes(WORKERS) as group:
+    with network(APART + 1, "nft") as hosts, processes(WORKERS) as group:
         directory = kind(hosts, folder)
         try:
             directory.start()

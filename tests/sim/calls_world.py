@@ -33,7 +33,7 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor import lazy_link
 from telegrad._core.wire.messages import BYE, CALL, CANCEL, HAS_REFERENCES, NOTICE, RESULT, Message
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable, ShutDown
-from tests.sim.fibers import Fibers
+from tests.sim.fibers import Fibers, Lock
 
 MOST_ACTS = 3000
 APART = "a copy"
@@ -57,29 +57,6 @@ class Call(PendingCall):
         queue = self.peer.connection._queue
         self.was_queued = self.was_queued or any(call is self for _, call in queue)
         super().send_cancel()
-
-
-class Lock:
-    """Another fiber may go on before it is taken, and after it was given back."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
-        self._is_held = False
-
-    def __enter__(self) -> None:
-        self._step()
-        while self._is_held:
-            fibers.suspend()
-        self._is_held = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_held = False
-        self._step()
-
-    def _is_owned(self) -> bool:
-        return self._is_held
-
-    acquire, release = __enter__, __exit__
 
 
 class Link:
@@ -133,7 +110,7 @@ class World:
             connect_to=lambda _: self.connect(),
             peer_lost=lambda *_: self.lose(),
         )
-        with patch.object(peer, "Lock", lambda: Lock(self.step)):
+        with patch.object(peer, "Lock", lambda: Lock(fibers, self.step)):
             self.peer = peer.Peer(Member("w1", 1, "", "", "", "", ("", 0)), None, False, host)  # type: ignore[arg-type]
 
     # The scheduler
@@ -158,7 +135,7 @@ class World:
         closes_at = self.chance.randint(0, 200) if self.chance.random() < 0.3 else -1
         self.jobs += [partial(self.caller, number) for number in range(self.chance.randint(1, 4))]
         for count in range(MOST_ACTS):
-            suspended = [*fibers._suspended]
+            suspended = fibers.suspended
             acts = len(suspended) + len(self.jobs)
             if not acts and not self.peer.calls.in_flight:
                 return

@@ -48,7 +48,7 @@ class Stopped(threading.Event):
         self._worker = worker
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._worker.sleep(timeout or 0.0)
+        self._worker.pause(timeout or 0.0)
         return self.is_set()
 
 
@@ -151,7 +151,7 @@ class Worker:
                 self.group.leave()
                 if world.is_calm and world.random.random() < 0.2:
                     self.die()
-                self.sleep(world.random.uniform(0.0, 1.0))
+                self.pause(world.random.uniform(0.0, 1.0))
             except LifeOver as error:
                 world.note(f"{self} may have joined: {error}")
                 world.count("LifeOver")
@@ -188,13 +188,13 @@ class Worker:
             self.world.check_decided(self, change)
         tell(change)
 
-    def sleep(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         self.world.after(seconds, self.world.resume, fibers.check(), self)
         fibers.suspend()
 
     def knock(self, member: Member) -> bool | None:
         """See whether a worker lives; slow, and wrong in some worlds."""
-        self.sleep(self.world.random.choice((0.0, 0.0, 0.5, 2.0)))
+        self.pause(self.world.random.choice((0.0, 0.0, 0.5, 2.0)))
         return self.world.knock(self, member)
 
     # Steps
@@ -270,7 +270,7 @@ class Worker:
                 with contextlib.suppress(DirectoryLost):
                     self.group.registry.release(name, claim)
                     return
-                self.sleep(self.world.random.uniform(0.0, 3.0))
+                self.pause(self.world.random.uniform(0.0, 3.0))
 
     def refresh(self) -> None:
         with contextlib.suppress(DirectoryLost):

@@ -79,6 +79,10 @@ class Fibers:
             raise Killed
         return fiber
 
+    @property
+    def suspended(self) -> list[Fiber]:
+        return [*self._suspended]
+
     def kill_all(self) -> None:
         """End all acts that have suspended themselves."""
         for fiber in list(self._suspended):
@@ -99,3 +103,26 @@ class Fibers:
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+
+class Lock:
+    """A lock of the code that is simulated: `step` runs before it is taken and after it was given back."""
+
+    def __init__(self, fibers: Fibers, step: Callable[[], None]) -> None:
+        self._fibers, self._step = fibers, step
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        self._step()
+        while self._is_held:
+            self._fibers.suspend()
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+        self._step()
+
+    def _is_owned(self) -> bool:
+        return self._is_held
+
+    acquire, release = __enter__, __exit__

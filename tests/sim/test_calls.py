@@ -18,6 +18,7 @@ from telegrad._core.reactor import lazy_link
 from telegrad._core.reactor.lazy_link import LazyLink
 from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
 from telegrad.errors import PeerError
+from tests.seeds import run_each
 from tests.sim import calls_world
 from tests.sim.calls_world import World
 
@@ -26,11 +27,7 @@ AT_NIGHT = 20_000
 
 
 def run(seeds: range) -> None:
-    for seed in seeds:
-        try:
-            World(seed).run()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    run_each(seeds, lambda seed: World(seed).run())
 
 
 def test_each_call_ends_once() -> None:
@@ -107,7 +104,7 @@ WRONG: list[tuple[Any, str, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("target", "name", "wrong"), WRONG, ids=[f"{wrong.__name__}" for _, _, wrong in WRONG])
 def test_what_is_wrong_is_found(target: Any, name: str, wrong: Callable[..., Any]) -> None:
-    with patch.object(target, name, wrong), pytest.raises(AssertionError, match="seed"):
+    with patch.object(target, name, wrong), pytest.raises(AssertionError, match="SEED"):
         run(range(SEEDS))
 
 

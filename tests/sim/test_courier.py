@@ -1,4 +1,4 @@
-"""Letters arrive once each, whatever the network does with the batches."""
+"""Letters arrive once each, whatever the network does with the batches; and what letters about references name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
+from telegrad._core.references.control_messages import number
 
+from telegrad._core.membership.members import Identity
+from telegrad._core.references import key_of
 from telegrad._core.references.delivery import (
     ACKNOWLEDGE_WITHIN,
     MOST_REMEMBERED,
@@ -96,9 +99,9 @@ def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
         assert courier.receive("x", Batch(1, ["b"], []), 0.0) == ["b"] * (not turn)
         courier.bury("x")
         assert not courier._lines
-    for number in range(MOST_REMEMBERED + 8):
-        courier.post(f"w{number}", "a")
-        courier.bury(f"w{number}")
+    for worker in range(MOST_REMEMBERED + 8):
+        courier.post(f"w{worker}", "a")
+        courier.bury(f"w{worker}")
     assert not courier._lines
     assert len(courier._buried) == MOST_REMEMBERED
 
@@ -147,3 +150,14 @@ def test_each_letter_arrives_once(events: list[tuple[int, str]]) -> None:
         for _, batch in receiver.outgoing(now + 1):
             sender.receive("r", batch, now)
     assert sorted(received) == list(range(posted))
+
+
+def test_a_worker_that_comes_later_under_the_same_name_is_another() -> None:
+    first, second = Identity("ps", 0, "one"), Identity("ps", 0, "two")
+    assert key_of(first) != key_of(second)
+    assert key_of(first) == key_of(Identity("ps", 0, "one"))
+
+
+def test_people_read_the_name_and_the_number() -> None:
+    assert number((key_of(Identity("ps", 0, "one")), 12)) == "ps/12"
+    assert number((key_of(Identity("a#b", 0, "one")), 3)) == "a#b/3"  # whatever the name looks like

@@ -5,7 +5,6 @@ A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +22,9 @@ from telegrad._core.membership.shutdown_barrier import (
     Quiet,
     ShutdownBarrier,
 )
+from tests.seeds import run_each
 
-SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
+SEEDS = range(2000)
 
 
 class World:
@@ -190,11 +190,7 @@ class World:
 @pytest.mark.parametrize("breaks", [False, True], ids=["all arrives", "some is lost"])
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
 def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool) -> None:
-    for seed in SEEDS:
-        try:
-            World(seed, deaths, breaks).run()
-        except AssertionError as error:
-            raise AssertionError(f"SEED={seed} {error}") from error
+    run_each(SEEDS, lambda seed: World(seed, deaths, breaks).run())
 
 
 class AsksNotAgain(ShutdownBarrier):
@@ -211,15 +207,10 @@ class AsksThoseThatHaveLeft(ShutdownBarrier):
         return self._ask_all()
 
 
-def run_all(make: type[ShutdownBarrier]) -> None:
-    for seed in range(2000):
-        World(seed, False, True, make).run()
-
-
 @pytest.mark.parametrize("broken", [AsksNotAgain, AsksThoseThatHaveLeft])
 def test_a_machine_that_is_wrong_is_found_out(broken: type[ShutdownBarrier]) -> None:
     with pytest.raises(AssertionError, match=r"no end|stuck"):
-        run_all(broken)
+        run_each(SEEDS, lambda seed: World(seed, False, True, broken).run())
 
 
 def test_two_rounds_where_nothing_happens() -> None:

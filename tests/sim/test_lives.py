@@ -5,7 +5,6 @@ A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_
 
 from __future__ import annotations
 
-import os
 from math import inf
 from typing import Any
 
@@ -22,20 +21,15 @@ from telegrad._core.rpc.retry_queue import (
     backoff,
     should_retry,
 )
-from tests.sim.lives_world import Asked, Life, Run, Side, World
+from tests.seeds import run_each
+from tests.sim.lives_world import Asked, Life, World
 
 SEEDS = range(1000)
 AT_NIGHT = range(1000, 101_000)
 
 
 def run(seeds: range, world: type[World] = World, **kinds: Any) -> None:
-    if "TELEGRAD_SEED" in os.environ:
-        seeds = range(int(os.environ["TELEGRAD_SEED"]), int(os.environ["TELEGRAD_SEED"]) + 1)
-    for seed in seeds:
-        try:
-            world(seed, **kinds).run()
-        except AssertionError as error:
-            raise AssertionError(f"SEED={seed} {error}") from error
+    run_each(seeds, lambda seed: world(seed, **kinds).run())
 
 
 def test_no_life_gets_what_was_meant_for_another() -> None:
@@ -55,13 +49,6 @@ class OpensToAnybody(World):
         return self.doors.get(wanted.place)
 
 
-class NotesTooLate(World):
-    """What was looked up before a name was forgotten is noted after it."""
-
-    def note(self, names: dict[str, Side], to: str, side: Side) -> None:
-        self.names[to] = side
-
-
 class KeepsNames(World):
     """A life that was struck out goes on being called by its name, as long as it lives."""
 
@@ -74,24 +61,6 @@ class RepeatsAnything(World):
 
     def goes_on(self, asked: Asked, failure: Failure) -> bool:
         return super().goes_on(asked, failure) or (failure is Failure.MAY_HAVE_RUN and asked.policy.waits)
-
-
-class NeverWaits(World):
-    """A call fails at once if its worker is not there."""
-
-    def goes_on(self, asked: Asked, failure: Failure) -> bool:
-        return failure is not Failure.NOT_RUN and super().goes_on(asked, failure)
-
-
-class HasAnotherNumberEachTime(World):
-    """The callee cannot know that it is the same call."""
-
-    def number(self, asked: Asked) -> int:
-        return 1000 * asked.number + self.chance.randrange(1000)
-
-    def finish(self, life: Life, attempt: Any, run: Run) -> None:
-        run.done = True
-        self.answer(run)
 
 
 class AppliesToAnyLife(World):
@@ -157,27 +126,17 @@ class ForgetsTooEarly(IdempotencyTable):
         return super().expire(inf)
 
 
-WRONG_WORLDS = [OpensToAnybody, NotesTooLate, KeepsNames, RepeatsAnything, NeverWaits, HasAnotherNumberEachTime]
-WRONG_QUEUES = [AttemptsOnce, ForgetsThoseThatPause, MakesOneTwice]
-WRONG_TABLES = [ForgetsAtOnce, ForgetsCallsThatRun, ForgetsTooEarly]
+WRONG = {
+    "world": [OpensToAnybody, KeepsNames, RepeatsAnything, AppliesToAnyLife],
+    "queue": [AttemptsOnce, ForgetsThoseThatPause, MakesOneTwice],
+    "table": [ForgetsAtOnce, ForgetsCallsThatRun, ForgetsTooEarly],
+}
 
 
-@pytest.mark.parametrize("wrong", [*WRONG_WORLDS, AppliesToAnyLife])
-def test_a_wrong_world_is_found(wrong: type[World]) -> None:
+@pytest.mark.parametrize(("part", "wrong"), [(part, wrong) for part, all_ in WRONG.items() for wrong in all_])
+def test_what_is_wrong_is_found(part: str, wrong: Any) -> None:
     with pytest.raises(AssertionError, match="SEED"):
-        run(SEEDS, wrong)
-
-
-@pytest.mark.parametrize("wrong", WRONG_QUEUES)
-def test_a_wrong_queue_is_found(wrong: type[RetryQueue[Asked]]) -> None:
-    with pytest.raises(AssertionError, match="SEED"):
-        run(SEEDS, queue=wrong)
-
-
-@pytest.mark.parametrize("wrong", WRONG_TABLES)
-def test_a_wrong_table_is_found(wrong: type[IdempotencyTable]) -> None:
-    with pytest.raises(AssertionError, match="SEED"):
-        run(SEEDS, table=wrong)
+        run(SEEDS, **{part: wrong})
 
 
 # One by one

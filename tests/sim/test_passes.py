@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.pass_parts import LocalPart
 from telegrad.autograd.passes import Driver, LeftOut, PassSpec
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from tests.seeds import ONLY, run_each
 
 ONE = torch.ones(1)
-SEED = os.environ.get("TELEGRAD_SEED")
-SEEDS = [int(SEED)] if SEED else range(300)
-MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_300)
+SEEDS = range(300)
+MANY_SEEDS = range(300, 10_300)
 
 
 ages = count()
@@ -302,23 +301,13 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def run_seeds(seeds: list[int] | range) -> int:
-    asked = 0
-    for seed in seeds:
-        try:
-            asked += run_seed(seed).driver.marked
-        except Exception as error:
-            raise AssertionError(f"SEED={seed} {error!r}") from error
-    return asked
-
-
 def test_any_graph() -> None:
-    assert run_seeds(SEEDS) or SEED
+    assert sum(world.driver.marked for world in run_each(SEEDS, run_seed)) or ONLY
 
 
 @pytest.mark.nightly
 def test_ten_thousand_graphs() -> None:
-    run_seeds(MANY_SEEDS)
+    run_each(MANY_SEEDS, lambda seed: run_seed(seed).driver.marked)
 
 
 def test_nothing_is_asked_where_all_takes_part() -> None:
@@ -351,29 +340,6 @@ def is_partly_used(world: World) -> bool:
     return not all(node in reachable for node in world.sources)
 
 
-def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(driver: Driver) -> list[Any]:
-        driver.state = passes.ENDED
-        return []
-
-    monkeypatch.setattr(Driver, "_quiet", end)
-    with pytest.raises(AssertionError, match="SEED="):
-        run_seeds(range(50))
-
-
-@pytest.mark.parametrize(
-    "through",
-    [lambda part: True, lambda part: not part._runner.starved],
-    ids=["for nothing", "for what can still come"],
-)
-def test_the_simulation_finds_riders_that_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch, through: Callable[[LocalPart], bool]
-) -> None:
-    monkeypatch.setattr(LocalPart, "through", property(through))
-    with pytest.raises(AssertionError, match=r"SEED=.*rider"):
-        run_seeds(range(50))
-
-
 def test_a_rider_waits_for_other_passes_of_the_context() -> None:
     first, second = (ridden_world(number) for number in (1, 2))
     one, other = first.parts["0"], second.parts["0"]
@@ -403,21 +369,29 @@ def ridden_world(seed: int) -> World:
     return World(seed, 1, 0)
 
 
-def test_the_simulation_finds_marks_that_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GraphSchedule.mark
-    monkeypatch.setattr(GraphSchedule, "mark", lambda self, starts: original(self, starts)[:1])
-    with pytest.raises(AssertionError, match="SEED="):
-        run_seeds(range(50))
+def end(driver: Driver) -> list[Any]:
+    driver.state = passes.ENDED
+    return []
 
 
-def test_the_simulation_finds_reports_that_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Outbox.key
+def forget(outbox: Outbox, worker: str) -> tuple[str, int]:
+    key = key_of(outbox, worker)
+    outbox._sent.pop()
+    return key
 
-    def forgetful(self: Outbox, worker: str) -> tuple[str, int]:
-        key = original(self, worker)
-        self._sent.pop()
-        return key
 
-    monkeypatch.setattr(Outbox, "key", forgetful)
-    with pytest.raises(AssertionError, match="SEED="):
-        run_seeds(range(50))
+mark, key_of = GraphSchedule.mark, Outbox.key
+WRONG: dict[str, tuple[Any, str, Any]] = {
+    "a driver that does not ask": (Driver, "_quiet", end),
+    "riders that wait for nothing": (LocalPart, "through", property(lambda part: True)),
+    "riders that wait for what can still come": (LocalPart, "through", property(lambda part: not part._runner.starved)),
+    "marks that stop": (GraphSchedule, "mark", lambda schedule, starts: mark(schedule, starts)[:1]),
+    "reports that forget": (Outbox, "key", forget),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*WRONG[name])
+    with pytest.raises(AssertionError, match="SEED=.*rider" if name.startswith("riders") else "SEED="):
+        run_each(range(50), run_seed)

@@ -5,7 +5,6 @@ A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +24,9 @@ from telegrad._core.membership.generation_steps import (
     Move,
     StepReport,
 )
+from tests.seeds import run_each
 
-SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
+SEEDS = range(2000)
 MOST_STEPS = 4
 
 
@@ -193,12 +193,7 @@ class World:
 
 @pytest.mark.parametrize("faults", [False, True])
 def test_all_hear_the_same(faults: bool) -> None:
-    for seed in SEEDS:
-        try:
-            World(seed, faults).run()
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
+    run_each(SEEDS, lambda seed: World(seed, faults).run())
 
 
 def test_who_waits_for_nobody_any_more() -> None:
@@ -224,12 +219,7 @@ def test_who_leads_goes_on_without_those_who_do_not_come() -> None:
 
 @pytest.mark.nightly
 def test_many_more() -> None:
-    for seed in range(len(SEEDS), 100_000):
-        try:
-            World(seed, True).run()
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
+    run_each(range(len(SEEDS), 100_000), lambda seed: World(seed, True).run())
 
 
 class WithoutReminders(GenerationBarrier):
@@ -271,12 +261,7 @@ class Silent(GenerationBarrier):
         return [each for each in super()._on_standing(sender, message) if not isinstance(each[1], Move)]
 
 
-def run_all(make: type[GenerationBarrier]) -> None:
-    for seed in range(2000):
-        World(seed, True, make).run()
-
-
 @pytest.mark.parametrize("broken", [WithoutReminders, WithoutEntry, Hasty, Forgetful, Silent])
 def test_a_machine_that_is_wrong_is_found_out(broken: type[GenerationBarrier]) -> None:
     with pytest.raises(AssertionError):
-        run_all(broken)
+        run_each(SEEDS, lambda seed: World(seed, True, broken).run())

@@ -15,9 +15,9 @@ A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +33,10 @@ from telegrad.weights.transfer import (
     VersionOpened,
     WeightPiece,
 )
+from tests.seeds import run_each
 
-SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
-NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)
+SEEDS = range(2_000)
+NIGHTLY = range(2_000, 100_000)
 KEEP = 3
 WRITTEN = -1  # in the place of a version's number: its user has written there
 PUBLISHER = EndpointAddress("learner", "learner", 0)
@@ -305,22 +306,21 @@ class World:
         raise AssertionError(f"W5: no end: {[(reader.party, reader.taken) for reader in self.readers.values()]}")
 
 
-def run(seeds: Any, faults: bool) -> None:
-    for seed in seeds:
-        world = World(seed, faults)
-        try:
-            world.run()
-        except Exception as error:
-            story = "\n".join(world.log[-60:])
-            raise AssertionError(f"SEED={seed} {type(error).__name__}: {error}\n{story}") from error
+def run(seed: int, faults: bool) -> None:
+    world = World(seed, faults)
+    try:
+        world.run()
+    except Exception as error:
+        story = "\n".join(world.log[-60:])
+        raise AssertionError(f"{type(error).__name__}: {error}\n{story}") from error
 
 
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_readers_get_whole_versions(faults: bool) -> None:
-    run(SEEDS, faults)
+    run_each(SEEDS, partial(run, faults=faults))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_many_schedules() -> None:
-    run(NIGHTLY, faults=True)
+    run_each(NIGHTLY, partial(run, faults=True))

@@ -7,8 +7,6 @@ import errno
 import os
 import pathlib
 import socket
-import time
-from collections.abc import Callable
 
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.handshake import Initiator
@@ -45,15 +43,6 @@ def wait_closed(sock: socket.socket, patience: float = PATIENCE) -> bytes:
         while data := sock.recv(4096):
             heard += data
     return heard
-
-
-def eventually(condition: Callable[[], bool], patience: float = 10.0) -> bool:
-    end = time.monotonic() + patience
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def descriptors() -> int:

@@ -20,7 +20,8 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.transport.listener import Listener
 from telegrad._core.transport.poller import READ, Poller
-from tests.strangers.door import HAS_PROC, eventually
+from tests.cluster import wait_until
+from tests.strangers.door import HAS_PROC
 
 KEY = Keyring([b"the key of the group"])
 ME = Hello("w0", 0, "x", "")
@@ -212,7 +213,7 @@ def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors: Doors, l
     with doors.knock() as sock:
         sock.sendall(b"\0\0")
         doors.tick()
-        assert eventually(lambda: doors.look(0.01) and any("an invalid message" in line for line in lines))
+        wait_until(lambda: doors.look(0.01) and any("an invalid message" in line for line in lines))
 
 
 @contextlib.contextmanager

@@ -20,13 +20,12 @@ from telegrad._core.security.handshake import MOST_LINES, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents
+from tests.cluster import agents, wait_until
 from tests.strangers.door import (
     HAS_PROC,
     LATE,
     begin_to_knock,
     descriptors,
-    eventually,
     knock,
     resident,
     say,
@@ -65,8 +64,8 @@ def given_back() -> Iterator[None]:
     gc.collect()
     memory, files, threads = resident(), descriptors(), threading.active_count()
     yield
-    assert eventually(lambda: descriptors() <= files), f"{descriptors() - files} descriptors are left"
-    assert eventually(lambda: threading.active_count() <= threads + 1)
+    wait_until(lambda: descriptors() <= files)
+    wait_until(lambda: threading.active_count() <= threads + 1)
     assert resident() - memory < 32 * MEGABYTE
 
 

@@ -7,7 +7,6 @@ a child process of the user nobody, and report what succeeded.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import operator
 import os
 import pathlib
@@ -26,8 +25,8 @@ from telegrad._core.membership.members import Member
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.worker.worker import Worker
-from tests.chaos.test_hosts import ip, why_not
 from tests.cluster import agents, sealed
+from tests.hosts import enter, ip, why_not
 from tests.other_user import become_nobody, is_root
 from tests.strangers.door import wait_closed
 
@@ -35,7 +34,6 @@ HERE, THERE = (f"10.{213 + os.getpid() % 8}.{os.getpid() // 8 % 256}.{end}" for 
 SOON = 20.0  # seconds
 SECRET = "the key of the group, that is long"
 FEW = 30  # garbage
-CLONE_NEWNET = 0x40000000
 
 pytestmark = pytest.mark.skipif(not is_root(), reason="only root can be another user, or make a network namespace")
 
@@ -87,13 +85,6 @@ def by_another_user(attack: Callable[[], list[str]], namespace: str = "") -> lis
     os.waitpid(pid, 0)
     found: list[str] = cloudpickle.loads(told)
     return found
-
-
-def enter(namespace: str) -> None:
-    """Enter a network namespace, which Python can only do since 3.12."""
-    with open(f"/run/netns/{namespace}") as there:
-        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def own_ports() -> set[int]:

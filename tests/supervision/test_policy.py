@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections import Counter
 from math import inf
 from typing import Any
 
@@ -33,9 +31,9 @@ from telegrad.launch.policy import (
     SendSignal,
     StartProcess,
 )
+from tests.seeds import ONLY, run_each
 
 GRACE = 10.0
-SEED = os.environ.get("TELEGRAD_SEED")
 
 
 def policy(*roles: Role) -> Policy:
@@ -327,16 +325,13 @@ class World:
         assert lately <= role.restarts + 1, "more often than it may"
 
 
+def code_of(seed: int) -> int | None:
+    world = World(seed)
+    world.run()
+    return world.group.code
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_random_lives(part: int) -> None:
-    seeds = [int(SEED)] if SEED else range(part * 500, (part + 1) * 500)
-    codes: Counter[int | None] = Counter()
-    for seed in seeds:
-        world = World(seed)
-        try:
-            world.run()
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
-        codes[world.group.code] += 1
-    assert SEED or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= set(codes)
+    codes = set(run_each(range(part * 500, (part + 1) * 500), code_of))
+    assert ONLY or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= codes

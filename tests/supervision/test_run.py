@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.cluster import PATIENCE
+from tests import test_local
+from tests.cluster import PATIENCE, is_over, wait_until
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
 
@@ -71,21 +72,6 @@ def launch(tmp_path: pathlib.Path) -> Iterator[Launch]:
         run.process.stdout.close()
 
 
-def lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_output_of_many_is_merged_and_kept(launch: Launch) -> None:
     script = 'echo out $TELEGRAD_NAME {number} $EXTRA; printf "no end of $TELEGRAD_NAME" >&2'
     run = launch("--role", "a", "--count", "20", "--env", "EXTRA={name}!", "--", "sh", "-c", script)
@@ -122,10 +108,7 @@ def test_a_worker_that_has_printed_nothing_has_no_last_lines(launch: Launch) -> 
 
 # What a worker does before it has joined, how its end is called, and the last line that it prints.
 DEATHS: dict[str, tuple[str, str, str]] = {
-    "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),
-    "raises": ("raise ValueError('a bug')", "exit code 1", "ValueError: a bug"),
-    "exits": ("import sys; print('oh', file=sys.stderr); sys.exit(3)", "exit code 3", "oh"),
-    "killed": ("import os; print('so far', flush=True); os.kill(os.getpid(), 9)", "signal SIGKILL", "so far"),
+    **{how: test_local.DEATHS[how] for how in ("import", "raises", "exits with a code", "killed")},
     "another key": (
         "from telegrad import rpc; rpc.init_rpc(rpc_backend_options=rpc.TelegradOptions(key='another key' * 2))",
         "exit code 1",
@@ -210,9 +193,9 @@ def test_all_end_with_a_supervisor_that_is_killed(launch: Launch) -> None:
     script = "echo pid $$; sh -c 'echo pid $$; trap \"\" TERM HUP; while true; do sleep 0.1; done'"
     run = launch("--count", "2", "--", "sh", "-c", script)
     pids = [int(run.wait_for("pid").split()[-1]) for _ in range(4)]
-    assert all(map(lives, pids))
+    assert not any(map(is_over, pids))
     run.send(signal.SIGKILL)
-    wait_until(lambda: not any(map(lives, pids)))
+    wait_until(lambda: all(map(is_over, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -220,7 +203,7 @@ def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
     run = launch("--count", "1", "--", "sh", "-c", "sleep 600 & echo pid $!")
     pid = int(run.wait_for("pid").split()[-1])
     assert run.end()[0] == 0
-    wait_until(lambda: not lives(pid))
+    wait_until(lambda: is_over(pid))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no setsid")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import time
 
 import pytest
 
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, wait_until
 from tests.supervision.test_run import Launch, Run, launch
 
 __all__ = ["launch"]
@@ -28,13 +27,13 @@ rpc.serve()
 """
 
 
-def children(run: Run) -> dict[int, str]:
-    """The processes that it has started, and their command lines."""
+def children(process: int) -> dict[int, str]:
+    """The processes that one has started, and their command lines."""
     found = {}
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == run.process.pid:
+            if parent == process:
                 found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
@@ -43,14 +42,13 @@ def children(run: Run) -> dict[int, str]:
 
 def pids_joined(run: Run, count: int) -> set[int]:
     """Wait until so many processes have said that all have joined."""
-    until = time.monotonic() + PATIENT
-    while True:
+
+    def found() -> set[int]:
         logs = [path.read_text() for path in (run.folder / "logs" / "latest").glob("a*.log")]
-        found = {int(line.split()[-1]) for log in logs for line in log.splitlines() if "all joined" in line}
-        if len(found) >= count:
-            return found
-        assert time.monotonic() < until, logs
-        time.sleep(0.1)
+        return {int(line.split()[-1]) for log in logs for line in log.splitlines() if "all joined" in line}
+
+    wait_until(lambda: len(found()) >= count, PATIENT)
+    return found()
 
 
 @pytest.mark.parametrize("with_server", [False, True])
@@ -61,11 +59,9 @@ def test_it_is_started_again_and_workers_that_come_back_find_their_group(
     run = launch("--role", "a", "--count", "2", "--", "worker.py")
     run.wait_for("the group meets at")
     workers = pids_joined(run, 2)
-    (keeper,) = [pid for pid, command in children(run).items() if "storekeeper" in command]
+    (keeper,) = [pid for pid, command in children(run.process.pid).items() if "storekeeper" in command]
     servers = [
-        int(path.parent.name)
-        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
-        if b"telegrad._core.directory.directory_server" in path.read_bytes() and parent_of(path.parent) == keeper
+        pid for pid, command in children(keeper).items() if "telegrad._core.directory.directory_server" in command
     ]
     os.kill(keeper, signal.SIGKILL)
     for server in servers if with_server else ():
@@ -76,7 +72,3 @@ def test_it_is_started_again_and_workers_that_come_back_find_their_group(
     assert len(pids_joined(run, 4)) == 4
     run.send(signal.SIGTERM)
     run.end(PATIENT)
-
-
-def parent_of(process: pathlib.Path) -> int:
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1])

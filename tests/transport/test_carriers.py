@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,12 +20,12 @@ from telegrad._core.transport.connect import Target, connect
 from telegrad._core.transport.listener import Listener
 from telegrad._core.transport.poller import Poller
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
+from tests.other_user import NOBODY, as_nobody, is_root
 from tests.strangers.door import wait_closed
 from tests.transport.test_tls import Authority
 
 RING = Keyring([b"the key of the group"])
 A, B = Hello("w0", 0, "incarnation of a", ""), Hello("w1", 1, "incarnation of b", "")
-NOBODY = 65534
 
 # Unix sockets, of this user only
 
@@ -117,51 +116,37 @@ def test_another_user_at_the_unix_socket_is_refused(
     assert door.accepted == []
 
 
-AS_CLIENT = """
-import socket, sys
-sock = socket.socket(socket.AF_UNIX)
-sock.connect("\\0" + sys.argv[1])
-sys.stdout.buffer.write(sock.recv(4096) + sock.recv(4096))
-"""
-AS_SERVER = """
-import socket, sys
-door = socket.socket(socket.AF_UNIX)
-door.bind("\\0" + sys.argv[1])
-door.listen()
-print("listens", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def nobody(program: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of another user."""
-    command = ["/usr/bin/env", "python3", "-I", "-S", "-c", program, name]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/"
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @needs_unix
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(not is_root(), reason="only root can be another user")
 def test_a_process_of_another_user_is_refused_and_not_believed(door: Door) -> None:
-    with nobody(AS_CLIENT, door.listener.unix) as process:
-        assert process.stdout is not None
-        assert process.stdout.read().endswith(b"Ruser")
-    assert door.accepted == []
-    name = f"telegrad-{os.urandom(8).hex()}"
-    with nobody(AS_SERVER, name) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"listens\n"
+    def knock() -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(unix_address(door.listener.unix))
+            assert wait_closed(sock).endswith(b"Ruser")
+
+    name, (reading, writing) = f"telegrad-{os.urandom(8).hex()}", os.pipe()
+
+    def listen() -> None:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(unix_address(name))
+        listening.listen()
+        if not os.fork():  # which has the socket, and goes on
+            os.read(reading, 1)
+            os._exit(0)
+
+    try:
+        as_nobody(knock)
+        assert door.accepted == []
+        as_nobody(listen)
         channel = connect(door.target(name), RING, A, None, "auto", 10.0, 0.0)
         channel.sock.close()
         assert channel.ciphers is not None
         with pytest.raises(AuthenticationFailed, match=f"uid {NOBODY}"):
             connect(door.target(name), RING, A, None, "unix", 10.0, 0.0)
+    finally:
+        os.write(writing, b"x")
+        os.close(reading)
+        os.close(writing)
 
 
 # TLS

@@ -1,17 +1,18 @@
-"""A connection that the other end closes at some point of the handshake, as when a worker is killed."""
+"""How connections come about: their options, full queues, and ends that the other one closes at some point."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
+import sys
 import threading
 
 import pytest
 
 from telegrad._core.security.handshake import UNIX, Acceptor, Hello, StreamId
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.sockets import HAS_UNIX, unix_address
+from telegrad._core.sockets import HAS_UNIX, tune_tcp, unix_address
 from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import HandshakeError, PeerUnreachable
 from tests.cluster import PATIENCE, in_threads, wait_until
@@ -77,3 +78,24 @@ def test_a_full_queue_of_a_unix_socket_is_waited_for(monkeypatch: pytest.MonkeyP
     channel, _ = in_threads(lambda: connect(target, keys, ME, None, "auto", PATIENCE, 0.0), serve)
     assert channel.shared
     channel.sock.close()
+
+
+LINEAR, LONGEST = 16, 44  # TCP_THIN_LINEAR_TIMEOUTS; TCP_RTO_MAX_MS, since Linux 6.15
+
+
+def setting(sock: socket.socket, number: int) -> int | None:
+    """Return the setting, None where this kernel has no such option."""
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, number)
+    except OSError:
+        return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
+@pytest.mark.parametrize("silence", [0.0, 10.0])
+def test_what_is_lost_is_sent_again_soon(silence: float) -> None:
+    with socket.socket() as sock:
+        has_longest = setting(sock, LONGEST) is not None
+        tune_tcp(sock, silence)
+        assert setting(sock, LINEAR) == 1
+        assert setting(sock, LONGEST) == (1000 if has_longest else None)

@@ -7,13 +7,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from telegrad._core.processes import STOPPED, Stops, state_of
 from telegrad._core.transport.silence import Silence
+from tests.cluster import wait_until
 
 LIMIT = 10.0
 
@@ -77,8 +77,7 @@ def test_a_process_that_has_run_since_the_last_look_does_not_stand_still() -> No
             assert [stops.look(), stops.look()] == [True, True]
             used = _used(busy.pid)
             os.kill(busy.pid, signal.SIGCONT)
-            while _used(busy.pid) == used:
-                time.sleep(0.01)
+            wait_until(lambda: _used(busy.pid) != used)
             _stop(busy.pid)
             assert [stops.look(), stops.look()] == [False, True]
         finally:
@@ -88,8 +87,7 @@ def test_a_process_that_has_run_since_the_last_look_does_not_stand_still() -> No
 
 def _stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    while (found := state_of(pid)) is not None and found[0] not in STOPPED:
-        time.sleep(0.01)
+    wait_until(lambda: (found := state_of(pid)) is None or found[0] in STOPPED)
 
 
 def _used(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import pathlib
 import socket
@@ -59,6 +60,8 @@ class Authority:
         builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number())
         builder = builder.not_valid_before(now + begins).not_valid_after(now + ends)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        builder = builder.add_extension(here, critical=False)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def _write(self, name: str, text: bytes) -> str:

@@ -28,8 +28,8 @@ from telegrad.weights.deltas import (
 from telegrad.weights.transfer import VersionInfo, WeightPiece
 from telegrad.weights.tree_layout import Layout, Snapshots
 from tests.cluster import wait_until
+from tests.seeds import run_each
 from tests.weights.test_weights import on, on_hosts
-from tests.weights.trees import run_seeds
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PIECE = 4096
@@ -139,13 +139,13 @@ def run_seed(seed: int) -> None:
 
 
 def test_random_rows_and_damage() -> None:
-    run_seeds(run_seed, 0, 150)
+    run_each(range(150), run_seed)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_many_random_rows_and_damage() -> None:
-    run_seeds(run_seed, 150, 5_000)
+    run_each(range(150, 5_000), run_seed)
 
 
 # Versions
@@ -284,17 +284,6 @@ def test_who_is_several_versions_behind_gets_the_changes_of_all(monkeypatch: pyt
         endpoint.join()
         assert_is(reader.at_least(4), state)
         assert {base for base, _ in sent} == {1}
-
-
-def test_who_has_no_base_gets_all(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
-    state = {"weight": torch.randn(SIZE)}
-    with on_hosts(monkeypatch, "A", "B", "C") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
-        policy, _ = begin(workers[:2], state)
-        state |= nudged(state)
-        policy.publish()
-        late = on(workers[2], Subscriber, "w0", "policy")
-        assert_is(late.at_least(2), state)
 
 
 def test_what_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import shutil
 import statistics
 import subprocess
 import time
@@ -18,60 +15,32 @@ import torch
 from telegrad.weights import Publisher, Subscriber
 from telegrad.weights.deltas import Deltas
 from tests.cluster import Process, free_port, init, processes
+from tests.hosts import Network, enter, network
 
 HOSTS = 3
 RATE = "160mbit"  # 20 MB/s, of each link in each direction
 SIZE = 40_000_000  # bytes of a version: two seconds of a link
 READERS = 8
-ADDRESS = "10.233.79.{}"
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not (shutil.which("ip") and shutil.which("tc")) or os.geteuid() != 0,
-        reason="needs root, `ip` and `tc` (apt-get install iproute2) to make network namespaces",
-    ),
-]
-
-
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Namespaces at a bridge; what a host sends goes at the rate of its link, and what it gets, too."""
-    bridge, names = f"telegrad{os.getpid()}b", [f"telegrad{os.getpid()}w{host}" for host in range(HOSTS)]
-    try:
-        for name in (bridge, *names):
-            run("ip", "netns", "add", name)
-        run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", bridge, "link", "set", "bridge", "up")
-        for host, name in enumerate(names):
-            cable = f"cable{host}"
-            run("ip", "link", "add", cable, "netns", bridge, "type", "veth", "peer", "name", "wire", "netns", name)
-            run("ip", "-n", bridge, "link", "set", cable, "master", "bridge")
-            run("ip", "-n", name, "address", "add", f"{ADDRESS.format(host + 1)}/24", "dev", "wire")
-            for place, link in ((bridge, cable), (name, "wire"), (name, "lo")):
-                run("ip", "-n", place, "link", "set", link, "up")
-            for place, link in ((bridge, cable), (name, "wire")):
+def hosts() -> Iterator[Network]:
+    """What a host sends goes at the rate of its link, and what it gets, too."""
+    with network(HOSTS, "tc") as made:
+        for host, name in enumerate(made.namespaces):
+            for place, link in ((made.bridge, f"cable{host}"), (name, "wire")):
                 shape = ("rate", RATE, "burst", "256kb", "latency", "100ms")
-                run("tc", "-n", place, "qdisc", "add", "dev", link, "root", "tbf", *shape)
-        yield names
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"there can be no such hosts here: {error.stderr}")
-    finally:
-        for name in (*names, bridge):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+                command = ["tc", "-n", place, "qdisc", "add", "dev", link, "root", "tbf", *shape]
+                subprocess.run(command, check=True, timeout=30)
+        yield made
 
 
-def join(rank: int, count: int, host: str, port: int) -> None:
+def join(rank: int, count: int, host: str, url: str) -> None:
     torch.set_num_threads(1)
-    with open(f"/var/run/netns/{host}") as file:
-        assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
-    init(rank, count, port, init_method=f"tcp://{ADDRESS.format(1)}:{port}", rpc_timeout=120)
+    enter(host)
+    init(rank, count, 0, init_method=url, rpc_timeout=120)
 
 
 _held: list[Any] = []
@@ -117,19 +86,19 @@ def seconds(learner: Process, readers: list[Process]) -> float:
 
 
 @contextlib.contextmanager
-def joined(hosts: list[str], readers: int, deltas: Deltas) -> Iterator[list[Process]]:
-    port, count = free_port(), readers + 1
+def joined(hosts: Network, readers: int, deltas: Deltas) -> Iterator[list[Process]]:
+    url, count = f"tcp://{hosts.addresses[0]}:{free_port()}", readers + 1
     with processes(count) as group:
-        places = [hosts[0], *(hosts[1 + number % (HOSTS - 1)] for number in range(readers))]
+        places = [0, *(1 + number % (HOSTS - 1) for number in range(readers))]
         for rank, (process, host) in enumerate(zip(group, places, strict=True)):
-            process.begin(join, rank, count, host, port)
+            process.begin(join, rank, count, hosts.namespaces[host], url)
         for process in group:
             process.end(60)
         group[0].run(publish_from, SIZE, deltas)
         yield group
 
 
-def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: list[str]) -> None:
+def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: Network) -> None:
     """Each link carries each version once."""
     with joined(hosts, READERS, "off") as group:
         one = seconds(group[0], group[1:2])
@@ -138,7 +107,7 @@ def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: list[str]
         assert all_ <= 1.5 * one
 
 
-def test_what_has_changed_takes_a_fraction_of_the_time(hosts: list[str]) -> None:
+def test_what_has_changed_takes_a_fraction_of_the_time(hosts: Network) -> None:
     """The deltas go along the chain, too."""
     taken = {}
     for deltas in ("off", "fast"):

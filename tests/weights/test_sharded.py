@@ -17,7 +17,7 @@ from telegrad.nn import RemoteModule
 from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.sharded_publisher import _described
 from tests.cluster import PATIENCE, agents
-from tests.weights.test_weights import on, on_hosts
+from tests.weights.test_weights import on
 from tests.weights.trees import published
 
 WHOLE = torch.arange(24.0).view(6, 4)
@@ -105,7 +105,12 @@ def test_a_model_with_parts_on_other_workers(four: list[Worker]) -> None:
 
 def test_a_version_is_there_once_all_have_published(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", SOURCE)
-    policy.publish()
+    broken.add("lower")
+    with pytest.raises(ValueError, match="no weights"):
+        policy.publish()
+    assert policy.version == 0
+    broken.clear()
+    assert policy.publish() == 1
     reader = on(four[3], ShardedSubscriber, "w0", "policy")
     assert on(four[3], reader.newest).number == 1
     broken.add("lower")
@@ -175,20 +180,6 @@ def test_no_reader_ever_sees_two_versions_in_one(four: list[Worker]) -> None:
     assert failures == []
 
 
-def test_parts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moment["now"] = 0.0
-    with on_hosts(monkeypatch, "A", "B", "C", "D") as workers:
-        policy = on(workers[0], ShardedPublisher, "policy", SOURCE)
-        on(workers[0], policy.publish)
-        readers = [on(workers[place], ShardedSubscriber, "w0", "policy") for place in (0, 3, 3)]
-        for number in (1, 2, 3):
-            for reader, place in zip(readers, (0, 3, 3), strict=True):
-                version = on(workers[place], reader.at_least, number)
-                assert torch.equal(version.state["w"], WHOLE + moment["now"])
-            moment["now"] += 1
-            on(workers[0], policy.publish)
-
-
 def test_what_cannot_be_published_in_parts(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
@@ -236,15 +227,3 @@ def test_tensors_that_torch_has_distributed() -> None:
     assert content.part.box == Box((4, 0), (2, 5))
     assert content.shape == (8, 5)
     assert type(tensor) is Tensor
-
-
-def test_owners_that_fail_before_anything_was_told(four: list[Worker]) -> None:
-    broken.add("lower")
-    policy = ShardedPublisher("policy", SOURCE)
-    with pytest.raises(ValueError, match="no weights"):
-        policy.publish()
-    assert policy.version == 0
-    broken.clear()
-    assert policy.publish() == 1
-    reader = on(four[3], ShardedSubscriber, "w0", "policy")
-    assert torch.equal(on(four[3], reader.newest).state["w"], WHOLE)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_w
 
 from telegrad.errors import UsageError
 from telegrad.weights.shards import Box, Part, overlap, plan, slices, within, without
-from tests.weights.trees import run_seeds
+from tests.seeds import run_each
 
 
 def box(*spans: tuple[int, int]) -> Box:
@@ -100,9 +100,9 @@ def check_overlaps(chance: random.Random) -> None:
 
 
 def test_whatever_is_wanted_comes_out_each_element_once() -> None:
-    run_seeds(run_seed, 0, 300)
+    run_each(range(300), run_seed)
 
 
 @pytest.mark.nightly
 def test_whatever_is_wanted_comes_out_many_times() -> None:
-    run_seeds(run_seed, 300, 10_000)
+    run_each(range(300, 10_000), run_seed)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import CannotEncode, InvalidArgument
-from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
+from telegrad.errors import CannotEncode, InvalidArgument, UsageError
+from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of
 from telegrad.weights.transfer import VersionInfo
-from telegrad.weights.tree_layout import Layout, Snapshots, bare, named
-from tests.weights.test_tied import Language
+from telegrad.weights.tree_layout import Layout, Rounding, Snapshots, bare, named, publish_dtype
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, filled, published
 
@@ -199,6 +198,69 @@ def test_modules_that_tie_other_weights(seed: int, other: int) -> None:
                 parameter.add_(1)
 
 
+class Language(nn.Module):
+    """The embedding of whose tokens is the weight of its last layer."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.embedding(tokens)
+        for layer in self.layers:
+            found = torch.tanh(layer(found))
+        return self.head(found)
+
+
+class Albert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        first, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.Sequential(first, nn.Tanh(), other, nn.Tanh(), first)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(torch.nn.functional.one_hot(tokens, 8).float())
+
+
+KINDS = [lambda: Language(50, 8), lambda: Language(8, 8), Albert]
+IDS = ["language", "all of one shape", "albert"]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=IDS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("way", ["load_into", "swap_into"])
+def test_a_reader_computes_what_the_publisher_does(workers: list[Worker], make: Any, sharded: bool, way: str) -> None:
+    learner, actor, *_ = workers
+    model, twin, name = make(), make(), next(_names)
+    tokens = torch.arange(8)
+    if sharded:
+        _models["w0"] = model
+        publisher = on(learner, ShardedPublisher, name, {"w0": state_here})
+        reader = on(actor, ShardedSubscriber, "w0", name)
+    else:
+        publisher = on(learner, Publisher, name, model)
+        reader = on(actor, Subscriber, "w0", name)
+    for _ in range(3):
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.mul_(1.5).add_(0.01 * number)
+        version = on(actor, reader.at_least, on(learner, publisher.publish))
+        getattr(version, way)(twin)
+        assert torch.equal(twin(tokens), model(tokens))
+    reader.close()
+    on(learner, publisher.close)
+
+
+_models: dict[str, nn.Module] = {}
+
+
+def state_here() -> dict[str, Tensor]:
+    return dict(_models["w0"].state_dict())
+
+
 def test_a_language_model_with_tied_weights() -> None:
     model, twin = Language(50, 8), Language(50, 8)
     version = published(model.state_dict())
@@ -313,22 +375,6 @@ def test_what_changes_beside_the_tensors() -> None:
     assert [type(key) for key in published({True: torch.ones(1)}, layouts).state] == [bool]
 
 
-def test_sharing_and_strides_that_change() -> None:
-    layouts = Snapshots()
-    weight, other = torch.randn(4, 4), torch.randn(4, 4)
-    for tree in (
-        {"a": weight, "b": other},
-        {"a": weight, "b": weight.detach()},
-        {"a": weight, "b": weight.t()},
-        {"a": weight.t(), "b": other},
-        {"a": torch.zeros(0), "b": other},
-        {"a": weight, "b": other},
-    ):
-        state = published(tree, layouts).state
-        assert_equal(state, tree)
-        assert_shared_alike(state, tree, 0)
-
-
 def test_what_was_refused_is_refused_again() -> None:
     layouts, memory = Snapshots(), torch.zeros(16, dtype=torch.uint8)
     published({"a": torch.ones(2), "b": torch.ones(2)}, layouts)
@@ -412,3 +458,42 @@ def test_a_type_for_one_name_of_what_has_two() -> None:
         ):
             published(tree, rounding=only_the_head)
     assert published({"head": weight, "b": torch.ones(3)}, rounding=only_the_head).state["head"].dtype is BF16
+
+
+@pytest.mark.parametrize(
+    ("own", "published"),
+    [
+        (torch.float64, BF16),
+        (torch.float32, BF16),
+        (torch.bfloat16, BF16),
+        (torch.float16, torch.float16),  # takes no more bytes
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.complex64, torch.complex64),
+        (torch.int64, torch.int64),
+        (torch.uint8, torch.uint8),
+        (torch.bool, torch.bool),
+    ],
+    ids=str,
+)
+def test_a_type_rounds_what_is_larger(own: torch.dtype, published: torch.dtype) -> None:
+    assert publish_dtype(BF16, "weight", torch.zeros(3, dtype=own)) is published
+    assert publish_dtype(None, "weight", torch.zeros(3, dtype=own)) is own
+
+
+def test_a_function_chooses_by_name() -> None:
+    def only_weights(name: str, tensor: torch.Tensor) -> torch.dtype | None:
+        return BF16 if name.endswith("weight") else None
+
+    half = torch.zeros(3, dtype=torch.float16)
+    assert publish_dtype(only_weights, "layer.weight", half) is BF16
+    assert publish_dtype(only_weights, "layer.bias", half) is torch.float16
+    assert publish_dtype(only_weights, "steps.weight", torch.zeros(3, dtype=torch.int64)) is torch.int64
+
+
+@pytest.mark.parametrize(
+    "rounding", [torch.int8, torch.bool, torch.complex32, lambda *_: torch.int8, lambda *_: "bf16"]
+)
+def test_weights_are_rounded_to_floating_numbers_only(rounding: Any) -> None:
+    wrong: Rounding = rounding
+    with pytest.raises(UsageError, match=r"'w' cannot be published as .*torch\.bfloat16"):
+        publish_dtype(wrong, "w", torch.zeros(3, dtype=torch.float64))

@@ -27,6 +27,7 @@ from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
 
 STEPS = 3
+HERE = ("dictionary", "function", "module")
 _feeds = (f"feed{number}" for number in itertools.count())
 _holders: dict[str, Holder] = {}
 
@@ -56,7 +57,7 @@ class Source:
         self._state: dict[str, Any] = {}
         self._holder = Holder()
         with speaking_for(learner):
-            if way in ("remote", "pipeline"):
+            if way not in HERE:
                 remote = RemoteModule("w1", Holder, (name,))
                 self._holder = _holders.pop(name)
             made: dict[str, Callable[[], Any]] = {
@@ -64,6 +65,7 @@ class Source:
                 "function": lambda: lambda: {**self._state},
                 "module": lambda: self._holder,
                 "remote": lambda: remote,
+                "reference": lambda: remote.get_module_rref(),
                 "pipeline": lambda: Pipeline([remote]),
             }
             self.publisher = Publisher(name, made[way](), deltas=deltas)
@@ -81,7 +83,7 @@ class Source:
 
     @property
     def is_here(self) -> bool:
-        return self._way not in ("remote", "pipeline")
+        return self._way in HERE
 
 
 def check(version: Any, wanted: Any, is_here: bool, seed: int) -> None:
@@ -118,7 +120,7 @@ def one_feed(workers: list[Worker], seed: int) -> None:
     """A few versions, some of them refused, to readers on the learner's host and on two others, who also write."""
     rng, maker, name = random.Random(seed), Maker(seed), next(_feeds)
     torch.manual_seed(seed)
-    way = rng.choice(["dictionary", "function", "module", "remote", "pipeline"])
+    way = rng.choice([*HERE, "remote", "reference", "pipeline"])
     source = Source(way, workers[0], name, rng.choice(["off", "fast", "small"]))
     places = [*workers[1:], rng.choice(workers)]
     rng.shuffle(places)

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
-from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscriber import SubscriberEndpoint
@@ -28,6 +26,7 @@ from telegrad.weights.transfer import EndpointAddress, PieceRequest
 from telegrad.weights.tree_layout import Snapshots
 from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.weights.trees import assert_equal
 
 
 @contextlib.contextmanager
@@ -79,14 +78,6 @@ def number_in(version: Version) -> int:
     return int(found.pop())
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    mine, theirs = tree_flatten(found), tree_flatten(wanted)
-    assert mine[1] == theirs[1]
-    for own, other in zip(mine[0], theirs[0], strict=True):
-        same = torch.equal(own, other) and own.dtype == other.dtype if isinstance(other, torch.Tensor) else own == other
-        assert same, f"{own}, not {other}"
-
-
 # Versions
 
 
@@ -103,27 +94,11 @@ def test_a_reader_gets_what_was_published() -> None:
         with torch.no_grad():
             model[0].weight.zero_()  # type: ignore[operator]
         for name, value in before.items():
-            assert_same(version.state[name], value)
+            assert torch.equal(version.state[name], value)
         twin = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100))
         reader.load_into(twin)
         torch.testing.assert_close(twin.state_dict(), before)
         wait_until(lambda: policy.subscribers == {"w1": 1})
-
-
-def test_any_tree_of_tensors() -> None:
-    tied = torch.rand(30, 30)
-    tree = [{"a": tied, "b": (torch.arange(5), "text", None)}, torch.rand(3).bfloat16(), tied, torch.rand(4, 6).t()]
-    empty: dict[str, Any] = {"nothing": torch.empty(0), "scalar": torch.tensor(3)}
-    with agents(2) as (learner, actor):
-        trees: list[Any] = []
-        publisher = on(learner, Publisher, "tree", lambda: trees[-1])
-        reader = on(actor, Subscriber, "w0", "tree")
-        for each in (tree, empty, {}, tree):
-            trees.append(each)
-            number = publisher.publish()
-            assert_same(reader.at_least(number).state, each)
-        found = reader.newest().state
-        assert found[0]["a"].data_ptr() == found[2].data_ptr()
 
 
 def test_newest_at_least_and_refresh() -> None:
@@ -222,7 +197,7 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
     with agents(1) as (worker,), speaking_for(worker):
         publisher = Publisher("numbers", lambda: mine.tree)
         assert in_threads(publish_first, publish_second) == [1, 2]
-        assert_same(Subscriber("w0", "numbers").newest().state, {"b": torch.ones(2, 2), "c": torch.ones(5)})
+        assert_equal(Subscriber("w0", "numbers").newest().state, {"b": torch.ones(2, 2), "c": torch.ones(5)})
 
 
 def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,38 +283,6 @@ def test_swapped_in_place_and_what_is_written_there_is_ones_own() -> None:
         with torch.no_grad():
             twin.weight.fill_(7)
         torch.testing.assert_close(theirs.state["weight"], model.state_dict()["weight"])
-
-
-def test_from_modules_elsewhere() -> None:
-    with agents(3) as (learner, owner, actor):
-        with speaking_for(learner):
-            remote = RemoteModule("w1", nn.Linear, (5, 3))
-            pipeline = Pipeline([remote, nn.Linear(3, 2)])
-            publishers = [
-                Publisher("remote", remote),
-                Publisher("pipeline", pipeline),
-                Publisher("ref", rpc.RRef(remote)),
-            ]
-            for each in publishers[:2]:
-                each.publish()
-            wanted = [remote.state_dict(), pipeline.state_dict()]
-        with speaking_for(actor):
-            for name, state_ in zip(("remote", "pipeline"), wanted, strict=True):
-                torch.testing.assert_close(Subscriber("w0", name).newest().state, dict(state_))
-        del owner
-
-
-def test_what_the_first_of_a_host_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_hosts(monkeypatch, "A", "B", "B") as (learner, first, other):
-        publisher = on(learner, Publisher, "p", {"weight": torch.zeros(50_000)})
-        readers = []
-        for worker in (first, other, learner):
-            readers.append(on(worker, Subscriber, "w0", "p"))
-            wait_until(lambda: len(publisher.subscribers) == len(readers))
-        publisher.publish()
-        for reader in (readers[0], readers[2]):
-            reader.at_least(1).state["weight"].fill_(7)
-        assert readers[1].at_least(1).state["weight"].max() == 0
 
 
 def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

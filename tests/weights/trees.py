@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,6 @@ TYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
     *(torch.complex128, torch.int64, torch.int8, torch.uint16, torch.bool, torch.uint8),
 ]
-
-
-def run_seeds(run: Callable[[int], None], first: int, end: int) -> None:
-    """Run seeds from `first` on, or the one of TELEGRAD_SEED; say which one failed."""
-    given = os.environ.get("TELEGRAD_SEED")
-    for seed in [int(given)] if given else range(first, end):
-        try:
-            run(seed)
-        except Exception as error:
-            raise AssertionError(f"SEED={seed} {error!r}") from error
 
 
 class Maker:

@@ -1,4 +1,4 @@
-"""Frames are cut from any stream of bytes."""
+"""Frames are cut from any stream of bytes; what stands in them around the memory of tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from telegrad._core.wire.messages import (
     CALL,
     ENTRY,
     IN_STREAM,
+    PREFIX,
     SCRATCH,
     FrameReader,
     Message,
+    append,
     encode,
     pack_numbers,
+    split,
     unpack_numbers,
 )
 from tests.strangers.streams import cut
@@ -108,3 +111,24 @@ def test_many_in_one_read() -> None:
 @given(st.lists(st.integers(0, 2**64 - 1)))
 def test_numbers(numbers: list[int]) -> None:
     assert list(unpack_numbers(pack_numbers(numbers))) == numbers
+
+
+@given(st.binary(), st.binary())
+def test_what_stands_behind_a_body_is_found_again(body: bytes, attachments: bytes) -> None:
+    loaded = append(body, attachments)
+    for received in (loaded, memoryview(loaded)):
+        found, behind = split(received)
+        assert (bytes(found), bytes(behind)) == (body, attachments)
+
+
+def test_bodies_can_be_loaded_twice() -> None:
+    inner, outer = split(append(append(b"body", b"first"), b"second"))
+    assert bytes(outer) == b"second"
+    assert [bytes(part) for part in split(inner)] == [b"body", b"first"]
+
+
+def test_a_frame_begins_with_the_lengths_of_its_parts() -> None:
+    table = ENTRY.pack(1, 2, 3) * 2
+    frame = encode(Message(CALL, 7, 5, b"head", b"me", b"the body"), table)
+    assert PREFIX.unpack_from(frame) == (CALL, 5, 4, 2, 2, 8, 7)
+    assert frame[PREFIX.size :] == b"headme" + table + b"the body"

@@ -24,12 +24,7 @@ from telegrad._core.wire.tensors import PIECE, address_of, copy_of
 from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, CannotEncode
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
-
-
-def journey(value: Any, same_program: bool = True) -> Any:
-    body, tensors, *_ = encode(value, same_program)
-    meta, blobs = pack(tensors)
-    return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
+from tests.wire.test_pickling import journey
 
 
 class Failing:

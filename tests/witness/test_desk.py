@@ -30,7 +30,7 @@ from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, 
 from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.insight import accounts
-from tests.other_user import NOBODY, as_nobody, is_root
+from tests.other_user import NOBODY, as_nobody, become_nobody, is_root
 
 pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")
 ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
@@ -411,18 +411,14 @@ def test_why_while_another_user_pretends_to_be_workers() -> None:
     squatter = os.fork()
     if not squatter:
         try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            sends = json.dumps(account(worker="EVIL")).encode() + b"\n", b"[" * (1 << 20), b" "
-            squat(
-                [
-                    (f"\0{debug_server.PREFIX}/0/{os.getpid()}/-1/{number:x}f/EVIL", each)
-                    for number, each in enumerate(sends)
-                ]
-            )
-            os.write(write, b"x")
-            threading.Event().wait(PATIENCE)
+            become_nobody()
+            with contextlib.ExitStack() as stack:
+                for number, talk in enumerate(
+                    (answers(json.dumps(account(worker="EVIL")).encode() + b"\n"), floods, drips)
+                ):
+                    stack.enter_context(worker(talk, "EVIL", 0, number))
+                os.write(write, b"x")
+                threading.Event().wait(PATIENCE)
         finally:
             os._exit(0)
     try:
@@ -435,20 +431,3 @@ def test_why_while_another_user_pretends_to_be_workers() -> None:
         os.close(write)
     assert b"EVIL" not in done.stdout
     assert b"are ignored" in done.stderr
-
-
-def squat(names: list[tuple[str, bytes]]) -> None:
-    def serve(listening: socket.socket, sends: bytes) -> None:
-        while True:
-            sock, _ = listening.accept()
-            with contextlib.suppress(OSError), sock:
-                while True:
-                    sock.sendall(sends)
-                    if select.select([sock], [], [], 0.05)[0]:
-                        sock.recv(1 << 16)
-
-    for name, sends in names:
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(name)
-        listening.listen()
-        threading.Thread(target=serve, args=(listening, sends), daemon=True).start()

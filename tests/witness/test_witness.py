@@ -41,7 +41,6 @@ from telegrad.reporting import (
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
-from tests.strangers.door import eventually
 
 gate = threading.Event()
 inside = threading.Semaphore(0)
@@ -156,7 +155,7 @@ def test_of_many_calls_that_are_alike_some_are_listed() -> None:
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
         here = lambda: introspection_of(second).account()["calls_in"]  # noqa: E731
-        assert eventually(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
+        wait_until(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
         assert len(here()) == MOST_ALIKE + 1
         out = introspection_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
@@ -312,9 +311,9 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
     with group(2) as members:
         members[1].run(_write_to, str(tmp_path))
         members[1].kill(signal.SIGUSR2)
-        assert eventually(lambda: any(tmp_path.iterdir()))
+        wait_until(lambda: any(tmp_path.iterdir()))
         (path,) = tmp_path.iterdir()
-        assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
+        wait_until(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
         assert json.loads(path.read_text())["reason"] == "received SIGUSR2"
         (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
@@ -326,14 +325,14 @@ def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
         program.run(_use_signal)
         program.run(init, 0, 1, free_port())
         program.kill(signal.SIGUSR2)
-        assert program.run(_heard)
+        program.run(_heard)
 
 
 def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> None:
     with processes(1) as (program,):
         program.run(_join_on_a_thread, free_port())
         program.kill(signal.SIGUSR2)
-        assert program.run(_write_stacks)
+        program.run(_write_stacks)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
@@ -342,13 +341,13 @@ def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -
     with processes(1) as (program,):
         program.run(_join_on_a_thread if on_a_thread else _join, free_port())
         before = program.run(_stacks_file)
-        assert program.run(_write_stacks_to_self)
+        program.run(_write_stacks_to_self)
         program.run(_use_signal)
         assert stacks_of(program.pid, before) == ""
         assert not program.run(_has_heard)
         program.run(rpc.shutdown)
         program.kill(signal.SIGUSR2)
-        assert program.run(_heard)
+        program.run(_heard)
 
 
 def _join(port: int) -> None:
@@ -359,17 +358,17 @@ def _stacks_file() -> int:
     return introspection_of(current.here())._signalled.file
 
 
-def _write_stacks_to_self() -> bool:
+def _write_stacks_to_self() -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
-    return _write_stacks()
+    _write_stacks()
 
 
 def _join_on_a_thread(port: int) -> None:
     in_threads(lambda: init(0, 1, port))
 
 
-def _write_stacks() -> bool:
-    return eventually(lambda: "Current thread" in look_at_stacks())
+def _write_stacks() -> None:
+    wait_until(lambda: "Current thread" in look_at_stacks())
 
 
 def look_at_stacks() -> str:
@@ -388,8 +387,8 @@ def _has_heard() -> bool:
     return bool(heard)
 
 
-def _heard() -> bool:
-    return eventually(lambda: heard == [True])
+def _heard() -> None:
+    wait_until(lambda: heard == [True])
 
 
 heard: list[bool] = []

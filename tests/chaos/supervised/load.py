@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import random
-import tempfile
 import threading
 import time
 import traceback
@@ -13,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 import telegrad.rpc as rpc
-from telegrad._core.calls import futures
 from telegrad.errors import TelegradError
+from tests.chaos.load import stacks
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
 from tests.chaos.supervised.record import Life
@@ -34,7 +31,7 @@ class Load:
     def __init__(self, roles: dict[str, str], seed: int) -> None:
         self._roles = roles
         self._note = functions.record.note
-        self._ended = threading.Event()
+        self._ended, self._nap = threading.Event(), threading.Event()
         jobs = [
             (self._serve, (client, random.Random(f"{seed}/{functions.record.life}/{client}")))
             for client in range(CLIENTS)
@@ -52,7 +49,7 @@ class Load:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            self._note("wrong", f"a call never ends:\n{_stacks()}")
+            self._note("wrong", f"a call never ends:\n{stacks()}")
 
     def _serve(self, number: int, chance: random.Random) -> None:
         client = Client(chance)
@@ -94,28 +91,7 @@ class Load:
     def _measure(self) -> None:
         while not self._ended.is_set():
             began = time.monotonic()
-            time.sleep(NAP)
+            self._nap.wait(NAP)
             late = time.monotonic() - began - NAP
             if late > NOISE:
                 self._note("noise", late)
-
-
-class Errors(logging.Handler):
-    """What Telegrad logs as an error is a violation."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.pathname != futures.__file__:  # of references that a client drops without a look
-            error = record.exc_info[1] if record.exc_info else None
-            functions.record.note(
-                "wrong", record.getMessage() + "".join(traceback.format_exception(error) if error else "")
-            )
-
-
-def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read()

@@ -6,12 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import telegrad.rpc as rpc
 from telegrad.errors import CallTimeout, PeerError, RRefError, ShutDown, UnknownPublisher, UnknownWorker
 from telegrad.weights import Subscriber
 from tests.chaos.functions import publish, weights
+from tests.chaos.operations import Wrong, expect
 from tests.chaos.supervised.functions import Token, count, run
 from tests.chaos.supervised.plan import ROLES
 from tests.chaos.supervised.record import Life
@@ -22,10 +21,6 @@ ITEMS, USES = 20, 4
 TABLE = "table"
 
 Failures = tuple[type[BaseException], ...]
-
-
-class Wrong(Exception):
-    """A result that must not be."""
 
 
 class Client:
@@ -87,9 +82,7 @@ class Client:
         with Subscriber(to, "weights", BRIEFLY) as reader:
             version = reader.newest(BRIEFLY)
             for name, wanted in weights(version.number).items():
-                got = version.state[name]
-                if not (torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted):
-                    raise Wrong(f"{name} of version {version.number} of {to}: {got!r:.200}")
+                expect(f"{name} of version {version.number} of {to}", version.state[name], wanted)
 
     def forget(self) -> None:
         self._restored.clear()

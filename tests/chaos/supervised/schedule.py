@@ -63,7 +63,7 @@ class Schedule:
             for round_ in self._plan.rounds:
                 self._suffer(round_)
                 self._wait("all meet again", self._all_met)
-                time.sleep(CALM)
+                self._pause(CALM)
             self._end()
         except Failed as error:
             self._report.violations.append(f"{error}; telegrad run said:\n{self._said()[-6000:]}")
@@ -72,13 +72,17 @@ class Schedule:
         self._tally()
         return self._report
 
+    def _pause(self, seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)
+
     # What befalls the workers
 
     def _suffer(self, round_: list[Event]) -> None:
         began = time.monotonic()
         stopped: list[threading.Timer] = []
         for event in round_:
-            time.sleep(max(0.0, began + event.start - time.monotonic()))
+            self._pause(began + event.start - time.monotonic())
             self._report.faults[event.kind] += 1
             if event.kind == "join":
                 self._join(event.victim)
@@ -111,7 +115,7 @@ class Schedule:
 
     def _kill_again(self, life: Life, after: float) -> None:
         self._wait("who was killed comes back", lambda: "" if self._lives()[life.name].pid != life.pid else str(life))
-        time.sleep(after)
+        self._pause(after)
         self._strike("kill", (life.name, self._lives()[life.name].pid))
 
     def _join(self, name: str) -> None:
@@ -170,7 +174,7 @@ class Schedule:
                 raise Failed(f"telegrad run ended with {self._run.returncode}")
             if time.monotonic() > until:
                 raise Failed(f"{what}: not within {patience:g} s: {said}")
-            time.sleep(GLANCE)
+            self._pause(GLANCE)
 
     # The end
 
@@ -195,7 +199,7 @@ class Schedule:
             waits_for_leases = all("telegrad._core.directory.directory_server" in _command(pid) for pid in left)
             if time.monotonic() > began + patience + (LEASES if waits_for_leases else 0):
                 break
-            time.sleep(GLANCE)
+            self._pause(GLANCE)
         self._report.violations += [f"process {pid} is left: {_command(pid)}" for pid in left]
         if more := set(os.listdir("/dev/shm")) - self._before:
             self._report.violations.append(f"memory files are left: {sorted(more)}")

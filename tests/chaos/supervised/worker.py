@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -22,9 +23,11 @@ from telegrad._core.memory import warm_memory
 from telegrad._core.worker import current
 from telegrad.errors import PeerError
 from tests.chaos import functions as shelf
+from tests.chaos.leaks import wait_for_nothing
+from tests.chaos.load import Errors, told
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.functions import make_table
-from tests.chaos.supervised.load import Errors, Load
+from tests.chaos.supervised.load import Load
 from tests.chaos.supervised.operations import PATIENCE, TABLE
 from tests.chaos.supervised.plan import FIRST, FOLDER, OWN, PUBLISHERS, ROLES, SEED
 
@@ -40,7 +43,9 @@ def main(name: str) -> int:
     warm_memory.KEEP = KEEP
     record = functions.begin(name, folder)
     threading.excepthook = lambda args: record.note("wrong", f"a thread ended by {args.exc_value!r}")
-    logging.getLogger("telegrad").addHandler(Errors())
+    logging.getLogger("telegrad").addHandler(
+        Errors(lambda text, error: record.note("wrong", text + (told(error) if error else "")))
+    )
     while True:
         join(name)
         load = Load(ROLES, int(os.environ[SEED]))
@@ -53,11 +58,10 @@ def main(name: str) -> int:
         rpc.shutdown(timeout=PATIENCE)
         if word == "exit":
             return LEFT
-        time.sleep(MOST_AWAY / 2)
+        threading.Event().wait(MOST_AWAY / 2)
         record.life = record.life._replace(number=record.life.number + 1)
     let_go()
-    while not (folder / "end").exists():
-        time.sleep(GLANCE)
+    wait_for((folder / "end").exists)
     record.note("leaves")
     rpc.shutdown(timeout=PATIENCE)
     return 0
@@ -87,24 +91,25 @@ def _age() -> float:
 
 
 def wait_for_word(folder: pathlib.Path, name: str) -> str:
-    order = folder / f"order-{name}"
-    while True:
-        if order.exists():
-            word = order.read_text()
-            order.unlink()
-            return word
-        if (folder / "enough").exists():
-            return "enough"
+    order, enough = folder / f"order-{name}", folder / "enough"
+    wait_for(lambda: order.exists() or enough.exists())
+    if not order.exists():
+        return "enough"
+    word = order.read_text()
+    order.unlink()
+    return word
+
+
+def wait_for(word: Callable[[], bool]) -> None:
+    """However long it takes: the schedule ends its workers."""
+    while not word():
         time.sleep(GLANCE)
 
 
 def let_go() -> None:
     """Nothing is held any more, once all have ended their load."""
     functions.record.note("rests")
-    until = time.monotonic() + PATIENCE
-    while (found := left()) and time.monotonic() < until:
-        time.sleep(GLANCE)
-    if found:
+    if found := wait_for_nothing(left):
         functions.record.note("wrong", f"left over: {found}")
     functions.record.note("clean")
 

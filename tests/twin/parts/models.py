@@ -10,6 +10,7 @@ OPTIMIZERS = [
     "torch.optim.SGD, {params}, lr=0.1, momentum=0.9, weight_decay=0.1, maximize=True",
     "torch.optim.Adam, {params}, lr=0.01",
     "torch.optim.Adam, {params}, lr=0.01, amsgrad=True, foreach=True",
+    "torch.optim.Adam, {params}, lr=0.01, fused=True",
     "torch.optim.AdamW, {params}, lr=0.01, weight_decay=0.1",
     "torch.optim.NAdam, {params}, lr=0.01",
     "torch.optim.RAdam, {params}, lr=0.01",

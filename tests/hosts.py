@@ -1,12 +1,13 @@
-"""Hosts for tests: network namespaces at one bridge, where rules of nftables drop packets between them.
+"""Hosts for tests: network namespaces at one bridge, where cables are pulled, or rules of nftables drop packets.
 
-All faults are rules of the bridge's namespace, so they hit what crosses between hosts and nothing else. A packet that
+All rules are those of the bridge's namespace, so they hit what crosses between hosts and nothing else. A packet that
 is dropped leaves no trace for its sender: neither a refusal nor an unreachable host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -16,11 +17,34 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.chaos.test_hosts import ip, why_not
-
 ADDRESS = "10.234.77.{}"
 PATIENCE = 30.0
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _serial = itertools.count()  # several networks may be there at once
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def why_not() -> str:
+    """Why there can be no namespaces here, if so."""
+    if not shutil.which("ip"):
+        return "needs iproute2, for `ip netns`"
+    probe = f"telegrad{os.getpid()}probe"
+    try:
+        ip("netns", "add", probe)
+        ip("netns", "delete", probe)
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"needs the right to make network namespaces: {getattr(error, 'stderr', '') or error}".strip()
+    return ""
+
+
+def enter(namespace: str) -> None:
+    """Have this thread, and all that it starts, be on a host; Python itself can do so since 3.12."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 class Network:
@@ -28,30 +52,34 @@ class Network:
 
     def __init__(self, count: int) -> None:
         own = f"telegrad{os.getpid()}n{next(_serial)}"
-        self._bridge = f"{own}bridge"
+        self.bridge = f"{own}bridge"
         self.addresses = [ADDRESS.format(number + 1) for number in range(count)]
         self.namespaces = [f"{own}host{number}" for number in range(count)]
 
     def make(self) -> None:
-        ip("netns", "add", self._bridge)
-        ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self._bridge, "link", "set", "bridge", "up")
+        ip("netns", "add", self.bridge)
+        ip("-n", self.bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.bridge, "link", "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self.namespaces, self.addresses, strict=True)):
             cable = f"cable{number}"
             ip("netns", "add", name)
-            ip("link", "add", cable, "netns", self._bridge, "type", "veth", "peer", "name", "wire", "netns", name)
-            ip("-n", self._bridge, "link", "set", cable, "master", "bridge")
+            ip("link", "add", cable, "netns", self.bridge, "type", "veth", "peer", "name", "wire", "netns", name)
+            ip("-n", self.bridge, "link", "set", cable, "master", "bridge")
             ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
-            for place, link in ((self._bridge, cable), (name, "wire"), (name, "lo")):
+            for place, link in ((self.bridge, cable), (name, "wire"), (name, "lo")):
                 ip("-n", place, "link", "set", link, "up")
 
     def remove(self) -> None:
-        for name in (*self.namespaces, self._bridge):
+        for name in (*self.namespaces, self.bridge):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
     def run(self, number: int, *command: str, **options: object) -> subprocess.Popen[bytes]:
         """Start a program on a host."""
         return subprocess.Popen(["ip", "netns", "exec", self.namespaces[number], *command], **options)  # type: ignore[call-overload]
+
+    def cable(self, number: int, state: str) -> None:
+        """Pull the cable of a host ("down"), or plug it in ("up")."""
+        ip("-n", self.bridge, "link", "set", f"cable{number}", state)
 
     def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Drop all packets from the first host of each pair to the second."""
@@ -75,14 +103,14 @@ class Network:
         self._nft("-f", "-", rules=f"table bridge faults {{ {chain} }}")
 
     def _nft(self, *words: str, rules: str = "") -> str:
-        command = ["ip", "netns", "exec", self._bridge, "nft", *words]
+        command = ["ip", "netns", "exec", self.bridge, "nft", *words]
         return subprocess.run(command, input=rules, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
 
 
 @contextlib.contextmanager
-def network(count: int) -> Iterator[Network]:
-    """Make hosts, and remove them; skip the test where there can be none."""
-    why = why_not() or ("" if shutil.which("nft") else "needs nft (apt-get install nftables)")
+def network(count: int, *programs: str) -> Iterator[Network]:
+    """Make hosts, and remove them; skip the test where there can be none, or a program that it needs is missing."""
+    why = why_not() or ", ".join(f"needs {program}" for program in programs if not shutil.which(program))
     if why:
         pytest.skip(why)
     made = Network(count)

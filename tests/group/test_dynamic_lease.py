@@ -1,4 +1,4 @@
-"""A worker's lease in the directory of its group: it is renewed in time, also while a watch waits for its answer."""
+"""A worker's lease in the directory of its group: renewed in time, lost as it joins, or ended as the worker hangs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, Events, Lease, LeaseLost, check_ttl
+from telegrad._core.directory.directory import ABSENT, DirectoryLost, Events, Lease, LeaseLost, Swap, check_ttl
 from telegrad._core.joining.join import ttl_of
 from telegrad._core.membership.dynamic import DynamicGroup
-from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import LOST, Change, MemberGone
-from tests.cluster import wait_until
+from telegrad._core.membership.registry import LOST, Change, LifeOver, MemberGone
+from tests.cluster import PATIENCE, agents, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
+from tests.group.members import alive, member
 
 TTL = 0.6  # seconds
 ROOT = pathlib.Path(__file__).parents[2]
@@ -44,9 +44,19 @@ class SlowWatch(NaiveClient):
         super().close()
 
 
+class Forgetful(NaiveClient):
+    """A client to which no answer to the publication of a member comes."""
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        swap = super().swap(key, value, expected, lease)
+        if key.startswith("live/member/"):
+            raise DirectoryLost("the connection broke")
+        return swap
+
+
 def joined(directory: SlowWatch) -> tuple[DynamicGroup, list[Change]]:
     group, changes = DynamicGroup(directory, TTL), list[Change]()
-    group.join(Member("a", 0, "life of a", "program", "host", "", ("127.0.0.1", 1)), lambda _: True)
+    group.join(member("a", 0), alive)
     group.begin(changes.append)
     return group, changes
 
@@ -73,6 +83,13 @@ def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
     group.leave()
 
 
+def test_a_worker_that_may_have_come_and_gone_does_not_join() -> None:
+    """`sim/test_dynamic.py` has joins in all orders of events."""
+    group = DynamicGroup(Forgetful(NaiveEngine(), 0.2), "", TTL)
+    with pytest.raises(LifeOver, match=r"worker 'a' may have joined and then lost its lease.*Start it again"):
+        group.join(member("a"), alive)
+
+
 @pytest.mark.parametrize(
     ("silence", "ttl"), [(0, 86_400.0), (0.01, 0.05), (10.0, 10.0), (86_401.0, 86_400.0), (1e9, 86_400.0)]
 )
@@ -81,3 +98,37 @@ def test_a_lease_is_never_shorter_or_longer_than_documented(silence: float, ttl:
     check_ttl(ttl)
     page = (ROOT / "docs/directory.md").read_text()
     assert "A lease is never shorter\nthan 0.05 s, nor longer than a day, whatever `silence` is." in page
+
+
+# A worker that answers nobody any more
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_a_worker_that_stands_is_declared_lost_and_learns_of_it(stands: bool) -> None:
+    group = DynamicGroup(NaiveEngine().client(), TTL)
+    me = group.join(member("w0", 0), alive)
+    told: list[Change] = []
+    over = threading.Event()
+
+    def note(change: Change) -> None:
+        told.append(change)
+        over.set()
+
+    group.begin(note, lambda: 2 * TTL if stands else 0.0)
+    if stands:
+        assert over.wait(PATIENCE)
+        assert not group.holds
+        assert isinstance(told[0], MemberGone)
+        assert told[0][:2] == (me.incarnation, LOST)
+        assert "was declared lost" in group.over
+    else:
+        assert not over.wait(3 * TTL)
+        assert group.holds
+    group.leave()
+
+
+def test_a_worker_whose_threads_wait_for_calls_does_not_stand() -> None:
+    with agents(2) as workers:
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() > began + 0.2)
+        assert workers[0].agent.stands_for == 0.0
