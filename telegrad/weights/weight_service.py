@@ -35,7 +35,7 @@ from telegrad.weights.transfer import (
 TICK = 1.0  # seconds after which unanswered requests are repeated
 
 T = TypeVar("T")
-M = TypeVar("M", PublisherProtocol, SubscriberProtocol)
+M = TypeVar("M", bound=PublisherProtocol | SubscriberProtocol)
 
 
 class Envelope(NamedTuple):

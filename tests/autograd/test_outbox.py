@@ -98,14 +98,14 @@ def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH
 
 
-TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
+TASK, ANOTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
 
 
 def test_one_thread_runs_tasks_until_it_finds_none() -> None:
     mailbox = Mailbox()
     assert mailbox.put(TASK, False)
-    assert not mailbox.put(OTHER, False)
-    assert mailbox.take() == [TASK, OTHER]
+    assert not mailbox.put(ANOTHER, False)
+    assert mailbox.take() == [TASK, ANOTHER]
     assert not mailbox.put(TASK, True)
     assert mailbox.take() == [TASK]
     assert mailbox.take() == []
@@ -116,10 +116,10 @@ def test_a_thread_that_waits_is_called_unless_the_caller_runs_the_task() -> None
     mailbox, calls = Mailbox(), queue.SimpleQueue[bool]()
     mailbox.call(calls)
     assert not mailbox.put(TASK, False)
-    assert not mailbox.put(OTHER, False)
+    assert not mailbox.put(ANOTHER, False)
     assert calls.get_nowait()
     assert calls.empty()
-    assert mailbox.take() == [TASK, OTHER]
+    assert mailbox.take() == [TASK, ANOTHER]
     assert mailbox.take() == []
     assert mailbox.put(TASK, True)
     assert calls.empty()

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.rpc import backend_registry
 
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.references.delivery import Batch
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import fetch
@@ -57,34 +58,29 @@ class Faults:
     def __init__(self, agent: Agent, options: FaultyOptions) -> None:
         self.options = options
         self.cuts = {NOTICES[name]: options.num_fail_sends for name in options.messages_to_fail if name in NOTICES}
-        self.agent, self.call, self.call_for, self.notify = agent, agent.call, agent.call_for, agent.notify
-        for name in ("call", "call_for", "notify"):
+        self.agent, self.perform, self.call_for, self.notify = agent, agent.perform, agent.call_for, agent.notify
+        for name in ("perform", "call_for", "notify"):
             setattr(agent, name, getattr(self, f"faulty_{name}"))
 
-    def delayed(self, function: Any, args: Any, creating: bool) -> tuple[Any, Any]:
-        seconds = self.options.messages_to_delay.get(kind_of(function, creating))
-        return (late, (seconds, function, *(args or ()))) if seconds else (function, args)
+    def delayed(self, call: PreparedCall, creating: bool) -> PreparedCall:
+        seconds = self.options.messages_to_delay.get(kind_of(call.function, creating))
+        return call._replace(function=late, args=(seconds, call.function, *(call.args or ()))) if seconds else call
 
-    def faulty_call(self, to: Any, function: Any, args: Any, *rest: Any) -> Any:
-        return self.call(to, *self.delayed(function, args, False), *rest)
+    def faulty_perform(self, to: Any, call: PreparedCall, *rest: Any) -> Any:
+        return self.perform(to, self.delayed(call, False), *rest)
 
     def faulty_call_for(
         self,
         outcome: Any,
         to: Any,
-        function: Any,
-        args: Any,
-        kwargs: Any,
+        call: PreparedCall,
         timeout: float,
-        keeps: Any,
         creation: Any = None,
-        asked: Any = None,
     ) -> None:
-        if kind_of(function, creation is not None) in self.options.messages_to_fail:
+        if kind_of(call.function, creation is not None) in self.options.messages_to_fail:
             outcome.set_exception(PeerLost(f"the message to {to!r} was lost, as the test wants it"))
             return
-        function, args = self.delayed(function, args, creation is not None)
-        self.call_for(outcome, to, function, args, kwargs, timeout, keeps, creation, asked)
+        self.call_for(outcome, to, self.delayed(call, creation is not None), timeout, creation)
 
     def faulty_notify(self, to: Any, message: Any, *rest: Any, **named: Any) -> None:
         left = self.cuts.get(type(message), 0)

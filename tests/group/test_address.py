@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from telegrad._core.stores.urls import split
 
 from telegrad import errors
 from telegrad._core.stores import address
@@ -20,6 +19,7 @@ from telegrad._core.stores.address import (
     is_here,
     local_address_towards,
     own_address,
+    split,
     spot_of,
 )
 from telegrad._core.stores.raw_stores import serve_tcp

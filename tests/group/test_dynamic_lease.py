@@ -85,7 +85,7 @@ def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
 
 def test_a_worker_that_may_have_come_and_gone_does_not_join() -> None:
     """`sim/test_dynamic.py` has joins in all orders of events."""
-    group = DynamicGroup(Forgetful(NaiveEngine(), 0.2), "", TTL)
+    group = DynamicGroup(Forgetful(NaiveEngine(), 0.2), TTL)
     with pytest.raises(LifeOver, match=r"worker 'a' may have joined and then lost its lease.*Start it again"):
         group.join(member("a"), alive)
 

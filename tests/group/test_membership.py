@@ -157,7 +157,7 @@ def test_callbacks_go_on_after_one_that_fails(error: type[BaseException], caplog
         raise error
 
     teller, member = CallbackThread(lambda: None), SimpleNamespace(name="w1")
-    teller.begin()
+    teller.thread.want()
     teller.tell(fail, member)
     teller.tell(lambda each: heard.put(each.name), member)
     assert heard.get(timeout=PATIENCE) == "w1"

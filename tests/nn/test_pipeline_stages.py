@@ -215,13 +215,14 @@ def test_calls_for_tied_weights_have_the_name_of_what_a_program_called() -> None
 
 def test_what_cannot_be_tied() -> None:
     stages = [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", nn.Linear, (3, 3))]
-    for names, said in {
+    refused: dict[tuple[str, ...], str] = {
         ("0.0.weight",): "named in one tuple",
         **{
             ("0.0.weight", name): f"'{name}' is not the name of a parameter in one of 2 stages"
             for name in ("2.weight", "weight", "0", "x.weight")
         },
-    }.items():
+    }
+    for names, said in refused.items():
         with pytest.raises(UsageError, match=said):
             Pipeline(stages, tied=[names])
 

@@ -357,4 +357,4 @@ def test_what_fails_is_told_whether_it_was_followed_or_not() -> None:
         with pytest.raises(WorkersFailed) as caught:
             call_all({"w1": 4, "w2": 4, "w3": 3}, lambda worker, number: rpc_async(worker, work, (number,)), doing)
         assert set(caught.value.errors) == {"w1", "w2"}
-        assert call_all({}, lambda worker, number: rpc_async(worker, work, (number,)), doing) == {}
+        assert call_all(dict[str, int](), lambda worker, number: rpc_async(worker, work, (number,)), doing) == {}

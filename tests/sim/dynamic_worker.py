@@ -140,8 +140,8 @@ class Worker:
         world = self.world
         while True:
             since = {key: len(lives) - 1 for key, lives in world.server.holders.items()}
-            self.group = world.kinds.group(Link(world, self), "", TTL, clock=self.clock)
-            self.group.registry = world.kinds.registry(self.group.directory, "", self.clock)
+            self.group = world.kinds.group(Link(world, self), TTL, clock=self.clock)
+            self.group.registry = world.kinds.registry(self.group.directory, self.clock)
             self.group._stopped = Stopped(self)
             try:
                 self.me = self.group.join(self.me, self.knock)

@@ -6,10 +6,9 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
-from telegrad._core.references.control_messages import number
 
 from telegrad._core.membership.members import Identity
-from telegrad._core.references import key_of
+from telegrad._core.references import key_of, number
 from telegrad._core.references.delivery import (
     ACKNOWLEDGE_WITHIN,
     MOST_REMEMBERED,

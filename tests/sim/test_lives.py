@@ -126,7 +126,7 @@ class ForgetsTooEarly(IdempotencyTable):
         return super().expire(inf)
 
 
-WRONG = {
+WRONG: dict[str, list[Any]] = {
     "world": [OpensToAnybody, KeepsNames, RepeatsAnything, AppliesToAnyLife],
     "queue": [AttemptsOnce, ForgetsThoseThatPause, MakesOneTwice],
     "table": [ForgetsAtOnce, ForgetsCallsThatRun, ForgetsTooEarly],

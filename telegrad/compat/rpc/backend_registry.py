@@ -128,7 +128,7 @@ class BackendValue(NamedTuple):
 
 def _types(values: dict[str, BackendValue]) -> Any:
     made: Any = enum.Enum("BackendType", values)  # type: ignore[misc]
-    made.__repr__ = lambda self: f"BackendType.{self.name}"
+    made.__repr__ = lambda self: f"BackendType.{self.name}"  # type: ignore[method-assign, attr-defined]
     made.__doc__ = "The backends that there are; `register_backend` adds one."
     return made
 
