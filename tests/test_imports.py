@@ -75,7 +75,6 @@ PURE = [
     "directories/etcd_messages.py",
     "_core/membership/members.py",
     "_core/joining/launchers.py",
-    "_core/joining/rendezvous.py",
     "_core/membership/shutdown_barrier.py",
     "_core/stores/address.py",
     "_core/joining/quorum.py",

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -48,7 +49,7 @@ class Reactor:
         """`entered` is the first function called on each new thread; `timer` calls `watch`."""
         self._most_waiting = most_waiting
         self._timer = timer
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._scheduler = Scheduler(slots)
         self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
         self.calls = WorkQueue()  # for works that need a slot but have no caller
