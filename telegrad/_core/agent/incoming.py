@@ -1,4 +1,4 @@
-"""Incoming calls and their callers, and the handlers of control messages.
+"""Incoming calls, their callers and answers, and the handlers of control messages.
 
 Calls of actors are ordered: the calls of one caller are opened one after the other, in the order of arrival. Opening
 unpickles the arguments and can take long. A thread that may run user code does it, not the reader thread. The reader
