@@ -13,6 +13,8 @@ does not pass warnings.
 
 The line is below the cursor's, and the cursor returns to its position. So output of the program meanwhile appears where
 it would have appeared, and a line that the program has begun to print stays.
+
+`poll_intervals` paces waits that have to poll.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from time import monotonic
+from time import monotonic, sleep
 from typing import Self
 
 from telegrad._core.forks import in_child, renewed
@@ -34,6 +36,8 @@ FIRST = 5.0  # seconds until the first log record
 RARER = 10.0  # factor between the times of log records
 VARIABLE = "TELEGRAD_PROGRESS"
 COLUMNS = 80  # of a terminal that does not report its width
+FIRST_POLL, LONGEST_POLL = 5e-4, 5e-2  # seconds between two polls of a store
+FEW = 64  # workers that may poll at that rate
 
 # Terminal control codes. Going down and back up creates the row below, which scrolls at the end of the screen.
 _REST = "\x1b[K"  # erase the rest of this row: if other output came between, the old line
@@ -246,3 +250,18 @@ def _before_a_record(_: logging.LogRecord) -> bool:
 
 
 log.addFilter(_before_a_record)
+
+
+def poll_intervals(until: float, waiting: int = 1) -> Iterator[float]:
+    """Pace the polling of a store, fast at first; yield the seconds left, at least once.
+
+    With many waiting workers, each polls more rarely: otherwise they would keep the store and all processors busy.
+    """
+    pause, longest = FIRST_POLL, LONGEST_POLL * max(1, waiting / FEW)
+    while True:
+        yield until - monotonic()
+        left = until - monotonic()
+        if left <= 0:
+            return
+        sleep(min(pause, left))
+        pause = min(1.5 * pause, longest)

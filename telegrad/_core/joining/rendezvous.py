@@ -23,8 +23,7 @@ from time import monotonic, time
 from typing import NamedTuple
 
 from telegrad._core.membership.members import Member, Members, listed, named
-from telegrad._core.progress import Times, Wait
-from telegrad._core.stores.raw_stores import poll_intervals
+from telegrad._core.progress import Times, Wait, poll_intervals
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
 from telegrad.errors import (
     AuthenticationFailed,

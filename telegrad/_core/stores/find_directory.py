@@ -29,11 +29,10 @@ from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Directory, DirectoryLost
 from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
-from telegrad._core.progress import Wait
+from telegrad._core.progress import Wait, poll_intervals
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import host_identity, knock, listening_address
-from telegrad._core.stores.raw_stores import poll_intervals, short
-from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark, short
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 

@@ -47,8 +47,6 @@ log = logging.getLogger("telegrad")
 
 ANYWHERE = ("0.0.0.0", "::")
 CROWD = 1024  # connections waiting to be accepted
-FIRST_POLL, LONGEST_POLL = 5e-4, 5e-2  # seconds between two polls of a store
-FEW = 64  # workers that may poll at that rate
 PROBE = 0.25  # seconds for a connection to be accepted
 OWN_HOST = 2.0  # seconds for a connection from this host to itself, which the kernel alone makes
 LEAST = 1e-3  # seconds for a read; 0 would mean non-blocking
@@ -322,23 +320,3 @@ def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
         ) from error
     served = listener.dup().detach()  # the store closes it
     return _store(host, port, is_master=True, master_listen_fd=served, multi_tenant=shared), port
-
-
-def short(error: BaseException) -> str:
-    """Return the first line of torch's message, without its C++ trace."""
-    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
-
-
-def poll_intervals(until: float, waiting: int = 1) -> Iterator[float]:
-    """Pace the polling of a store, fast at first; yield the seconds left, at least once.
-
-    With many waiting workers, each polls more rarely: otherwise they would keep the store and all processors busy.
-    """
-    pause, longest = FIRST_POLL, LONGEST_POLL * max(1, waiting / FEW)
-    while True:
-        yield until - monotonic()
-        left = until - monotonic()
-        if left <= 0:
-            return
-        sleep(min(pause, left))
-        pause = min(1.5 * pause, longest)

@@ -40,8 +40,8 @@ from telegrad._core.directory.directory import (
     Listing,
     Swap,
 )
+from telegrad._core.progress import poll_intervals
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.raw_stores import poll_intervals, short
 from telegrad._core.threads import Background
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
@@ -222,6 +222,11 @@ class SealedStore:
 
     def __repr__(self) -> str:
         return f"<SealedStore over {type(self.raw).__name__}>"
+
+
+def short(error: BaseException) -> str:
+    """Return the first line of torch's message, without its C++ trace."""
+    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
 
 
 def _text(raw: bytes) -> str:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from telegrad._core.directory.directory import Directory
 from telegrad._core.host.private_files import resolved
-from telegrad._core.progress import Wait, report_in_background
+from telegrad._core.progress import Wait, poll_intervals, report_in_background
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import (
     Spot,
@@ -37,7 +37,7 @@ from telegrad._core.stores.address import (
     split,
     spot_of,
 )
-from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, poll_intervals, serve_tcp, short
+from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, serve_tcp
 from telegrad._core.stores.sealed_store import (
     GONE,
     OPEN,
@@ -48,6 +48,7 @@ from telegrad._core.stores.sealed_store import (
     SealedDirectory,
     SealedStore,
     read_server_mark,
+    short,
 )
 from telegrad._core.stores.supervised import is_supervised, place
 from telegrad.errors import StorePortTaken, StoreUnreachable, StoreUntrusted, TelegradError, UsageError
