@@ -64,7 +64,7 @@ if __name__ == "__main__":
             print("interrupted")
         future.wait()
         assert rpc.rpc_sync("trainer", int) == 0
-    print(group, [worker._process.returncode for worker in group._workers])
+    print(group, [worker.process.returncode for worker in group._workers])
 """
 
 
@@ -98,7 +98,7 @@ if __name__ == "__main__":
             import telegrad.rpc as rpc
             {within}
     except KeyboardInterrupt:
-        print([worker._process.returncode for worker in group._workers] if "group" in globals() else "early")
+        print([worker.process.returncode for worker in group._workers] if "group" in globals() else "early")
         raise
 """
 
@@ -155,7 +155,7 @@ def test_a_program_that_forgets_the_end_of_its_group_ends_it(tmp_path: pathlib.P
 ENDS = """
 import os, signal, sys, telegrad
 group = telegrad.local(1)
-print(group._workers[0].pid, flush=True)
+print(group._workers[0].process.pid, flush=True)
 import telegrad.rpc as rpc, time
 rpc.rpc_async("worker0", time.sleep, ({busy},))
 {end}
@@ -238,8 +238,8 @@ STOPPED = """
 import os, signal, telegrad
 if __name__ == "__main__":
     group = telegrad.local(1)
-    print(group._workers[0].pid, flush=True)
-    os.kill(group._workers[0].pid, signal.SIGSTOP)
+    print(group._workers[0].process.pid, flush=True)
+    os.kill(group._workers[0].process.pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -263,9 +263,9 @@ if __name__ == "__main__":
     progress.FIRST = 0.1
     group = telegrad.local(["stopped", "slow"])
     rpc.rpc_sync("slow", be_slow)
-    os.kill(group._workers[0].pid, signal.SIGSTOP)
+    os.kill(group._workers[0].process.pid, signal.SIGSTOP)
     group.shutdown(graceful=False)
-    print([worker._process.returncode for worker in group._workers])
+    print([worker.process.returncode for worker in group._workers])
 """
 
 

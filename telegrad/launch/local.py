@@ -177,7 +177,8 @@ class LocalGroup:
                 worker.end(wait)
 
     def _living(self) -> list[str]:
-        return [worker.name for worker in self._workers if worker.lives]
+        # The thread that waits for the end of a process sets its `returncode`.
+        return [worker.name for worker in self._workers if worker.process.returncode is None]
 
     def _wait(self, text: Callable[[], str]) -> AbstractContextManager[Wait]:
         return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver))
@@ -215,7 +216,7 @@ class _Worker:
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -224,35 +225,27 @@ class _Worker:
             **new_session_options(),
         )
         with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
-            assert self._process.stdin is not None
-            self._process.stdin.write(group.key + b"\n")
-            self._process.stdin.flush()
+            assert self.process.stdin is not None
+            self.process.stdin.write(group.key + b"\n")
+            self.process.stdin.flush()
         self._pumps = [
             Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
-            for pipe, stream in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
+            for pipe, stream in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr"))
         ]
         watch = Thread(target=self._watch, args=(group,), name=f"telegrad-{name}")
         for thread in (*self._pumps, watch):
             thread.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def lives(self) -> bool:
-        return self._process.returncode is None  # set by the thread that waits for its end
-
     def begin_end(self) -> None:
         """Ask the process to end, and resume it if it is stopped."""
         with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            assert self.process.stdin is not None
+            self.process.stdin.close()
         if hasattr(signal, "SIGCONT"):
-            self._process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGCONT)
 
     def end(self, wait: Wait) -> None:
-        for ask in (None, self._process.terminate, self._process.kill):
+        for ask in (None, self.process.terminate, self.process.kill):
             if ask is not None:  # first the worker may end by itself
                 ask()
             if self._ends_within(GRACE, wait):
@@ -264,7 +257,7 @@ class _Worker:
         until = monotonic() + seconds
         while (left := until - monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(min(left, wait.left))
+                self.process.wait(min(left, wait.left))
                 return True
             wait.look()
         return False
@@ -287,7 +280,7 @@ class _Worker:
                 out.flush()
 
     def _watch(self, group: LocalGroup) -> None:
-        code = self._process.wait()
+        code = self.process.wait()
         for pump in self._pumps:
             pump.join(GRACE)
         group._ended(self, code)
