@@ -114,7 +114,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "insight/seen_groups.py",
         "insight/web.py",
     ),
-    *("launch/run_command.py", "_core/host/heap.py", "_core/transport/silence.py"),
+    *("launch/run_command.py", "_core/host/heap.py", "_core/processes.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 

@@ -145,6 +145,7 @@ class Observer:
         told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
             told["group"] = agent.keys.group[:12]
+            told["generation"] = 0 if worker.turning is None else worker.turning.generation.number
             told["references"] = worker.references.counts()
 
     def word_on(self, caller: str, number: int) -> str:

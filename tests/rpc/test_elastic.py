@@ -28,6 +28,7 @@ from telegrad._core.joining.form_generations import DirectoryLease
 from telegrad._core.joining.quorum import COME, GENERATION
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
+from telegrad.reporting.introspection import introspection_of
 from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 from tests.rpc.members import error_of
 
@@ -375,7 +376,8 @@ def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(t
 def wait_and_leave(place: str) -> tuple[str, float]:
     """Shut down on this thread while another waits for a worker that does not call rendezvous_again."""
     join(place, "a", 2, 2)
-    rpc.rendezvous_again()
+    number = rpc.rendezvous_again().number
+    assert introspection_of(current.here()).account()["generation"] == number
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rpc.rendezvous_again, 0)
         wait_until(lambda: current.here().turning._steps._how)
