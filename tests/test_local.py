@@ -33,7 +33,7 @@ WHOLE = """
 import os, signal, sys, threading, time
 import telegrad
 from beside import twice
-from telegrad.launch import lines
+from telegrad.launch import output
 
 class Point:
     def __init__(self, x):
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         assert rpc.rpc_sync("ps", twice, (4,)) == 8
         assert len({os.getpid(), *(rpc.rpc_sync(name, os.getpid) for name in group)}) == 3
         rpc.rpc_sync("trainer", print, ("hello",))
-        lines.PATIENCE = 0
+        output.PATIENCE = 0
         rpc.rpc_sync("trainer", show_progress)
         future = rpc.rpc_async("ps", time.sleep, (1,))
         try:
