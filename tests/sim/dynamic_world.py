@@ -239,7 +239,7 @@ class World(Checked):
 def patched() -> contextlib.ExitStack:
     """Have the threads of a group be steps of the world's."""
     stack = contextlib.ExitStack()
-    for module in ("dynamic", "membership", "callbacks"):
+    for module in ("dynamic", "membership"):
         stack.enter_context(mock.patch(f"telegrad._core.membership.{module}.Background", Thread))
     stack.enter_context(mock.patch("telegrad._core.membership.dynamic.run_in_thread", run_here))
     stack.enter_context(mock.patch("telegrad._core.membership.membership.Probes", Knocks))
