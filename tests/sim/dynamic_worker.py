@@ -52,7 +52,7 @@ class Stopped(threading.Event):
         return self.is_set()
 
 
-def run_here(_: str, run: Callable[..., None], *args: Any) -> None:
+def run_here(_: str, run: Callable[..., None], *args: Any, patience: float = 0.0) -> None:
     """In the place of a thread that runs something once: the fiber itself does."""
     run(*args)
 
