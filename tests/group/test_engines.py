@@ -181,5 +181,7 @@ def test_elastic_and_dynamic_groups_do_not_mix_there(server: Server) -> None:
 
 @pytest.mark.parametrize("url", ["etcd://127.0.0.1:1", "redis://127.0.0.1:1", "rediss://127.0.0.1:1"])
 def test_groups_of_fixed_size_are_refused(url: str) -> None:
-    with pytest.raises(errors.UsageError, match=f"{url.partition('127')[0]} is for dynamic and elastic groups: leave world_size"):
+    with pytest.raises(
+        errors.UsageError, match=f"{url.partition('127')[0]} is for dynamic and elastic groups: leave world_size"
+    ):
         rpc.init_rpc("w", rank=0, world_size=2, rpc_backend_options=TelegradOptions(init_method=url))
