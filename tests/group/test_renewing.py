@@ -241,7 +241,7 @@ def test_a_renewal_that_fails_is_repeated(file: KeyFile) -> None:
         KeyValueStore(store).write(place, "value")
     file.put(NEW, OLD)
     with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(1):
-        monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
+        monkeypatch.setattr(store, "look_up", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.renew()
     store.renew()
