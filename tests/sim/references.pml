@@ -1,4 +1,4 @@
-/* The reference protocol of telegrad/rref/protocol.py, for one reference and three workers.
+/* The reference protocol of telegrad/_core/references/reference_protocol.py, for one reference and three workers.
 
 Worker 0 owns the value, worker 1 creates it by a remote call, worker 2 is a third. Handles are passed on FORKS - 1 times,
 between any two of them, and dropped at any time. Letters arrive once each (courier.py sees to that) in any order, and so
