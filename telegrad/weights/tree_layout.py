@@ -103,6 +103,7 @@ class Layout:
         self.number = number
         self.description = description
         self.size: int
+        self.slots: list[tuple[int, int, int]]
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
         self._body, views, self.slots, self.size = pickle.loads(description)
         self.views: list[TensorView] = [TensorView(*view) for view in views]
