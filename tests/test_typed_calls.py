@@ -166,10 +166,11 @@ rpc.init_rpc("worker1", rank="a")
 
 def mypy(program: pathlib.Path) -> set[int]:
     """The lines in which mypy finds an error. It reads the cache of the check of the whole project, if there is one."""
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", "--show-absolute-path", str(program)]
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", str(program)]
     said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     places = [line.split(":") for line in said.splitlines()]
-    return {int(number) for path, number, kind, *_ in places if path == str(program) and kind == " error"}
+    # The cache may have what was said of the same program in another folder.
+    return {int(place[1]) for place in places if place[0].endswith(program.name) and place[2] == " error"}
 
 
 def pyright(program: pathlib.Path) -> set[int]:
