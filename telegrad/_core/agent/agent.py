@@ -211,7 +211,7 @@ class Agent:
         if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit, outcome, call.keeps)
+        pending = PendingCall(peer, call.users, limit, outcome, call.keeps)
         self._begin(peer, pending, call, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
@@ -238,16 +238,22 @@ class Agent:
         outcome = pending.outcome
         assert outcome is not None
         outcome.call = pending.outcome = pending.keep_alive = None
-        with self.streams.aside() if self.streams.used else nullcontext():
-            try:
-                value = self._open(pending)
-            except BaseException as error:  # also of user code that unpickles the value: the waiter must wake up
-                outcome.about = pending.described
-                outcome.set_exception(error.with_traceback(None))
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                outcome.set_result(value)
+        if self.streams.used:
+            with self.streams.aside():
+                self._tell(outcome, pending)
+        else:  # without a context manager, whose three calls each asynchronous call would pay for
+            self._tell(outcome, pending)
+
+    def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
+        try:
+            value = self._open(pending)
+        except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
+            outcome.about = pending.described
+            outcome.set_exception(error.with_traceback(None))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            outcome.set_result(value)
 
     def _begin(self, peer: Peer, pending: PendingCall, call: PreparedCall, creation: Any = None) -> None:
         """Send a call."""
