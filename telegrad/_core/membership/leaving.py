@@ -355,14 +355,12 @@ class ServeState:
 
     def miss(self, member: Member, how: str) -> None:
         """Record that a member is gone, which may be required."""
-        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
-        if how == LOST and required:
-            itself = member.incarnation == self._me.incarnation
-            self.fail(
-                f"this worker, {self._me.name!r}, was declared lost; see its log"
-                if itself
-                else f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log"
-            )
+        if how != LOST:
+            return
+        if member.incarnation == self._me.incarnation:
+            self.fail(f"this worker, {self._me.name!r}, was declared lost; see its log")
+        elif member.name in {each.name for each in self._required}:
+            self.fail(f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log")
 
     def fail(self, why: str) -> None:
         self.missed = self.missed or why
