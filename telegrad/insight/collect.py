@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from errno import ENOENT
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
@@ -35,8 +35,6 @@ EXCHANGES = 50  # with one worker of each other clock, in each comparison
 PATIENCE = 10.0  # seconds for a worker's answer; profiles have 60
 MARKS = 20  # markers at each end of a profile, which relate the profiler's clock to perf_counter
 
-if TYPE_CHECKING:
-    from typing import Self
 
 Names = Iterable[str]
 

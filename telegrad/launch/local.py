@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 from telegrad.compat import child_environment
 from telegrad.errors import RendezvousError, UsageError
@@ -40,9 +40,6 @@ from telegrad.ext.processes import (
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
 from telegrad.launch.output import LONGEST, LineBuffer
-
-if TYPE_CHECKING:
-    from typing import Self
 
 MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (

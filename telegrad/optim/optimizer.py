@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 from torch import nn
@@ -43,9 +43,6 @@ from telegrad.optim.owner import (
     import_tracer,
     may_import,
 )
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _FOR_ALL = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
 _GROUP = "a dictionary with references under 'params'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from telegrad.pipeline.microbatches import Loss, joined, parts_of, shares, sizes
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, parse_tied
 from telegrad.pipeline.stage import root_of
 from telegrad.pipeline.station import BatchInputs
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _STAGES = "a list with a module, a RemoteModule or a reference to a module for each stage: Pipeline([first, second])"
 _CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=8)"

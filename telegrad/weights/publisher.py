@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
-
-if TYPE_CHECKING:
-    from typing import Self
 
 PIECE = 1 << 20  # bytes per message between hosts
 KEEP = 8  # maximum number of versions for subscribers that read every one

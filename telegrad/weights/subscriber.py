@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -23,9 +23,6 @@ from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version, check_module
-
-if TYPE_CHECKING:
-    from typing import Self
 
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 

@@ -19,15 +19,12 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from telegrad._core.checks import short_repr
 from telegrad._core.devices.device_maps import Devices
 from telegrad._core.texts import did_you_mean
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
-
-if TYPE_CHECKING:
-    from typing import Self
 
 LONGEST_NAME = 127
 LONGEST_ROLE = 120  # a number after it makes a name
