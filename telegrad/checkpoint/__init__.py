@@ -141,7 +141,7 @@ def _marked(plan: SavePlan, mark: str) -> SavePlan:
 
 
 class Saver:
-    """One worker's part of a checkpoint."""
+    """The part of a checkpoint that a worker writes."""
 
     def __init__(self, path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool) -> None:
         """With `copies`, save the current values, even if they change before they are written."""

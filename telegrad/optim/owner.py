@@ -1,4 +1,4 @@
-"""One worker's part of a distributed optimizer.
+"""The part of a distributed optimizer on a worker.
 
 It uses torch's optimizers without importing `torch._dynamo`, which takes seconds. They import it to exclude their
 methods from tracing. As long as no other code has imported it, nothing is traced. Until then torch's wrappers of these
@@ -42,7 +42,7 @@ from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
 
 TRACER = "torch._dynamo"
-_CACHE = "__dynamo_disable"  # where a wrapper of torch keeps what it calls (torch 2.13: torch/_compile.py)
+_CACHE = "__dynamo_disable"  # where a wrapper of torch keeps the wrapped function (torch 2.13: torch/_compile.py)
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number

@@ -1,4 +1,4 @@
-"""One stage of a pipeline on its worker: its forward, its backward, and the packed form of values between stages.
+"""A stage of a pipeline on its worker: its forward, its backward, and the packed form of values between stages.
 
 Torch's engine runs the backward for one micro-batch, in one step or in two. The inputs of a stage get a `StageInput` as
 history, whose gradients go back to the sender. The engine returns these and the gradients of the leaves, so `.grad` is

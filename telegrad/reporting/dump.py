@@ -162,7 +162,7 @@ def _is_inherited(handler: Any) -> bool:
 
 
 class Recorder:
-    """One recorder for all workers of a process; most processes have one worker."""
+    """The recorder of all workers of a process; most processes have one worker."""
 
     def __init__(self) -> None:
         self._ring: deque[Event] = deque(maxlen=LAST)

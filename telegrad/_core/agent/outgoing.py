@@ -51,7 +51,7 @@ from telegrad.errors import CannotEncode
 
 COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 
-ENCODED, ON_HOST = "encoded", "on the host"  # what was made of a call for all devices of receivers
+ENCODED, ON_HOST = "encoded", "on the host"  # keys of encodings that suit all devices of the receivers
 
 
 class EncodedCall:

@@ -48,7 +48,9 @@ class PreparedCall(NamedTuple):
     args: Any = None
     kwargs: Any = None
     keeps: Any = None
-    asked: Any = None  # what the user called, if another function is sent; `call_names.user_name` knows its name
+    asked: Any = (
+        None  # the function that the user called, if another one is sent; `call_names.user_name` knows its name
+    )
 
     @property
     def users(self) -> Any:

@@ -77,7 +77,7 @@ class Unanswered(Exception):
 
 
 class Session(Protocol):
-    """One connection, used by one thread at a time."""
+    """A connection, used by one thread at a time."""
 
     def open(self, deadline: float) -> None:
         """Connect. Raises OSError, Unsent or Unanswered if the engine does not answer."""

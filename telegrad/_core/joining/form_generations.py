@@ -60,7 +60,7 @@ LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not
 
 
 class DirectoryLease:
-    """One process's directory and lease. Thread-safe."""
+    """The directory and the lease of a process. Thread-safe."""
 
     def __init__(self, init_method: str, keys: Keyring, ttl: float) -> None:
         """Initialise without a directory. `ttl`: seconds after which the lease of a dead process ends."""

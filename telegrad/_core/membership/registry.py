@@ -99,7 +99,7 @@ class Roster(NamedTuple):
 
 
 class Registry:
-    """One client's view of the group of a directory. Thread-safe."""
+    """The view of a client on the group of a directory. Thread-safe."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = monotonic) -> None:
         """`clock` is the clock of the lease ends that `directory` returns."""

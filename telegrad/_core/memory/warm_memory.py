@@ -81,7 +81,7 @@ class Block:
 
 
 class Loan(NamedTuple):
-    """One message's loan of a common block."""
+    """The loan of a common block with a message."""
 
     number: int
     block: Block

@@ -29,7 +29,7 @@ from telegrad.errors import PeerError, PeerLost, PeerSilent, PeerStopped, PeerUn
 
 
 class LoopEnd:
-    """One end; it creates the other. Has the interface of `Link` that agents use.
+    """An end of a connection within a process; it creates the other end. Has the interface of `Link` that agents use.
 
     Nothing is read here: the sending thread delivers the message.
     """

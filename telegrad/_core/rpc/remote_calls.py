@@ -33,6 +33,7 @@ NoArgs: TypeAlias = tuple[()] | None
 Unchecked: TypeAlias = list[Any] | tuple[RRef[Any], *tuple[Any, ...]]
 
 
+# The options of rpc_stream, rpc_sync and remote; the names are short, or each overload would take twice the lines.
 class Waiting(TypedDict, total=False):
     wait_for_worker: bool | None
 

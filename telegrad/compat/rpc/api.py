@@ -171,7 +171,7 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 
 class AllGatherStates:
-    """One gathering on one worker. Programs create instances for their own gatherings, too."""
+    """A gathering, on one worker. Programs create instances for their own gatherings, too."""
 
     def __init__(self) -> None:
         # At the leader the objects received so far, at the others the leader's result.
