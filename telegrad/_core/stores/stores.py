@@ -351,9 +351,8 @@ class _Site:
 
     def look(self, probe: float, patience: float) -> str:
         """Connect if necessary, and return the store's mark."""
-        if self.store is None and knock(
-            self.place, max(probe, PROBE)
-        ):  # otherwise torch would retry after half a second
+        # If nothing listens there, torch would retry only after half a second.
+        if self.store is None and knock(self.place, max(probe, PROBE)):
             found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)
