@@ -114,8 +114,13 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
         >>> rpc.group(["worker0", "worker1"]).map(total, [1, 2]).wait()
         [3, 3]
     """
+    from telegrad._core import checks
     from telegrad.groups.collectives import process_group as make
+    from telegrad.groups.group import Group
 
+    if not isinstance(group, Group):
+        text = checks.short_repr(group)
+        raise errors.InvalidArgument(f"process_group takes a group of workers, such as rpc.group('actor'), not {text}")
     return make(group, backend, timeout)
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import reduce
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
@@ -55,7 +55,6 @@ Key = tuple[str, str, str]  # the called function, the description of the group,
 _numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
-@runtime_checkable
 class Participants(Protocol):
     """The part of a group that a meeting needs."""
 
@@ -398,15 +397,11 @@ def tree_of(size: int, place: int) -> tuple[range, int]:
 # Process groups of `torch.distributed`, whose collectives are fast and synchronous
 
 
-def process_group(group: Any, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
+def process_group(group: Participants, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
     """As `telegrad.process_group`."""
     import torch.distributed as dist  # when a program wants one: torch may be built without it
     from torch.distributed import distributed_c10d as c10d
 
-    if not isinstance(group, Participants):
-        raise InvalidArgument(
-            f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.short_repr(group)}"
-        )
     checks.text("backend", backend, "the name of a backend of torch.distributed")
     if ":" not in backend and backend.lower() not in dist.Backend.backend_list:
         known = ", ".join(each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED)

@@ -39,10 +39,8 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
     """
     membership = current.here().membership
     membership.refresh()
-    if isinstance(of, Group):
-        return of
-    if of is None:
-        return Group("all")
+    if of is None or isinstance(of, Group):
+        return Group("all") if of is None else of
     if isinstance(of, str):
         made = Group("role", of)
         if membership.is_fixed and not made:
@@ -50,7 +48,8 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
         return made
     if isinstance(of, WorkerInfo) or not checks.is_iterable(of):
         checks.raise_invalid("of", "a role, a list of workers or a group; for one worker: group([worker])", of)
-    workers = [_found(each, membership.view()) for each in of]
+    there = membership.view()
+    workers = [_found(each, there) for each in of]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
     names = [worker.name for worker in workers]
