@@ -48,9 +48,7 @@ class PreparedCall(NamedTuple):
     args: Any = None
     kwargs: Any = None
     keeps: Any = None
-    asked: Any = (
-        None  # the function that the user called, if another one is sent; `call_names.user_name` knows its name
-    )
+    asked: Any = None  # the function that the user called, if another is sent; see `call_names.user_name`
 
     @property
     def users(self) -> Any:
