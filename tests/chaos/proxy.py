@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from telegrad._core.agent.agent import Agent
     from telegrad._core.membership.members import Member
 

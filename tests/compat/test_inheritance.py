@@ -99,6 +99,27 @@ def test_functions_of_a_program_are_there_until_its_exit(tmp_path: pathlib.Path)
     assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "__main__"
 
 
+@pytest.mark.parametrize("way", [("SCRIPT",), ("-m", "program")], ids=["script", "module"])
+def test_a_programs_signals_reach_its_handlers_at_once(way: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    """The frame that runs the program is not one of a remote call, which a handler would wait for up to 10 s."""
+    program = """
+    import signal, threading, time
+
+    if __name__ == "__main__":
+        ran = []
+        signal.signal(signal.SIGTERM, lambda *_: ran.append(time.monotonic()))
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}")
+        rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+        sent = time.monotonic()
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
+        while not ran:
+            sum(range(100))
+        rpc.shutdown()
+        print(ran[0] - sent < 5)
+    """
+    assert run(tmp_path, program, "-m", "telegrad", *way)[0] == "True"
+
+
 def test_what_the_environment_had_stays(tmp_path: pathlib.Path) -> None:
     """A sitecustomize of the user's own still runs, and so does the rest of PYTHONPATH."""
     own = tmp_path / "own"
