@@ -155,7 +155,7 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
 # What is there now. Numbers go down only.
 MOST = {
     call: (Length(51, 22, 40), Length(60, 21, 42)),
-    remote: (Length(230, 48, 145), Length(250, 44, 145)),
+    remote: (Length(150, 34, 105), Length(160, 46, 110)),
     backward: (Length(450, 60, 265), Length(450, 58, 265)),
 }
 

@@ -92,7 +92,7 @@ def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def tell(agent: Agent, to: str | int, message: tuple[Any, ...], *rest: Any) -> None:
         if isinstance(message, Batch):
-            counts.update(letter.kind for letter in message.letters)
+            counts.update(kind for kind, *_ in message.letters)
         return notify(agent, to, message, *rest)
 
     monkeypatch.setattr(Link, "send", send)

@@ -107,7 +107,7 @@ def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypa
     with table._lock:  # so that the handles end in one turn of the thread
         references.clear()
         del reference
-    wait_until(lambda: len({letter for _, letter in posted if letter[0] == DROPPED}) == 4)
+    wait_until(lambda: len({letter for _, letter in posted if letter.kind == DROPPED}) == 4)
     assert not fails.acquire(blocking=False)
     assert len(posted) == len(set(posted))
 

@@ -298,7 +298,7 @@ class World:
             if worker.name in self.dead:
                 continue
             for to, letter in machine.letters:
-                self.letters[letter[0]] += 1
+                self.letters[letter.kind] += 1
                 assert to != worker.name, f"{worker.name} writes to itself: {letter}"
                 worker.courier.post(to, letter)
                 if to in self.dead:

@@ -319,8 +319,9 @@ class ReferenceTable(Maker):
 
     def _send(self, to: str, batch: Batch) -> None:
         name, _, incarnation = to.rpartition("#")
+        letters = [tuple(letter) for letter in batch.letters]  # their class takes ten times as long to pickle
         try:
-            self.agent.notify(name, batch, incarnation)
+            self.agent.notify(name, batch._replace(letters=letters), incarnation)
         except UnknownWorker:
             self._on_death(to)
             with self._lock:
