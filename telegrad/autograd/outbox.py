@@ -72,8 +72,8 @@ class Outbox:
         self._agent = agent
         self._gathers = gathers
         self._context = context
-        # Guards the fields below while _ready holds anything: gradients that have left _ready are in _sent. So a thread
-        # that finds nothing there for any worker can make the report.
+        # Guards changes of the fields below while _ready holds anything. Gradients leave _ready when they are in _sent.
+        # So a thread that finds nothing there, which needs no lock, can make the report.
         self._lock = threading.Lock()
         self._ready: dict[Identity, Gradients] = {}
         self._sent: list[tuple[Key, str]] = []  # since the last report
@@ -107,11 +107,16 @@ class Outbox:
 
     def flush(self) -> None:
         """Send all gradients except those that wait for the report."""
-        with self._lock:
-            there = list(self._ready)
-        for worker in there:
+        for worker in self._waiting():
             if not (self.rides_with_report and worker.name == self.spec.driver):
                 self.send(worker)
+
+    def _waiting(self) -> Sequence[Identity]:
+        """Return the workers for which gradients wait."""
+        if not self._ready:
+            return ()
+        with self._lock:
+            return list(self._ready)
 
     def send_early(self) -> None:
         """Stop waiting for other gradients, since this worker's part takes long."""
@@ -124,19 +129,19 @@ class Outbox:
         Return False if there are none, as after `send_early`.
         """
         sent = False
-        with self._lock:
-            there = [worker for worker in self._ready if worker.name == self.spec.driver]
-        for worker in there:
-            sent |= self.send(worker, report)
+        for worker in self._waiting():
+            if worker.name == self.spec.driver:
+                sent |= self.send(worker, report)
         return sent
 
     def send(self, worker: Identity, report: Callable[[], PassReport] | None = None) -> bool:
         """Send the gradients for a worker, and the result of `report` with them. Return False if there are none."""
         with self._lock:
-            gathered = self._ready.pop(worker, None)
+            gathered = self._ready.get(worker)
             if gathered is None:
                 return False
             key = self.key(worker.name)
+            del self._ready[worker]
         streams = self._agent.streams
         if streams.used:
             streams.adopt(*(each for _, gradients in gathered for each in gradients))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.calls.call_context import under_autocast
+from telegrad._core.calls.call_context import is_autocast_on, under_autocast
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.interrupts import raised_by_handler
@@ -38,7 +38,7 @@ from telegrad.autograd.passes import (
     Start,
     Task,
 )
-from telegrad.autograd.record import AutogradContext, Inside
+from telegrad.autograd.record import AutogradContext, Inside, entered
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.
@@ -186,7 +186,7 @@ class LocalParts:
 
     def _take_shipment(self, sender: Identity, shipment: PackedShipment) -> None:
         spec, report = PassSpec(*shipment.spec), shipment.report
-        self._take_task(sender, shipment._replace(spec=spec))
+        self._take_task(sender, PackedShipment(spec, *shipment[1:]))
         if report is not None:
             self._reported(sender.name, PassReport(spec, *report))
 
@@ -222,7 +222,7 @@ class LocalParts:
             with self._agent.streams.turn():
                 start = perf_counter()
                 while tasks := context.tasks.take():
-                    left = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
+                    left = [tasks] if len(tasks) == 1 else by_passes(tasks)
                     while left:
                         self._do(context, left.pop(0))
                 if context.ended:  # perhaps while a part began
@@ -246,8 +246,15 @@ class LocalParts:
             part: LocalPart | None = context.parts.get(spec)
             if part is None or not tasks:
                 return
-            with Inside(context.id), under_autocast(spec.autocast):
-                letters = part.take(tasks)
+            token = entered.set(context.id)
+            try:
+                if spec.autocast or is_autocast_on():
+                    with under_autocast(spec.autocast):
+                        letters = part.take(tasks)
+                else:
+                    letters = part.take(tasks)
+            finally:
+                entered.reset(token)
             if spec.rider:
                 self._let_ride(context, part)
             self._agent.streams.publish()  # before other workers learn that it is done
@@ -311,7 +318,8 @@ class LocalParts:
             context.early.pop(spec, None)
             tasks = early
         outbox = Outbox(self._agent, context, spec, self._short, self._gathers)
-        runner = EngineRunner(context, spec, roots, outbox, self._agent.streams, self.captures.get(spec))
+        capture = self.captures.get(spec) if spec.captures else None
+        runner = EngineRunner(context, spec, roots, outbox, self._agent.streams, capture)
         context.parts.setdefault(spec, LocalPart(outbox, runner))  # keep None if the pass has failed meanwhile
         return tasks
 
@@ -368,6 +376,11 @@ class LocalParts:
             for spec, part in context.parts.copy().items():
                 if part is not None and who.name in part.outbox.reached and context.met(who.name) == who:
                     self._failed(spec, error)
+
+
+def by_passes(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Group consecutive tasks of the same pass."""
+    return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
 
 
 def _advised(error: BaseException) -> BaseException:
