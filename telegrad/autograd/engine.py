@@ -300,7 +300,7 @@ class EngineRunner:
         left = 0
         if self._coming:
             left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
-        self._outbox.add(origin.sender, origin.number, gradients, left > 0)
+        self._outbox.add(origin.sender, origin.number, gradients, left > 0, not self._unshipped)
 
     def _lacks(self, node: Node) -> bool:
         """Return True if the pass has reached a node without any gradient."""

@@ -124,6 +124,8 @@ class Incoming(Served):
     def setting(self) -> AbstractContextManager[None]:
         """Return a context manager that applies the caller's grad mode, context and scene."""
         flags = self.message.flags
+        if not flags and self.context is not None:  # the usual case
+            return self.context.entered()
         return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
