@@ -118,12 +118,8 @@ class Background:
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self._name = name
         self._run = run
-        self._lock = threading.Lock()  # guards _thread; `want` and `join` read it once without the lock
-        self._thread: threading.Thread | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._thread is not None
+        self._lock = threading.Lock()  # guards `thread`, which others read once without the lock
+        self.thread: threading.Thread | None = None  # set as it starts
 
     def want(self) -> None:
         """Start the thread, unless it has been started.
@@ -131,18 +127,18 @@ class Background:
         Raises:
             RuntimeError: there is no memory for a thread; the next call tries again.
         """
-        if self._thread is not None:
+        if self.thread is not None:
             return
         thread = Thread(target=self._main, name=self._name)
         with self._lock:
-            if self._thread is not None:
+            if self.thread is not None:
                 return
-            self._thread = thread
+            self.thread = thread
         try:
             thread.start()
         except BaseException:
             with self._lock:
-                self._thread = None
+                self.thread = None
             raise
 
     def _main(self) -> None:
@@ -153,6 +149,6 @@ class Background:
 
     def join(self, patience: float) -> None:
         """Wait up to `patience` seconds for the thread's end, unless this is the thread itself."""
-        thread = self._thread
+        thread = self.thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(patience)

@@ -11,6 +11,7 @@ import pytest
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.members import Member
 from telegrad._core.references.reference_protocol import DROPPED, ControlMessage
+from telegrad._core.references.reference_table import MOST_AT_ONCE
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
@@ -106,7 +107,7 @@ def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypa
     with table._lock:  # so that the handles end in one turn of the thread
         references.clear()
         del reference
-    wait_until(lambda: len({letter for _, letter in posted if letter.kind == DROPPED}) == 4)
+    wait_until(lambda: len({letter for _, letter in posted if letter[0] == DROPPED}) == 4)
     assert not fails.acquire(blocking=False)
     assert len(posted) == len(set(posted))
 
@@ -137,3 +138,19 @@ def test_a_reference_that_is_asked_for_its_text_does_not_wait(worker: Worker) ->
     plain._handle.id = ("w1#gone", 1)  # of which nobody will say a word
     thread.start()
     assert gate.wait(PATIENCE / 10)
+
+
+def test_many_handles_end_in_groups(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, step, sizes = worker.references, worker.references._step, list[int]()
+
+    def counted(ended: Any) -> float:
+        sizes.append(len(ended))
+        return step(ended)
+
+    monkeypatch.setattr(table, "_step", counted)
+    put = table.for_finalisers()
+    for _ in range(2 * MOST_AT_ONCE + 1):
+        put(("nobody#", 1))  # type: ignore[arg-type]
+    table.flush()
+    assert sum(sizes) == 2 * MOST_AT_ONCE + 1
+    assert max(sizes) <= MOST_AT_ONCE

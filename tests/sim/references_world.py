@@ -248,9 +248,9 @@ class World:
         self.mistakes_made.add((worker.name, about))
         machine = worker.machine
         self.doubtful |= {ref for ref, owned in machine.owned.items() if about in owned.forks.values()}
-        self.doubtful |= {
-            ref for ref, share in machine.shares.items() if share.owner == about or about in share.children.values()
-        }
+        for ref, share in machine.shares.items():
+            if about in (share.owner, *(share.children or {}).values()):
+                self.doubtful.add(ref)
         self.bury(worker, about)
 
     def bury(self, worker: Worker, about: str) -> None:
@@ -298,7 +298,7 @@ class World:
             if worker.name in self.dead:
                 continue
             for to, letter in machine.letters:
-                self.letters[letter.kind] += 1
+                self.letters[letter[0]] += 1
                 assert to != worker.name, f"{worker.name} writes to itself: {letter}"
                 worker.courier.post(to, letter)
                 if to in self.dead:

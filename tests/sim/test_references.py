@@ -59,7 +59,7 @@ class Trio:
             for name, machine in self.machines.items():
                 letters, machine.letters = machine.letters, []
                 for to, letter in letters:
-                    self.seen.append(letter.kind)
+                    self.seen.append(letter[0])
                     self.machines[to].receive(name, letter)
 
     def letters(self) -> Counter[Any]:

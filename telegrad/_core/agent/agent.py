@@ -85,6 +85,7 @@ class Agent:
             self._complete,
             self._timer.wake_by,
         )
+        self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
         self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
@@ -176,7 +177,7 @@ class Agent:
 
     def perform(self, to: Callee, call: PreparedCall, timeout: float = DEFAULT) -> Any:
         """Make a call to another worker, wait, and return its value."""
-        peer = self._connections.peer(to)
+        peer = self.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit)
         self._begin(peer, pending, call)
@@ -202,16 +203,18 @@ class Agent:
         self.call_for(future, to, call, timeout)
         return future
 
-    def call_for(self, outcome: Outcome, to: Callee, call: PreparedCall, timeout: float, creation: Any = None) -> None:
+    def call_for(
+        self, outcome: Outcome, to: Callee | Peer, call: PreparedCall, timeout: float, creation: Any = None
+    ) -> None:
         """Make a call that completes `outcome`. If `outcome.quick`, a call of `expect` must follow.
 
         With a `creation` (see the reference layer), the value stays on the callee.
         """
-        peer = self._connections.peer(to)
+        peer = to if isinstance(to, Peer) else self.peer(to)
         if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = PendingCall(peer, call.users, limit, outcome, call.keeps)
+        pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit, outcome, call.keeps)
         self._begin(peer, pending, call, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
@@ -231,7 +234,7 @@ class Agent:
 
     def expect(self, to: str | int) -> None:
         """Let the reactor read the answers of a worker, unless a thread reads them already."""
-        self._connections.peer(to).connection.read_in_background()
+        self.peer(to).connection.read_in_background()
 
     def _complete(self, pending: PendingCall) -> None:
         """Complete the outcome of a call, which runs its callbacks."""
@@ -355,13 +358,13 @@ class Agent:
 
     def identify(self, to: Callee) -> Identity:
         """Return the worker of that name or rank, which is looked up only once."""
-        return self._connections.peer(to).identity
+        return self.peer(to).identity
 
     def is_connected(self, to: Identity) -> bool:
-        return self._connections.peer(to).link is not None
+        return self.peer(to).link is not None
 
     def shares_program(self, to: str) -> bool:
-        return self._connections.peer(to).member.program == self.program != ""
+        return self.peer(to).member.program == self.program != ""
 
     def maps_devices_to(self, name: str) -> bool:
         return bool(self.settings.devices.maps.get(name))

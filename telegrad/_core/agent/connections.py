@@ -138,12 +138,15 @@ class Connections:
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
+        names = self._names
         if isinstance(to, Identity):
+            peer = names.get(to.name)
+            if peer is not None and peer.identity.incarnation == to.incarnation:
+                return peer
             try:
                 return self.of_life(to.name, to.incarnation)
             except UnknownWorker:
                 raise PeerLost(f"worker {to.name!r} is no longer in the group: it left or died") from None
-        names = self._names
         peer = names.get(to)
         if peer is None:
             peer = names[to] = self._peer_of(self.joined.directory.find(to))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, perf_counter
+from types import FunctionType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -287,7 +288,8 @@ class PendingCall:
     def event(self, failure: str) -> events.Event:
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
-        name = getattr(type(self.label), NOTED_AS, None) or user_name(self.label)
+        kind = type(self.label)  # most are functions, of which a failed look-up takes as long as all else here
+        name = (None if kind is FunctionType else getattr(kind, NOTED_AS, None)) or user_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
     def __repr__(self) -> str:

@@ -365,7 +365,7 @@ class Signal:
         self._happened = False
         self._value: Any = None  # stored before _happened is set, as is
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Any], None]] = []
+        self._callbacks: list[Callable[[Any], None]] | tuple[()] = ()
 
     def done(self) -> bool:
         return self._happened
@@ -374,7 +374,7 @@ class Signal:
         self._value = result
         with self._lock:
             self._happened = True
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
             callback(self)
 
@@ -386,7 +386,8 @@ class Signal:
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         with self._lock:
             if not self._happened:
-                self._callbacks.append(callback)
+                self._callbacks = callbacks = self._callbacks or []
+                callbacks.append(callback)
                 return
         callback(self)
 

@@ -41,6 +41,10 @@ class ReactorThread:
         self.counted: WorkQueue | None = None  # the queue of the call that it runs
 
 
+class _Here(threading.local):
+    runner: ReactorThread | None = None  # read quickly also on other threads, where it is unset
+
+
 class LeaderThreads:
     """Passes the lead from thread to thread."""
 
@@ -61,7 +65,7 @@ class LeaderThreads:
         self._standby: list[ReactorThread] = []
         self._threads: dict[ReactorThread, threading.Thread] = {}
         self._lacks_threads = False  # since the last one that could be started; the first failure is logged
-        self.local = threading.local()
+        self.local = _Here()
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -84,10 +88,10 @@ class LeaderThreads:
                 thread.join(0.2)
 
     def here(self) -> ReactorThread | None:
-        return getattr(self.local, "runner", None)
+        return self.local.runner
 
     def is_member(self) -> bool:
-        return hasattr(self.local, "runner")
+        return self.local.runner is not None
 
     def processor_time(self) -> float | None:
         """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""

@@ -45,10 +45,21 @@ class SharedFork:
         self.fork = fork
         self.confirmed = confirmed
         self.handles = handles
-        self.parents: list[tuple[str, Id]] = []  # that get SETTLED once the owner knows the fork
-        self.extras: list[Id] = []  # known to the owner, dropped once the fork is confirmed
-        self.children: dict[Id, str] = {}  # forks sent to others and not settled
+        # Made by the first entry: most references have none, and the garbage collector visits each object.
+        self.parents: list[tuple[str, Id]] | tuple[()] = ()  # that get SETTLED once the owner knows the fork
+        self.extras: list[Id] | tuple[()] = ()  # known to the owner, dropped once the fork is confirmed
+        self.children: dict[Id, str] | None = None  # forks sent to others and not settled
         self.fault = ""
+
+    def owe(self, parent: str, fork: Id) -> None:
+        """Add a parent."""
+        self.parents = parents = self.parents or []
+        parents.append((parent, fork))
+
+    def hold(self, extra: Id) -> None:
+        """Add a fork to drop later."""
+        self.extras = extras = self.extras or []
+        extras.append(extra)
 
 
 class Owned:
@@ -70,7 +81,8 @@ class Holders:
 
     def add(self, owned: Owned, fork: Id, holder: str) -> None:
         """Add a fork."""
-        self.end(owned, fork)
+        if fork in owned.forks:
+            self.end(owned, fork)
         owned.forks[fork] = holder
         self.counts[holder] = self.counts.get(holder, 0) + 1
 

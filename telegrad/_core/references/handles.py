@@ -19,7 +19,7 @@ from telegrad._core import events
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
-from telegrad._core.calls.futures import Future, Signal, UnretrievedError
+from telegrad._core.calls.futures import Future, Signal, UnretrievedError, wait_for
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
@@ -43,13 +43,14 @@ log = logging.getLogger("telegrad")
 class ValueSlot(Signal):
     """A signal that the value of a reference exists. It is filled once; other threads may wait for it."""
 
-    __slots__ = ("answer", "failure", "value")
+    __slots__ = ("answer", "failure")
 
+    value: Any = Signal._value  # type: ignore[misc]
     full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call; set after value and failure
+    fulfil = Signal.set_result
 
     def __init__(self) -> None:
         super().__init__()
-        self.value: Any = None
         self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
         self.answer = b""  # for the caller, if a call creates the value
 
@@ -58,10 +59,6 @@ class ValueSlot(Signal):
         box = cls()
         box.value, box._happened = value, True
         return box
-
-    def fulfil(self, value: Any) -> None:
-        self.value = value
-        self.set_result()
 
     def fail(self, failure: bytes) -> None:
         self.failure = failure
@@ -126,7 +123,10 @@ def error_for(fault: str, handle: Handle, made: str) -> RRefError:
 class Creation:
     """A call of this worker that creates the value of a reference; the outcome of that call."""
 
-    __slots__ = ("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref", "used")
+    __slots__ = (
+        *("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "helper", "owner", "ref"),
+        "used",
+    )
 
     quick = True
 
@@ -141,6 +141,7 @@ class Creation:
         self.used = False  # the program has requested the value, or learns of a failure otherwise
         self.about = ""
         self.future: Future[None] | None = None  # for the user, if one was requested
+        self.helper = 0  # thread that waits for the call in `help`, and completes the future if it reads the answer
         self._told = told
 
     def set_result(self, result: Any) -> None:
@@ -156,6 +157,21 @@ class Creation:
         call = self.call
         return call is not None and bool(call.cancel())
 
+    def help(self) -> None:
+        """Wait until the future is done; this thread reads the answer if it can."""
+        call, future = self.call, self.future
+        assert future is not None
+        if call is not None:
+            self.helper = threading.get_ident()
+            try:
+                call.help()
+            finally:
+                self.helper = 0
+        wait_for(future)
+
+    def __repr__(self) -> str:
+        return f"<Creation by {self.call!r}>"
+
     def dropped(self) -> None:
         """Handle the end of the last handle: log an error that the program has not seen."""
         if self.error is not None and not self.used:
@@ -165,7 +181,7 @@ class Creation:
 def tell_user(creation: Creation) -> None:
     future = creation.future
     assert future is not None
-    future.follows = None
+    future.call = None
     if creation.error is not None:
         future.set_exception(creation.error)  # type: ignore[arg-type]
     else:
@@ -242,13 +258,16 @@ class Maker:
 
     def create(self, to: str | int | Identity, call: PreparedCall, timeout: float) -> Any:
         """Create a value on a worker, where it stays; return a reference to it for users."""
-        handle, creation, target = self._begin(self.agent.identify(to))
+        peer = self.agent.peer(to)
+        handle, creation, target = self._begin(peer.identity)
         try:
-            self.agent.call_for(creation, handle.owner, call, timeout, target)
+            self.agent.call_for(creation, peer, call, timeout, target)
         except BaseException:
             self._unmake(handle, target)
             raise
-        self._begun([handle], [])
+        with self._lock:
+            self._expected.add(peer.name)
+            self._wake()
         return self._wrap(self, handle)
 
     def create_each(self, owners: Iterable[Identity], call: PreparedCall, timeout: float) -> list[Any]:
@@ -261,23 +280,28 @@ class Maker:
             for handle, _, target in made:
                 self._unmake(handle, target)
             raise
-        self._begun([handle for handle, *_ in made], [creation for _, creation, _ in made])
+        with self._lock:
+            self._expected.update(handle.owner.name for handle, *_ in made)
+            for _, each, _ in made:
+                if each.error is not None and not each.cut_off:  # the call may not have been sent
+                    self._machine.stillborn(each.ref, each.fork, each.owner)
+            self._wake()
         return [self._wrap(self, handle) for handle, *_ in made]
 
     def _begin(self, owner: Identity) -> tuple[Handle, Creation, Target]:
-        if owner == self.agent.me.identity:
+        key, handle = key_of(owner), None
+        if key == self._me:
             handle = self.own(ValueSlot())
-            fork, kind = handle.id, HERE
-        else:
+        elif self._thread.thread is None:
             self._thread.want()
-            with self._lock:
-                ref, fork = self._machine.create(key_of(owner))
-                handle = self._new_handle(ref, owner, None)
-            kind = CREATE
-        creation = Creation(handle.id, fork, key_of(owner), self._on_created)
         with self._lock:
-            self._creations[handle.id] = creation
-        return handle, creation, (kind, handle.id, fork)
+            if handle is not None:
+                kind, ref, fork = HERE, handle.id, handle.id
+            else:
+                kind, (ref, fork) = CREATE, self._machine.create(key)
+                handle = self._new_handle(ref, owner, None)
+            creation = self._creations[ref] = Creation(ref, fork, key, self._on_created)
+        return handle, creation, (kind, ref, fork)
 
     def _unmake(self, handle: Handle, target: Target) -> None:
         """Undo `_begin`: the call was never sent."""
@@ -285,14 +309,6 @@ class Maker:
         with self._lock:
             del self._creations[handle.id]
             (self._machine.drop if target[0] == HERE else self._machine.cancel)(handle.id)
-
-    def _begun(self, handles: Iterable[Handle], creations: Iterable[Creation]) -> None:
-        with self._lock:
-            self._expected.update(handle.owner.name for handle in handles)
-            for each in creations:
-                if each.error is not None and not each.cut_off:  # the call may not have been sent
-                    self._machine.stillborn(each.ref, each.fork, each.owner)
-            self._wake()
 
     def _on_created(self, creation: Creation) -> None:
         with self._lock:
@@ -302,7 +318,11 @@ class Maker:
             elif isinstance(creation.error, PeerError):
                 self._machine.stillborn(creation.ref, creation.fork, creation.owner)
                 self._wake()
-        if future is not None:
+        if future is None:
+            return
+        if creation.helper == threading.get_ident():
+            self._told(creation)
+        else:  # a thread that reads for others must not run callbacks
             self.agent.later(self._told, creation)
 
     def _told(self, creation: Creation) -> None:

@@ -36,7 +36,6 @@ report an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from telegrad._core.references import Holders, Id, Owned, SharedFork, remember
 
@@ -59,12 +58,7 @@ OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
 MOST_REMEMBERED = 1 << 14  # number of refused references and forks, and of dead workers
 
 
-class ControlMessage(NamedTuple):
-    """A control message about one fork of one reference."""
-
-    kind: str
-    ref: Id
-    fork: Id
+ControlMessage = tuple[str, Id, Id]  # kind, reference, fork; a class of its own takes ten times as long to pickle
 
 
 class References:
@@ -93,7 +87,7 @@ class References:
         return self.me, self._numbers
 
     def _post(self, to: str, kind: str, ref: Id, fork: Id) -> None:
-        self.letters.append((to, ControlMessage(kind, ref, fork)))
+        self.letters.append((to, (kind, ref, fork)))
 
     def _refuse(self, id_: Id) -> None:
         remember(self._refused, id_, None, MOST_REMEMBERED)
@@ -108,7 +102,8 @@ class References:
 
     def create(self, owner: str) -> tuple[Id, Id]:
         """Create a reference to the result of a call to `owner`, with one handle; return it and the fork to send."""
-        ref, fork = self._new_id(), self._new_id()
+        self._numbers = number = self._numbers + 2
+        ref, fork = (self.me, number - 1), (self.me, number)
         self.shares[ref] = SharedFork(owner, fork, confirmed=False)
         self._creating[ref] = False
         return ref, fork
@@ -118,7 +113,9 @@ class References:
         if ref in self._refused:
             self._post(creator, GONE, ref, fork)
             return False
-        owned = self.owned.setdefault(ref, Owned(made=True))
+        owned = self.owned.get(ref)
+        if owned is None:
+            owned = self.owned[ref] = Owned(made=True)
         owned.made = True
         self.holders.add(owned, fork, creator)
         return True
@@ -127,7 +124,11 @@ class References:
         """Handle the answer to the creating call: the owner knows the fork."""
         if self._creating.pop(ref, False):
             self._post(owner, STILLBORN, ref, ref)
-        self._on_confirmed(owner, ref, fork)
+        share = self.shares.get(ref)
+        if share is None or share.fork != fork or share.fault or share.parents or share.extras or not share.handles:
+            self._on_confirmed(owner, ref, fork)
+        else:
+            share.confirmed = True  # the usual case of `_on_confirmed`
 
     def cancel(self, ref: Id) -> None:
         """Remove a reference whose creating call was never sent."""
@@ -147,7 +148,9 @@ class References:
         if owned is not None:
             self.holders.add(owned, child, to)
         else:
-            self.shares[ref].children[child] = to
+            share = self.shares[ref]
+            share.children = children = share.children or {}
+            children[child] = to
         return child
 
     def arrive(self, ref: Id, fork: Id, owner: str, sender: str) -> str:
@@ -194,7 +197,7 @@ class References:
         share.fork, share.fault = fork, ""
         share.confirmed = sender == owner and fork[1] > self._forgotten.get(owner, 0)
         if sender != owner:
-            share.parents.append((sender, fork))
+            share.owe(sender, fork)
         if not share.confirmed:
             self._post(owner, CONFIRM, ref, fork)
 
@@ -203,7 +206,7 @@ class References:
             if share.confirmed:
                 self._post(sender, DROPPED, ref, fork)
             else:
-                share.extras.append(fork)
+                share.hold(fork)
         else:
             self._settle(sender, share, ref, fork)
 
@@ -236,7 +239,8 @@ class References:
     def _end_child(self, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
         if share is not None:
-            share.children.pop(fork, None)
+            if share.children is not None:
+                share.children.pop(fork, None)
             self._end_if_unused(ref)
 
     def seek(self, ref: Id) -> bool:
@@ -293,7 +297,7 @@ class References:
         if share is None or share.fault or (share.confirmed and share.fork != fork):
             self._post(sender, DROPPED, ref, fork)  # released, or confirmed again, while this was in transit
         elif share.fork != fork:
-            share.extras.append(fork)
+            share.hold(fork)
         elif not share.confirmed:
             self._conclude(ref, share)
 
@@ -302,11 +306,11 @@ class References:
         share.confirmed = True
         for parent, fork in share.parents:
             self._post(parent, SETTLED, ref, fork)
-        share.parents.clear()
+        share.parents = ()
         if share.fault != OWNER_DIED:
             for extra in share.extras:
                 self._post(share.owner, DROPPED, ref, extra)
-        share.extras.clear()
+        share.extras = ()
         self._end_if_unused(ref)
 
     def _on_settled(self, sender: str, ref: Id, fork: Id) -> None:
@@ -339,7 +343,7 @@ class References:
         for ref, owned in self.owned.items():
             yield from ((ref, fork) for fork, holder in owned.forks.items() if holder == receiver)
         for ref, share in self.shares.items():
-            yield from ((ref, fork) for fork, holder in share.children.items() if holder == receiver)
+            yield from ((ref, fork) for fork, holder in (share.children or {}).items() if holder == receiver)
 
     def _on_ask(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
@@ -351,7 +355,7 @@ class References:
             return
         self._refuse(fork)
         if share is not None and sender == share.owner and not share.confirmed:
-            share.extras.append(fork)  # dropped once the owner knows the fork that replaced it
+            share.hold(fork)  # dropped once the owner knows the fork that replaced it
         else:
             self._post(sender, MISSING, ref, fork)
 
@@ -360,7 +364,7 @@ class References:
         if share.confirmed:
             self._post(parent, SETTLED, ref, fork)
         else:
-            share.parents.append((parent, fork))
+            share.owe(parent, fork)
 
     def _on_missing(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
@@ -401,7 +405,9 @@ class References:
         remember(self._dead, worker, self._numbers, MOST_REMEMBERED)
         for ref, share in list(self.shares.items()):
             share.parents = [parent for parent in share.parents if parent[0] != worker]
-            share.children = {fork: holder for fork, holder in share.children.items() if holder != worker}
+            share.children = {
+                fork: holder for fork, holder in (share.children or {}).items() if holder != worker
+            } or None
             if share.owner == worker and not share.fault:
                 self._fail(ref, share, OWNER_DIED)
             else:
@@ -435,6 +441,6 @@ class References:
 
     def _confirm_anew(self, ref: Id, share: SharedFork) -> None:
         if share.confirmed:
-            share.extras.append(share.fork)  # the owner may know it again: it was confirmed after FORGOT
+            share.hold(share.fork)  # the owner may know it again: it was confirmed after FORGOT
         share.fork, share.confirmed = self._new_id(), False
         self._post(share.owner, CONFIRM, ref, share.fork)

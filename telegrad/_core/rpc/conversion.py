@@ -27,14 +27,13 @@ from torch import Tensor
 from telegrad._core import checks
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.rpc.rref import RRef
+from telegrad._core.rpc.rref import RRef, new_tuple
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import with_values
 from telegrad.errors import InvalidArgument, UnknownWorker
 
 _REFERENCE, _VALUE = "reference", "value"
 log = logging.getLogger("telegrad")
-_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
 _BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
 
 WHAT = "the name of a worker, its rank, or its WorkerInfo"
@@ -107,9 +106,12 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
         args = _as_tuple(args)
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
-    if type(function) is types.FunctionType and not (function.__annotations__ and (args or kwargs)):
+    kind = type(function)
+    if kind is types.BuiltinFunctionType or (
+        kind is types.FunctionType and not (function.__annotations__ and (args or kwargs))
+    ):
         # The fast path of `_plan_of`: nothing to convert.
-        return _new(PreparedCall, (function, args, kwargs, None, None))
+        return new_tuple(PreparedCall, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):
         return PreparedCall(function, args, kwargs)

@@ -211,7 +211,7 @@ def rpc_async(
     policy = None
     if wait_for_worker is not None or idempotent is not False or retry.by_default:
         policy = retry.policy_of(wait_for_worker, idempotent)
-    there = target(to) if policy is None else named(to)
+    there = to if type(to) is str else target(to) if policy is None else named(to)
     begin: Any = current.agent().begin if policy is None else partial(retry.call_async, policy)
     if profiling.wanted():
         return profiling.called_async(event_of("async", to, func), begin, there, call, timeout)
@@ -287,7 +287,8 @@ def remote(
         [('a', 2)]
     """
     call = convert(func, args, kwargs)
-    check_restore(restore)
+    if restore is not False:
+        check_restore(restore)
     make: Callable[..., RRef[Any]] = create
     if profiling.wanted():
         make = partial(profiling.called_creation, event_of("remote", to, func), create)
@@ -410,7 +411,7 @@ def _once_there(
 
 
 def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
-    made: RRef[Any] = current.references().create(target(to), call, timeout)
+    made: RRef[Any] = current.references().create(to if type(to) is str else target(to), call, timeout)
     return made
 
 

@@ -16,7 +16,13 @@ from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 worker: Worker | None = None  # of this process; init_rpc stores it, one at a time; read without a lock
 ended_by: BaseException | None = None  # error that ended the last membership, until shutdown or init_rpc
 _has_left = False  # this process was in a group before; reset in a forked child
-_here = threading.local()  # .worker: the worker whose thread this is, if a process has several
+
+
+class _Here(threading.local):
+    worker: Worker | None = None  # whose thread this is, if a process has several; read quickly also where it is unset
+
+
+_here = _Here()
 
 
 def here() -> Worker:
@@ -25,13 +31,13 @@ def here() -> Worker:
     Raises:
         NotInitialized: this process is in no group.
     """
-    own: Worker | None = getattr(_here, "worker", None)
+    own = _here.worker
     return own if own is not None else joined()
 
 
 def agent() -> Agent:
     """Return the agent of this thread; raises as `here`. Inlined for speed, since each remote call needs it."""
-    own: Worker | None = getattr(_here, "worker", None)
+    own = _here.worker
     if own is not None:
         return own.agent
     return worker.agent if worker is not None else joined().agent
@@ -60,7 +66,11 @@ def joined() -> Worker:
 
 
 def references() -> ReferenceTable:
-    return here().references
+    """Return the references of this thread's worker; inlined like `agent`."""
+    own = _here.worker
+    if own is not None:
+        return own.references
+    return worker.references if worker is not None else joined().references
 
 
 def conductor() -> Conductor:
