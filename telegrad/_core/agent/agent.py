@@ -79,7 +79,7 @@ class Agent:
             lambda *lost: self._connections.tell_lost(*lost),
             (settings.most_waiting, settings.most_waiting_bytes, self._timer.wake_by),
         )
-        self.ticking += [self._server.intake.tick, self._server.answers.tick]
+        self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
             *(settings, address, self._reactor, self.layers, self.streams, self._server),
             self._complete,
