@@ -345,6 +345,10 @@ class Agent:
         """Log the loss of a worker, unless it was logged before."""
         self._connections.warn_lost(who, why)
 
+    def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
+        """Warn of the loss of a worker with the text that `news_of(who, why)` returns; not at all if that is empty."""
+        self._connections.news_of = news_of
+
     def forget_names(self, but: Collection[str]) -> None:
         """Forget which worker has which name, except for workers of these incarnations."""
         self._connections.forget_names(but)
