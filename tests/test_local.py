@@ -182,6 +182,31 @@ def test_workers_end_with_their_program_however_it_ends(tmp_path: pathlib.Path, 
     wait_until(lambda: is_over(int(ran.stdout.splitlines()[0])))  # a child that the program has forked lives longer
 
 
+FAILS = """
+import os, telegrad
+from telegrad import rpc
+
+def dies(): os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    with telegrad.local(2):
+        {act}
+"""
+SAYS = {
+    'rpc.remote("worker1", len, ("ab",)); {}["key"]': ["KeyError: 'key'"],  # at once, while the workers begin to serve
+    'rpc.rpc_async("worker0", dies).wait()': ["was lost: its process ended with signal SIGKILL", "errors.PeerLost: "],
+}
+
+
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize("act", SAYS)
+def test_a_program_that_fails_says_why_and_no_more(act: str, tmp_path: pathlib.Path) -> None:
+    lines = run(FAILS.format(act=act), tmp_path).stderr.splitlines()
+    said = [line for line in lines if line[:1] not in " T"]  # without the traceback
+    assert len(said) == len(SAYS[act]), lines
+    assert all(words in line for words, line in zip(SAYS[act], said, strict=True)), lines
+
+
 # What a worker does in the place of importing torch, how its end is called, and the last line that it prints.
 DEATHS: dict[str, tuple[str, str, str]] = {
     "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),

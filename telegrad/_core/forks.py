@@ -76,13 +76,12 @@ _PACKAGE = __name__.partition(".")[0]
 # A frame stopped at one of these opcodes can be resumed.
 _SUSPENDED = {dis.opmap.get("YIELD_VALUE"), dis.opmap.get("YIELD_FROM")}
 
-depth = 0  # forks between the process that was started and this one; changed by forks only
 _classes: dict[type, type] = {}  # classes of disabled objects, by the original class
 
 
 def thread() -> tuple[int, int]:
     """Return an identifier of this thread, with `depth`: a child's new threads may reuse idents of its parent."""
-    return depth, threading.get_ident()
+    return process.depth, threading.get_ident()
 
 
 def refuse(*_: object) -> NoReturn:
@@ -93,7 +92,7 @@ def refuse(*_: object) -> NoReturn:
 
 def check(made_at: int) -> None:
     """Raise NotInitialized for an object made at another depth: the code that would complete it runs in the parent."""
-    if made_at != depth:
+    if made_at != process.depth:
         refuse()
 
 
@@ -158,7 +157,15 @@ class _Origin(NamedTuple):
         return frame is None
 
 
-_origin: _Origin | None = None  # only a fork changes it
+class Process:
+    """How this process came to be; only a fork changes it."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # forks between the process that was started and this one
+        self.origin: _Origin | None = None
+
+
+process = Process()
 
 
 def _find_origin() -> _Origin | None:
@@ -197,7 +204,7 @@ def disable_stack() -> None:
     Arguments and locals of the user's frame are not disabled. If an event loop runs on that thread, the child ends
     before the loop runs anything else from its queue.
     """
-    origin = _origin
+    origin = process.origin
     if origin is None:
         return
     given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
@@ -219,7 +226,7 @@ def disable_stack() -> None:
 
 
 def _end_suspended() -> NoReturn:
-    _end(_origin.users if _origin is not None else None, suspended=True)
+    _end(process.origin.users if process.origin is not None else None, suspended=True)
 
 
 def exit_if_user_code_ended() -> None:
@@ -227,8 +234,8 @@ def exit_if_user_code_ended() -> None:
 
     For places that would next call user code again, or log its error, before they use a disabled object.
     """
-    if _origin is not None and _origin.is_over():
-        _end(_origin.users)
+    if process.origin is not None and process.origin.is_over():
+        _end(process.origin.users)
 
 
 def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
@@ -274,6 +281,5 @@ def _ended_by(error: BaseException, users: FrameType | None) -> Any:
 
 @in_child
 def _count() -> None:
-    global depth, _origin
-    depth += 1
-    _origin = _find_origin()
+    process.depth += 1
+    process.origin = _find_origin()

@@ -49,9 +49,9 @@ class DrivenPass(Driver):
         self._keeps = keeps  # kept alive until the pass has ended
         self._lock = threading.Lock()  # reports of several workers come concurrently
 
-    def report(self, worker: str, report: PassReport) -> list[tuple[str, Task]]:
+    def report(self, report: PassReport) -> list[tuple[str, Task]]:
         with self._lock:
-            return super().report(worker, report)
+            return super().report(report)
 
     def note(self, failure: str = "") -> None:
         """Report the end of the pass to the event hook."""
@@ -78,7 +78,7 @@ class Conductor:
         self._numbers = itertools.count(1)  # pass numbers; `next` is atomic
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one atomic operation of a dict
         self._closed = False
-        agent.on(PassReport, lambda sender, message: self._on_report(sender.name, message))
+        agent.on(PassReport, lambda _, message: self._on_report(message))
         agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
         agent.layers.graphs = self
         agent.lost.append(self._on_lost)
@@ -222,15 +222,15 @@ class Conductor:
                 self._fail(driven, error)
                 return
 
-    def _on_report(self, worker: str, report: PassReport) -> None:
+    def _on_report(self, report: PassReport) -> None:
         driven = self._driven.get(report.spec)
         if driven is None:
-            if worker != self.name:  # this worker joined the pass after the pass had failed
+            if report.worker != self.name:  # it joined the pass after the pass had failed
                 with contextlib.suppress(TelegradError):
-                    self._agent.notify(worker, Abandon(report.spec))
+                    self._agent.notify(report.worker, Abandon(report.spec))
             return
         try:
-            tasks = driven.report(worker, report)
+            tasks = driven.report(report)
         except LeftOut as left_out:
             self._fail(driven, _unused(left_out))
             return
@@ -276,8 +276,7 @@ class Conductor:
                 )
 
     def _tick(self, now: float) -> float:
-        self._parts.send_gathered()
-        upcoming = inf
+        upcoming = self._parts.send_gathered(now)
         for driven in self._driven.copy().values():
             if driven.deadline <= now:
                 self._fail(driven, driven.late())

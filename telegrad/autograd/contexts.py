@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,8 +50,8 @@ class Contexts:
         # a copy), and so atomic.
         self._lock = threading.Lock()
         self._contexts: dict[int, AutogradContext] = {}
-        self._open: Counter[int] = Counter()  # open contexts by the rank of their owner, without this worker's own
-        self._passes: Counter[int] = Counter()  # passes in open contexts, by the rank of their owner
+        self._open: dict[int, int] = {}  # open contexts by the rank of their owner, without this worker's own
+        self._passes: dict[int, int] = {}  # passes in open contexts, by the rank of their owner
         self._ended: dict[int, bool] = {}  # recently ended contexts; True if this worker lost the owner
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
         self._numbers = itertools.count(1)  # message numbers
@@ -118,12 +117,12 @@ class Contexts:
             if id_ in self._ended:
                 return None
             if id_ not in self._contexts and made.owner != self._agent.me.id:
-                if self._open[made.owner] >= MOST_OPEN:
+                if (others := self._open.get(made.owner, 0)) >= MOST_OPEN:
                     raise LimitReached(
                         f"worker {self._agent.name!r} takes part in {MOST_OPEN:,} autograd contexts of the worker of "
                         f"rank {made.owner}, the limit for one worker. Leave some of their `with` blocks first"
                     )
-                self._open[made.owner] += 1
+                self._open[made.owner] = others + 1
             return self._contexts.setdefault(id_, made)
 
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
@@ -134,14 +133,14 @@ class Contexts:
         """
         owner = context.owner
         with self._lock:
-            if self._passes[owner] >= MOST_PASSES:
+            if (others := self._passes.get(owner, 0)) >= MOST_PASSES:
                 raise LimitReached(
                     f"worker {self._agent.name!r} has taken part in {MOST_PASSES:,} backward passes in autograd "
                     f"contexts of the worker of rank {owner} that have not ended, the limit for one worker. Leave the "
                     "`with` block of a context after some passes, and begin a new one"
                 )
             if context.id in self._contexts:
-                self._passes[owner] += messages
+                self._passes[owner] = others + messages
                 context.passes += messages
 
     def check_kept(self, id_: int) -> None:
@@ -167,10 +166,11 @@ class Contexts:
         with self._lock:
             context = self._contexts.pop(id_, None)
             if context is not None:
+                owner = context.owner
                 for counts, count in ((self._passes, context.passes), (self._open, 1)):
-                    counts[context.owner] -= count
-                    if counts[context.owner] <= 0:
-                        del counts[context.owner]
+                    left = counts.pop(owner, 0) - count
+                    if left > 0:
+                        counts[owner] = left
             self._ended[id_] = forsaken
             while len(self._ended) > REMEMBERED:  # a former worker may have left as many, see `succeed`
                 del self._ended[next(iter(self._ended))]

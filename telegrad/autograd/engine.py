@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -45,7 +44,9 @@ LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node
 
 def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
     return bool(
-        leaf._backward_hooks or leaf._post_accumulate_grad_hooks or node_calls.has_hooks_of_leaf_node(leaf, node)
+        leaf._backward_hooks
+        or leaf._post_accumulate_grad_hooks
+        or (node_calls.leaf_nodes.may_have_hooks and node_calls.has_hooks_of_leaf_node(leaf, node))
     )
 
 
@@ -98,7 +99,8 @@ class EngineRunner:
         self._sends = context.sends
         # The edges at which the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
-            number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()
+            number: [edge if type(edge) is GradientEdge else self._entrance(edge) for edge in send.edges]
+            for number, send in self._sends.items()
         }
         if roots:
             self._edges[ROOTS] = list(map(edge_of, roots))
@@ -107,7 +109,7 @@ class EngineRunner:
         # A bound method of the runner would make a reference cycle, and keep the graph alive until garbage collection.
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
-        nodes = {entry: self._nodes(entry) for entry in self._edges}
+        nodes = {entry: _nodes(edges) for entry, edges in self._edges.items()}
         self._sharded = replicas.ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
@@ -132,11 +134,12 @@ class EngineRunner:
             f"for more{', the rest is buried' if self._buried else ''}>"
         )
 
-    def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
-        """Return the node's edge instead of a leaf, if the leaf must not take its gradient in parts."""
-        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
-            return edge_of(edge)
-        return edge
+    def _entrance(self, leaf: Any) -> GradientEdge | Tensor:
+        """Return the edge of a leaf's node, if the leaf must not take its gradient in parts, else the leaf itself."""
+        if self._spec.captures or id(leaf) in self._averaged or _has_hooks(leaf):
+            return edge_of(leaf)
+        entrance: Tensor = leaf
+        return entrance
 
     # Called by the protocol
 
@@ -177,7 +180,7 @@ class EngineRunner:
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
         """Return the sends of other workers that these sends lead to. Without sends, start at the waiting nodes."""
-        starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
+        starts = [node for send in sends for node in _nodes(self._edges[send])] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
         for node in self._schedule.mark(starts):
@@ -207,9 +210,6 @@ class EngineRunner:
         """Describe the sends that have received nothing."""
         return (str(self._sends[entry]) for entry in self._schedule.open)
 
-    def _nodes(self, entry: int) -> list[Node]:
-        return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
-
     def _reduce(self, schedule: GraphSchedule) -> None:
         """Average all gradients of replicated leaves in one call, once none of them can change any more."""
         leaves = (node for node in schedule.special(LEAF) if id(node.variable) in self._replicated)
@@ -226,11 +226,11 @@ class EngineRunner:
         outer = thread in guard.running  # a hook began this pass
         guard.running.add(thread)
         try:
-            with part.running(self._context.gradients) if part else contextlib.nullcontext():
-                step = schedule.step(self._pending, self._lacking)
-                if step is not None:
-                    self._run_step(step)
-                if part:
+            if part is None:
+                self._run_step()
+            else:
+                with part.running(self._context.gradients):
+                    self._run_step()
                     part.finish(schedule.settled)
             if self._unreduced:
                 self._reduce(schedule)
@@ -239,12 +239,16 @@ class EngineRunner:
             if not outer:
                 guard.running.discard(thread)
 
-    def _run_step(self, step: GraphStep) -> None:
+    def _run_step(self) -> None:
+        step = self._schedule.step(self._pending, self._lacking)
+        if step is None:
+            return
         recvs = self._recvs(step)
-        for node in recvs:
-            self._check(node.origin)
-        self._unshipped = {node.origin for node in recvs}
-        self._coming = Counter([node.origin.sender for node in recvs]) if len(recvs) > 1 else {}
+        self._unshipped = origins = {node.origin for node in recvs}
+        for origin in origins:
+            if origin.context is not self._context or origin.number == UNKNOWN:
+                raise self._refusal(origin)
+        self._coming = Counter([origin.sender for origin in origins]) if len(origins) > 1 else {}
         for act in step.acts:
             if type(act) is not EngineCall:
                 self._run_by_hand(act)
@@ -253,7 +257,7 @@ class EngineRunner:
                     self._run_by_hand(node)
             else:
                 self._run_engine(act)
-        for node in recvs:  # a sender that still waits is told that no gradient comes
+        for node in recvs if self._unshipped else ():  # a sender that still waits is told that no gradient comes
             if node.origin in self._unshipped and (not self._buried or self._schedule.is_marked(node)):
                 self._ship(node.origin, ())
         self._outbox.flush()
@@ -263,25 +267,25 @@ class EngineRunner:
         acts = step.acts
         if len(acts) == 1 and type(acts[0]) is EngineCall and not step.unreached:
             return acts[0].recvs
-        kind = self._schedule.kind
+        kinds = self._schedule.kind
         found = [each for act in acts for each in (act.recvs if type(act) is EngineCall else [act])]
-        return [*(node for node in found if kind(node) == RECV), *step.unreached]
+        return [*(node for node in found if kinds.get(node) == RECV), *step.unreached]
 
-    def _check(self, origin: Origin) -> None:
+    def _refusal(self, origin: Origin) -> UsageError:
         if origin.number == UNKNOWN:
-            raise origin.refusal()
-        if origin.context is not self._context:
-            raise UsageError(
-                f"the graph of context {self._context.id} leads to tensors that came from worker "
-                f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive their "
-                "context"
-            )
+            return origin.refusal()
+        return UsageError(
+            f"the graph of context {self._context.id} leads to tensors that came from worker "
+            f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive their "
+            "context"
+        )
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
         if origin not in self._unshipped:  # a hook or another thread calls the engine itself
             raise origin.refusal()
-        self._received_on.update(self._streams.current())
+        if self._streams.used:
+            self._received_on.update(self._streams.current())
         for gradient in gradients:
             if gradient is None:  # for a tensor that the pass has reached, it is WITHOUT
                 reached = outputs_reached(self._entered, origin)
@@ -293,8 +297,10 @@ class EngineRunner:
 
     def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         self._unshipped.discard(origin)
-        left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
-        self._outbox.add(origin.sender, origin.number, gradients, left > 0)
+        left = 0
+        if self._coming:
+            left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
+        self._outbox.add(origin.sender, origin.number, gradients, left > 0, not self._unshipped)
 
     def _lacks(self, node: Node) -> bool:
         """Return True if the pass has reached a node without any gradient."""
@@ -315,21 +321,20 @@ class EngineRunner:
         if not roots:
             return
         self._entered = [*roots, *without] if without else roots
-        fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
         if self._capture_kinds is None:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
             leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
-        wanted: list[Any] = [*leaves]
-        wanted += [node.anchor for node in call.recvs]
-        wanted += fed
+        fed = _outputs(call.fed) if call.fed else ()
+        wanted: list[Any] = [*leaves, *[node.anchor for node in call.recvs], *fed]
         if not wanted:
             return
         given = run_backward(roots, gradients, wanted, self._spec.retain, self._spec.create)
-        self._streams.keep(given)  # nodes run on the streams of the forward pass
-        # hooks may have made tensors there; the engine synchronizes all other nodes
-        self._streams.follow(self._received_on)
-        self._received_on.clear()
+        if self._streams.used:
+            self._streams.keep(given)  # nodes run on the streams of the forward pass
+            # hooks may have made tensors there; the engine synchronizes all other nodes
+            self._streams.follow(self._received_on)
+            self._received_on.clear()
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
                 shared = getrefcount(gradient) > UNSHARED
@@ -354,7 +359,7 @@ class EngineRunner:
             return
         self._entered = [(node, number) for number in pending]
         fire = node not in self._told
-        kind = self._schedule.kind(node)
+        kind = self._schedule.kind.get(node)
         if self._capture is not None and self._capture_kinds is not None:
             if kind == LEAF and fire:
                 pending = node_calls.call_tensor_hooks(node, pending, self._spec)
@@ -371,7 +376,7 @@ class EngineRunner:
 
     def _enter(self, node: Node, number: int, gradient: Tensor | None) -> None:
         """Record that the pass has reached a node's output, with its gradient. A leaf takes the complete gradient."""
-        if self._schedule.kind(node) == PLAIN:
+        if self._schedule.kind.get(node) == PLAIN:
             if gradient is not None:
                 self._accumulate(node, gradient)
             return
@@ -404,6 +409,14 @@ class EngineRunner:
             left = node_calls.call_hooks_of_leaf(leaf, whole, changed, behind)
             if left is not whole:
                 self._context.gradients.replace(leaf, left)
+
+
+def _nodes(edges: Iterable[GradientEdge | Tensor]) -> list[Node]:
+    return [edge.node for edge in edges if type(edge) is GradientEdge]
+
+
+def _outputs(nodes: Iterable[Node]) -> Sequence[GradientEdge]:
+    return [GradientEdge(node, number) for node in nodes for number in range(len(node._input_metadata))]
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:

@@ -178,14 +178,20 @@ def _look(*_: Any) -> None:
     """Do nothing. Registering this hook gives access to the others."""
 
 
-_leaf_nodes_may_have_hooks = False  # in this process; never reset
+class _LeafNodes:
+    """The nodes that accumulate gradients of leaves, in this process."""
+
+    may_have_hooks = False  # never reset
+
+
+leaf_nodes = _LeafNodes()
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _watched_register_hook(hooks: Any, hook: Any) -> Any:
     """Register a hook of a node as torch does, and record that nodes of leaves may have hooks from now on."""
-    global _leaf_nodes_may_have_hooks
-    _leaf_nodes_may_have_hooks = _leaf_nodes_may_have_hooks or hook is not _look
+    if hook is not _look:
+        leaf_nodes.may_have_hooks = True
     return _register_hook(hooks, hook)
 
 
@@ -194,20 +200,18 @@ torch.autograd.function._HookMixin._register_hook = staticmethod(_watched_regist
 
 def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
     """Return True if the node that accumulates a leaf's gradient has hooks."""
-    if not _leaf_nodes_may_have_hooks:
-        return False
     node = edge_of(leaf).node if node is None else node
     return bool(hooks_before_leaf(node) or hooks_behind_leaf(node))
 
 
 def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that get a leaf's gradient before its node accumulates it."""
-    return _hooks(node.register_prehook) if _leaf_nodes_may_have_hooks else []
+    return _hooks(node.register_prehook) if leaf_nodes.may_have_hooks else []
 
 
 def hooks_behind_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that are called after the node of a leaf has accumulated its gradient."""
-    return _hooks(node.register_hook) if _leaf_nodes_may_have_hooks else []
+    return _hooks(node.register_hook) if leaf_nodes.may_have_hooks else []
 
 
 def call_hooks(

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec
+from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec, Task
 from telegrad.autograd.record import AutogradContext
 
 SMALL = 4096  # bytes
+MOST_CARRIED = 16  # reports that travel with gradients; longer chains of workers send some to the driver meanwhile
 
 Gradients = list[tuple[int, Sequence[Any]]]  # of messages, by their numbers
 
 
 def packed(
-    spec: PassSpec, key: Key, gradients: Gradients, report: PassReport | None
+    spec: PassSpec, key: Key, gradients: Gradients, reports: Sequence[PassReport] = ()
 ) -> tuple[PackedShipment, list[Tensor]]:
-    """Return the message for gradients of several sent messages, with an optional report, and its tensors."""
+    """Return the message for gradients of several sent messages, with reports for the driver, and its tensors."""
     tensors: list[Tensor] = []
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
     slots: list[tuple[int, list[int | None]]] = []
@@ -37,7 +38,7 @@ def packed(
                 tensors.append(gradient if spec.create else _lean(gradient))
             own.append(place)
         slots.append((number, own))
-    shipment = PackedShipment(tuple(spec), key, slots, None if report is None else report[1:])  # type: ignore[arg-type]
+    shipment = PackedShipment(tuple(spec), key, slots, [report[1:] for report in reports])  # type: ignore[arg-type]
     return shipment, tensors
 
 
@@ -52,38 +53,42 @@ def _lean(gradient: Tensor) -> Tensor:
 
 
 class Outbox:
-    """Outgoing gradients of one pass, gathered while more for the same worker are about to come."""
+    """Outgoing gradients of one pass, gathered while more for the same worker are about to come; and reports."""
 
     def __init__(
         self,
         agent: Agent,
         context: AutogradContext,
         spec: PassSpec,
-        rides_with_report: bool,
+        is_short: bool,
         gathers: Callable[[Outbox], None],
     ) -> None:
-        """`gathers` is called when gradients begin to wait for others; it must have `send_early` called soon.
+        """`gathers` is called when gradients or reports begin to wait; it must have `send_early` called soon.
 
-        If this worker's part is expected to be short, gradients for the driver wait for the report and leave with it.
+        If this worker's part is expected to be short, the last gradients of a step wait for the report and leave with
+        it. The driver's own report is no message.
         """
         self.spec = spec
-        self.rides_with_report = rides_with_report  # never True again after `send_early`
+        self.context = context
+        self.worker = agent.name
+        self.holds = is_short and spec.driver != agent.name  # never True again after `send_early` had to send
         self.reached: set[str] = set()  # workers to which something was sent
         self._agent = agent
         self._gathers = gathers
-        self._context = context
-        # Guards the fields below while _ready holds anything: gradients that have left _ready are in _sent. So a thread
-        # that finds nothing there for any worker can make the report.
+        self._held: Identity | None = None  # gradients for this worker wait for the report
+        # Guards changes of the fields below while _ready holds anything. Gradients leave _ready when they are in _sent.
+        # So a thread that finds nothing there, which needs no lock, can make the report.
         self._lock = threading.Lock()
         self._ready: dict[Identity, Gradients] = {}
         self._sent: list[tuple[Key, str]] = []  # since the last report
+        self._carried: list[PassReport] = []  # of other workers
         self._keys = 0
 
     def key(self, worker: str) -> Key:
         """Record that a message is sent to a worker now; return its key."""
         self.reached.add(worker)
         self._keys += 1
-        key = self._agent.name, self._keys
+        key = self.worker, self._keys
         self._sent.append((key, worker))
         return key
 
@@ -92,13 +97,18 @@ class Outbox:
         sent, self._sent = self._sent, []
         return sent
 
-    def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
-        """Queue gradients for one message of a worker. `more`: the same step will bring others for that worker."""
+    def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool, last: bool) -> None:
+        """Queue gradients for one message of a worker.
+
+        `more`: the same step will bring others for that worker. `last`: it will bring no others at all.
+        """
         with self._lock:
             gathered = self._ready.setdefault(worker, [])
             first = not gathered
             gathered.append((number, gradients))
-        if not (more or (self.rides_with_report and worker.name == self.spec.driver)):
+        if last and self.holds:
+            self._held = worker
+        elif not more:
             self.send(worker)
             return
         self._agent.streams.publish()  # another thread may send them
@@ -107,40 +117,65 @@ class Outbox:
 
     def flush(self) -> None:
         """Send all gradients except those that wait for the report."""
-        with self._lock:
-            there = list(self._ready)
-        for worker in there:
-            if not (self.rides_with_report and worker.name == self.spec.driver):
+        for worker in self._waiting():
+            if not (self.holds and worker == self._held):
                 self.send(worker)
 
-    def send_early(self) -> None:
-        """Stop waiting for other gradients, since this worker's part takes long."""
-        self.rides_with_report = False
-        self.flush()
-
-    def send_with(self, report: Callable[[], PassReport]) -> bool:
-        """Send the gradients for the driver together with the report.
-
-        Return False if there are none, as after `send_early`.
-        """
-        sent = False
+    def _waiting(self) -> Sequence[Identity]:
+        """Return the workers for which gradients wait."""
+        if not self._ready:
+            return ()
         with self._lock:
-            there = [worker for worker in self._ready if worker.name == self.spec.driver]
-        for worker in there:
-            sent |= self.send(worker, report)
-        return sent
+            return list(self._ready)
+
+    def carry(self, tasks: Sequence[Task]) -> Sequence[PassReport]:
+        """Take the reports that came with tasks. Return those to send to the driver now."""
+        come = [each for task in tasks if isinstance(task, PackedShipment) for each in task.reports]
+        if not come:
+            return ()
+        with self._lock:
+            self._carried += [PassReport(self.spec, *fields) for fields in come]
+        if self.holds and len(self._carried) <= MOST_CARRIED:
+            self._gathers(self)
+            return ()
+        return self._pop_carried()
+
+    def _pop_carried(self) -> Sequence[PassReport]:
+        if not self._carried:
+            return ()
+        with self._lock:
+            carried, self._carried = self._carried, []
+            return carried
+
+    def send_early(self) -> Sequence[PassReport]:
+        """Stop waiting, since this worker's part takes long: send all gradients. Return the reports to send."""
+        if self._ready or self._carried:
+            self.holds = False
+            self.flush()
+        return self._pop_carried()
+
+    def finish(self, report: Callable[[], PassReport]) -> Sequence[PassReport]:
+        """Send all gradients, the last ones with the reports. Return the reports if there were no gradients."""
+        waiting = self._waiting()
+        for worker in waiting[:-1]:
+            self.send(worker)
+        if waiting and self.send(waiting[-1], report):
+            return ()
+        return [*self._pop_carried(), report()]
 
     def send(self, worker: Identity, report: Callable[[], PassReport] | None = None) -> bool:
-        """Send the gradients for a worker, and the result of `report` with them. Return False if there are none."""
+        """Send the gradients for a worker, with `report` and all other reports. Return False if there are none."""
         with self._lock:
-            gathered = self._ready.pop(worker, None)
+            gathered = self._ready.get(worker)
             if gathered is None:
                 return False
             key = self.key(worker.name)
+            del self._ready[worker]
         streams = self._agent.streams
         if streams.used:
             streams.adopt(*(each for _, gradients in gathered for each in gradients))
-        shipment, tensors = packed(self.spec, key, gathered, report and report())
-        context = self._context if self.spec.create else None
+        reports = [*self._pop_carried(), report()] if report is not None else ()
+        shipment, tensors = packed(self.spec, key, gathered, reports)
+        context = self.context if self.spec.create else None
         self._agent.notify(worker.name, shipment, worker.incarnation, tensors, context)
         return True

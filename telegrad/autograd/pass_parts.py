@@ -7,6 +7,7 @@ import itertools
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.calls.call_context import under_autocast
+from telegrad._core.calls.call_context import is_autocast_on, under_autocast
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.interrupts import raised_by_handler
@@ -38,13 +39,14 @@ from telegrad.autograd.passes import (
     Start,
     Task,
 )
-from telegrad.autograd.record import AutogradContext, Inside
+from telegrad.autograd.record import AutogradContext, Inside, entered
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.
 SHORT = 1e-3
 
 GATHER = 1e-3  # seconds: how long gradients wait at most for others that the same step will send to the same worker
+HOLD = 5e-3  # and how long for the report, with reports of other workers, if this worker's part is expected to be short
 
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 
@@ -109,9 +111,10 @@ class LocalPart:
         done, self._done = self._done, []
         rode, self._rode = self._rode, None
         self._reports += 1
-        spec, runner = self.outbox.spec, self._runner
-        waiting = [*itertools.islice(runner.waiting, NAMED)] if spec.fast else ()
-        return PassReport(spec, self._reports, done, self.outbox.pop_sent(), runner.starved, waiting, rode)
+        outbox, runner = self.outbox, self._runner
+        waiting = [*itertools.islice(runner.waiting, NAMED)] if outbox.spec.fast else ()
+        number, sent = self._reports, outbox.pop_sent()
+        return PassReport(outbox.spec, outbox.worker, number, done, sent, runner.starved, waiting, rode)
 
 
 class LocalParts:
@@ -122,12 +125,12 @@ class LocalParts:
         agent: Agent,
         contexts: Contexts,
         open_roots: OpenRoots,
-        reported: Callable[[str, PassReport], None],
+        reported: Callable[[PassReport], None],
         failed: Callable[[PassSpec, BaseException], None],
     ) -> None:
         """`open_roots` gives the tensors of values on this worker, once they are available.
 
-        `reported`, with this worker's name, and `failed` are called for passes that this worker drives.
+        `reported` and `failed` are called for passes that this worker drives.
         """
         self._agent = agent
         self._contexts = contexts
@@ -139,8 +142,8 @@ class LocalParts:
         )  # by the numbers that passes use for them
         # of passes that this worker drives
         self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
-        # These need no lock: each use is one atomic operation of a set, or sets a flag.
-        self._gathering: set[Outbox] = set()
+        # These need no lock: each use is one atomic operation of a dict, or sets a flag.
+        self._gathering: dict[Outbox, float] = {}  # until when gradients or reports wait there
         self._short = False  # the last tasks did not take long
         for task in (Start, Mark, DeclareDead):
             agent.on(task, self._take_task)
@@ -185,10 +188,14 @@ class LocalParts:
         self._post(context, task, by_who_waits=True)
 
     def _take_shipment(self, sender: Identity, shipment: PackedShipment) -> None:
-        spec, report = PassSpec(*shipment.spec), shipment.report
-        self._take_task(sender, shipment._replace(spec=spec))
-        if report is not None:
-            self._reported(sender.name, PassReport(spec, *report))
+        _, key, gradients, reports, tensors = shipment
+        spec = PassSpec(*shipment.spec)
+        if spec.driver != self._agent.name:
+            self._take_task(sender, PackedShipment(spec, key, gradients, reports, tensors))
+            return
+        self._take_task(sender, PackedShipment(spec, key, gradients, (), tensors))
+        for report in reports:
+            self._reported(PassReport(spec, *report))
 
     def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
         """Queue a task. If no thread runs the tasks of its context, this thread or another one begins to."""
@@ -222,7 +229,7 @@ class LocalParts:
             with self._agent.streams.turn():
                 start = perf_counter()
                 while tasks := context.tasks.take():
-                    left = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
+                    left = [tasks] if len(tasks) == 1 else by_passes(tasks)
                     while left:
                         self._do(context, left.pop(0))
                 if context.ended:  # perhaps while a part began
@@ -246,8 +253,7 @@ class LocalParts:
             part: LocalPart | None = context.parts.get(spec)
             if part is None or not tasks:
                 return
-            with Inside(context.id), under_autocast(spec.autocast):
-                letters = part.take(tasks)
+            letters = self._run(context, part, tasks)
             if spec.rider:
                 self._let_ride(context, part)
             self._agent.streams.publish()  # before other workers learn that it is done
@@ -255,16 +261,29 @@ class LocalParts:
                 self.give(context, worker, task)
             if (note := events.note) is not None:
                 note((events.BACKWARD_TASKS, begun, perf_counter(), spec.context, spec.driver, spec.number))
-            if part.outbox.send_with(part.report):
-                return
-            if spec.driver == self._agent.name:
-                self._reported(self._agent.name, part.report())
-            else:
-                self.tell(context, spec.driver, part.report())
+            for report in part.outbox.finish(part.report):
+                if spec.driver == self._agent.name:
+                    self._reported(report)
+                else:
+                    self.tell(context, spec.driver, report)
         except BaseException as error:
             self._failed(spec, error)
             if raised_by_handler(error):
                 raise
+
+    def _run(self, context: AutogradContext, part: LocalPart, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
+        """Run tasks in their context, and in the autocast state of the driver. Return the messages to send."""
+        autocast = part.outbox.spec.autocast
+        for report in part.outbox.carry(tasks):
+            self.tell(context, report.spec.driver, report)
+        token = entered.set(context.id)
+        try:
+            if autocast or is_autocast_on():
+                with under_autocast(autocast):
+                    return part.take(tasks)
+            return part.take(tasks)
+        finally:
+            entered.reset(token)
 
     def _let_ride(self, context: AutogradContext, part: LocalPart) -> None:
         """Run the pass's rider if this worker has all gradients."""
@@ -274,7 +293,7 @@ class LocalParts:
         others = [each for each in list(context.parts.values()) if each is not None]
         if rider is None or is_over or context.early or not part.may_ride(others):
             return
-        part.outbox.send_early()  # the driver may wait for these gradients
+        self._send_early(part.outbox)  # other workers may wait for these gradients
         part.ride(self.give_turn(rider, spec.context, spec.request))
 
     def give_turn(self, rider: PassHook, context_id: int, request: bytes) -> tuple[bool, Any]:
@@ -311,7 +330,8 @@ class LocalParts:
             context.early.pop(spec, None)
             tasks = early
         outbox = Outbox(self._agent, context, spec, self._short, self._gathers)
-        runner = EngineRunner(context, spec, roots, outbox, self._agent.streams, self.captures.get(spec))
+        capture = self.captures.get(spec) if spec.captures else None
+        runner = EngineRunner(context, spec, roots, outbox, self._agent.streams, capture)
         context.parts.setdefault(spec, LocalPart(outbox, runner))  # keep None if the pass has failed meanwhile
         return tasks
 
@@ -322,17 +342,26 @@ class LocalParts:
             self._failed(start.spec, error)
 
     def _gathers(self, outbox: Outbox) -> None:
-        self._gathering.add(outbox)
-        self._agent.wake_at(monotonic() + GATHER, rough=outbox.rides_with_report)
+        self._gathering[outbox] = until = monotonic() + (HOLD if outbox.holds else GATHER)
+        self._agent.wake_at(until, rough=outbox.holds)
 
-    def send_gathered(self) -> None:
-        """Send gradients that waited for others. Only the timer thread calls this."""
-        while self._gathering:
-            outbox = self._gathering.pop()
+    def send_gathered(self, now: float) -> float:
+        """Send what has waited for long. Return when to look again. Only the timer thread calls this."""
+        upcoming = inf
+        for outbox, until in self._gathering.copy().items():
+            if now < until:
+                upcoming = min(upcoming, until)
+                continue
+            self._gathering.pop(outbox, None)
             try:
-                outbox.send_early()
+                self._send_early(outbox)
             except Exception as error:
                 self._failed(outbox.spec, error)
+        return upcoming
+
+    def _send_early(self, outbox: Outbox) -> None:
+        for report in outbox.send_early():
+            self.tell(outbox.context, outbox.spec.driver, report)
 
     # Failed passes, ended contexts
 
@@ -368,6 +397,11 @@ class LocalParts:
             for spec, part in context.parts.copy().items():
                 if part is not None and who.name in part.outbox.reached and context.met(who.name) == who:
                     self._failed(spec, error)
+
+
+def by_passes(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Group consecutive tasks of the same pass."""
+    return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
 
 
 def _advised(error: BaseException) -> BaseException:

@@ -7,6 +7,11 @@ minus how often it was done. While any task is pending, some key has a count oth
 worker that has not yet reported the task that caused it, or that has reported it, and then it is counted. So when all
 counts are zero, the pass is quiescent.
 
+A report costs a message of its own only where a worker sends no gradients. Otherwise it travels with the last of them.
+Their receiver adds it to its own report, unless it is the driver. So a pass along a chain of workers costs one message
+for each hop, and one report. A worker whose task takes longer than a moment sends the reports that it has to the
+driver at once, which then knows who has a task.
+
 A quiescent worker may still hold gradients for nodes that wait for others. These never come if a sent tensor takes no
 part in this pass. Then the driver starts a marking phase: from the waiting nodes, along the graph and across workers,
 all sends that the nodes lead to are marked. When that phase is quiescent, too, all other sends are declared dead, and
@@ -69,7 +74,7 @@ class PackedShipment(NamedTuple):
     spec: PassSpec  # a plain tuple on the wire
     key: Key
     gradients: Sequence[tuple[int, Sequence[int | None]]]
-    report: tuple[Any, ...] | None = None  # the sender's report to the driver, without the spec
+    reports: Sequence[tuple[Any, ...]] = ()  # PassReports for the driver, without their spec
     tensors: Sequence[Any] = ()
 
     def unpacked(self) -> list[tuple[int, list[Any]]]:
@@ -97,9 +102,10 @@ class DeclareDead(NamedTuple):
 
 
 class PassReport(NamedTuple):
-    """What a worker has done since its last report. Sent to the driver."""
+    """What a worker has done since its last report. For the driver."""
 
     spec: PassSpec
+    worker: str
     number: int
     done: Sequence[Key]
     sent: Sequence[tuple[Key, str]]  # and the recipients
@@ -162,12 +168,13 @@ class Driver:
         """Return the messages that start the pass at values of the given workers."""
         return [self._ask(worker, Start, there) for worker, there in values]
 
-    def report(self, worker: str, report: PassReport) -> list[tuple[str, Task]]:
-        """Process a worker's report; return the next messages.
+    def report(self, report: PassReport) -> list[tuple[str, Task]]:
+        """Process a report; return the next messages.
 
         Raises:
             LeftOut: no gradient came for some sends of a fast pass.
         """
+        worker = report.worker
         self.workers.add(worker)
         for key, asked in report.sent:
             self._sent(key, asked)

@@ -33,15 +33,15 @@ FIRST = 1 << 63  # the engine runs the ready node with the highest number first:
 _HEAD = struct.Struct("<QQ")
 read_id = struct.Struct("<Q").unpack_from  # of the context
 
-_entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
-entered_id = _entered.get  # of this thread's context, or None
+entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
+entered_id = entered.get  # of this thread's context, or None
 
 # The addresses of contexts in which tensors were received; each use is one atomic operation. A forked child keeps them:
 # graphs that it inherits must not run without the gradients of other workers there either.
 receiving: set[int] = set()
 
 
-in_child(lambda: _entered.set(None))  # the context belongs to a worker of the parent process
+in_child(lambda: entered.set(None))  # the context belongs to a worker of the parent process
 
 
 class Send(NamedTuple):
@@ -140,11 +140,11 @@ class Inside:
         self._token: Token[int | None] | None = None  # None unless entered
 
     def __enter__(self) -> None:
-        self._token = _entered.set(self._id)
+        self._token = entered.set(self._id)
 
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
-        _entered.reset(self._token)
+        entered.reset(self._token)
 
 
 class Mailbox:
@@ -192,6 +192,7 @@ class AutogradContext:
     def __init__(self, id_: int, numbers: Iterator[int]) -> None:
         """`numbers` yields the numbers of recorded messages, which are unique on this worker."""
         self.id = id_
+        self.owner = id_ >> OWNER_SHIFT  # the rank of the worker that began the context
         self.gradients = Gradients()
         self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
         # A pass, which has `ship`; set by the thread that runs the graph, one at a time
@@ -222,11 +223,6 @@ class AutogradContext:
         receiving.discard(id(self))
 
     @property
-    def owner(self) -> int:
-        """The rank of the worker that began the context."""
-        return self.id >> OWNER_SHIFT
-
-    @property
     def sends(self) -> dict[int, Send]:
         """The sends until now, by message numbers."""
         with self._lock:
@@ -254,20 +250,22 @@ class AutogradContext:
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
-        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]
-        if not graph:
-            slots = [slot for slot in slots if tensors[slot].grad_fn is not None]
-        for slot in slots:
-            if tensors[slot].is_nested:
-                raise UsageError(
-                    "a nested tensor that requires a gradient cannot be sent in an autograd context: send the list of "
-                    "its parts, tensor.unbind(), or tensor.detach()"
-                )
+        slots: list[int] = []
+        edges: list[GradientEdge | Tensor] = []
+        for slot, tensor in enumerate(tensors):
+            if tensor.requires_grad and (graph or tensor.grad_fn is not None):
+                if tensor.is_nested:
+                    raise UsageError(
+                        "a nested tensor that requires a gradient cannot be sent in an autograd context: send the list "
+                        "of its parts, tensor.unbind(), or tensor.detach()"
+                    )
+                slots.append(slot)
+                if graph:
+                    edges.append(tensor if tensor.is_leaf else edge_of(tensor))
         number = UNKNOWN
         self.meet(to)
-        if slots and graph:
+        if edges:
             number = next(self._numbers)
-            edges = [tensors[slot] if tensors[slot].is_leaf else edge_of(tensors[slot]) for slot in slots]
             kept = Send(edges, to.name, what)
             with self._lock:
                 if not self.ended:  # else the graph would never be released

@@ -220,19 +220,18 @@ class GraphSchedule:
         self._entries = dict(entries)
         self._kinds = kinds
         self._home: dict[Node, Region] = {}
-        self._kind: dict[Node, int] = {}  # of special nodes
-        self._region: dict[int, Region] = {entry: self._explore(entry, nodes) for entry, nodes in entries.items()}
-        for entry in entries:
-            self._region[entry] = region = _root(self._region[entry])
-            region.open += 1
+        self.kind: dict[Node, int] = {}  # of special nodes: one of the constants above
+        # The entries that are still open. None: all gradients go directly to leaves.
+        self.open: dict[int, Region | None] = {
+            entry: self._explore(entry, nodes) if nodes else None for entry, nodes in entries.items()
+        }
+        for entry, region in self.open.items():
+            if region is not None:
+                self.open[entry] = region = _root(region)
+                region.open += 1
         self._countdown: Countdown | None = None  # created once some nodes can run before others that they lead to
         self._changed: dict[Region, None] = {}
         self._marked: set[Node] = set()
-
-    @property
-    def open(self) -> Collection[int]:
-        """The entries that are still open."""
-        return self._region.keys()
 
     def settled(self, node: Node) -> bool:
         """Return True if no more gradients can come to a node. Nodes that lead to it may still have to run."""
@@ -241,11 +240,7 @@ class GraphSchedule:
 
     def special(self, kind: int) -> list[Node]:
         """Return all nodes of a kind, except plain leaves."""
-        return [node for node, known in self._kind.items() if known == kind]
-
-    def kind(self, node: Node) -> int | None:
-        """Return the kind of a special node: one of the constants above, else None."""
-        return self._kind.get(node)
+        return [node for node, known in self.kind.items() if known == kind]
 
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
         region, home, kinds = Region(), self._home, self._kinds
@@ -260,7 +255,7 @@ class GraphSchedule:
             special = kinds.get(type(node))
             kind = special(node) if special is not None else None
             if kind is not None:
-                self._kind[node] = kind
+                self.kind[node] = kind
                 if kind == PLAIN:
                     region.plain[node] = None
                     continue
@@ -281,10 +276,10 @@ class GraphSchedule:
 
     def close(self, entry: int) -> None:
         """Close an entry, whose gradients have come or are known not to come."""
-        region = self._region.pop(entry)
-        region.open -= 1
-        region.closed.append(entry)
-        if region.nodes or region.plain:  # else all gradients went directly to leaves
+        region = self.open.pop(entry)
+        if region is not None:
+            region.open -= 1
+            region.closed.append(entry)
             self._changed[region] = None
 
     def step(self, waiting: Collection[Node], ordered: bool) -> GraphStep | None:
@@ -332,15 +327,15 @@ class GraphSchedule:
         plan = ActPlan(countdown)
         for node in reversed(order):
             plan.take(node)
-        return GraphStep(plan.acts(), [node for node in unreached if self._kind.get(node) == RECV])
+        return GraphStep(plan.acts(), [node for node in unreached if self.kind.get(node) == RECV])
 
     def _counting(self) -> Countdown:
         if self._countdown is None:
-            self._countdown = Countdown(self._kind)
+            self._countdown = Countdown(self.kind)
         return self._countdown
 
     def _starts(self, entry: int) -> list[Node]:
-        return [node for node in self._entries[entry] if self._kind.get(node) != PLAIN]
+        return [node for node in self._entries[entry] if self.kind.get(node) != PLAIN]
 
     # Marking
 
@@ -352,7 +347,7 @@ class GraphSchedule:
             if node in marked:
                 continue
             marked.add(node)
-            kind = self._kind.get(node)
+            kind = self.kind.get(node)
             if kind == RECV:
                 found.append(node)
             elif kind not in (PLAIN, LEAF):

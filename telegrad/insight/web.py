@@ -62,7 +62,7 @@ class BoundedServer(ThreadingHTTPServer):
         self._ends: dict[socket.socket, float] = {}  # the deadline of each open connection, oldest first
         super().__init__(socket_address(host, port), handler)
         self._thread: threading.Thread | None = None
-        self._depth = forks.depth
+        self._depth = forks.process.depth
 
     @property
     def port(self) -> int:
@@ -75,7 +75,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Stop listening, and wait for the thread to end. In a forked child, only close the child's socket."""
-        if self._thread is not None and self._depth == forks.depth:
+        if self._thread is not None and self._depth == forks.process.depth:
             self.shutdown()
             self._thread.join()
         self.server_close()

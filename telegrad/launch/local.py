@@ -46,6 +46,7 @@ _WORKERS = (
     f'the number of workers, from 1 to {MOST}, a list of their names, or the number for each role ({{"actor": 4}})'
 )
 LAST_LINES = 20  # of a worker's output, in an error message
+MOMENT = 0.05  # seconds after the end of its connections for a process to end
 GRACE = 5.0  # seconds for a worker to end by itself, and to read its last output
 
 log = logging.getLogger("telegrad")
@@ -126,14 +127,17 @@ class LocalGroup:
         assert current.worker is not None
         current.worker.group_ends = True
         with self._lock:
-            self._formed, self._store = True, None
+            self._agent, self._formed, self._store = current.worker.agent, True, None
+        self._agent.word_losses(self._loss)
 
     def _ended(self, worker: _Worker, code: int) -> None:
         if self._closed:
             return
         how = f"ended with {describe_exit(code)}"
         with self._lock:
-            if not self._formed and not self._called_off:
+            if self._called_off:
+                return  # the error tells of the first
+            if not self._formed:
                 said = "".join(f"\n    {line}" for line in worker.last_lines)
                 self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
                 if self._store is not None:
@@ -141,7 +145,15 @@ class LocalGroup:
 
                     call_off(self._store, 1 + len(self.names), self._called_off)
                 return
-        log.warning("telegrad: the process of worker %r %s", worker.name, how)
+        if not self._agent.closed:
+            self._agent.warn_lost(self._agent.find(worker.name).identity, f"worker {worker.name!r} {how}")
+
+    def _loss(self, who: Any, why: str) -> str:
+        """Return how the process of a lost worker has ended; `why` if it goes on."""
+        worker = self._workers[self.names.index(who.name)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"worker {who.name!r} was lost: its process ended with {describe_exit(worker.process.wait(MOMENT))}"
+        return why
 
     def shutdown(self, graceful: bool = True) -> None:
         """End the group. A second call does nothing.
@@ -159,6 +171,9 @@ class LocalGroup:
 
         try:
             if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
+                if not graceful:
+                    self._agent.word_losses(lambda who, why: "")
+                    self._end_workers()  # while this worker still answers, so that they do not take it for lost
                 rpc.shutdown(graceful)
         finally:
             self._end_workers()

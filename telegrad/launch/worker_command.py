@@ -14,7 +14,7 @@ from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave normally after its parent has ended
-MOMENT = 0.1  # seconds to detect the end of the parent, which may be why the group has not formed
+MOMENT = 0.1  # seconds to detect the end of the parent, which may be why the group has ended or not formed
 
 _parent_ended = renewed(threading.Event())
 
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
             max_workers=given.max_workers,
         )
     except errors.TelegradError as error:
-        if given.with_parent and _parent_ended.wait(MOMENT):  # the parent's end is the reason
+        if _parent_has_ended(given):
             return JOINED_NOT
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
             rpc.wait_for_workers(given.require, given.timeout)
         rpc.serve(require=given.require or True)
     except errors.TelegradError as error:
-        return _say(f"worker {name!r} has ended: {error}", LOST)
+        return LOST if _parent_has_ended(given) else _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
         return INTERRUPTED
     return ENDED
@@ -124,6 +124,11 @@ def _key_from_parent() -> bytes:
     return line
 
 
+def _parent_has_ended(given: argparse.Namespace) -> bool:
+    """Return True if the end of the parent is why the group ends, or has not formed."""
+    return given.with_parent and _parent_ended.wait(MOMENT)
+
+
 def _end_with_parent() -> None:
     """End this process when the parent ends, which closes its end of the input pipe in any case."""
     while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
@@ -131,6 +136,7 @@ def _end_with_parent() -> None:
     _parent_ended.set()
     worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
     if worker is not None:  # else it has not joined
+        worker.agent.word_losses(lambda who, why: "")  # they follow from the end of the group
         worker.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)

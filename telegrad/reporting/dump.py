@@ -122,7 +122,7 @@ class Signalled:
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
-        self._depth = forks.depth
+        self._depth = forks.process.depth
         self.file = -1  # the descriptor of that file; -1: none
         if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
             return
@@ -138,7 +138,7 @@ class Signalled:
         interrupts.replaced[signal.SIGUSR2] = self._release
 
     def _came(self, *_: object) -> None:
-        if self._depth == forks.depth:  # else this is a forked child without a worker
+        if self._depth == forks.process.depth:  # else this is a forked child without a worker
             Thread(target=self._act, name="telegrad-dump").start()
 
     def _release(self) -> None:
@@ -158,7 +158,7 @@ class Signalled:
 def _is_inherited(handler: Any) -> bool:
     """Return True if this process was forked from a worker that set this handler."""
     owner = getattr(handler, "__self__", None)
-    return isinstance(owner, Signalled) and owner._depth != forks.depth
+    return isinstance(owner, Signalled) and owner._depth != forks.process.depth
 
 
 class Recorder:

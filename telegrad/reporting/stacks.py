@@ -22,15 +22,17 @@ HANDOVER = 100  # iterations after which a pending request to release the interp
 
 
 _no_collection = renewed(threading.Lock())  # serializes walks, during which the garbage collector is off
-_turned_off = False  # True if the holder of the lock turned the collector off
+
+
+class _Collector:
+    off = False  # True if the holder of the lock turned the garbage collector off
 
 
 @in_child
 def _collect_again() -> None:
     """Turn the collector on in a forked child, which lacks the thread that would do it."""
-    global _turned_off
-    if _turned_off:
-        _turned_off = False
+    if _Collector.off:
+        _Collector.off = False
         gc.enable()
         sys.setswitchinterval(SWITCH)
 
@@ -46,9 +48,8 @@ def all_stacks() -> dict[int, list[FrameType]]:
     the frame's thread returned from it. A thread releases the interpreter when another thread has waited for a switch
     interval. So the interval is set longer than the walk takes.
     """
-    global _turned_off
     with _no_collection:
-        _turned_off, interval = gc.isenabled(), sys.getswitchinterval()
+        _Collector.off, interval = gc.isenabled(), sys.getswitchinterval()
         gc.disable()
         sys.setswitchinterval(LONG)
         try:
@@ -57,9 +58,9 @@ def all_stacks() -> dict[int, list[FrameType]]:
             return {thread: _stack_of(frame) for thread, frame in sys._current_frames().items()}
         finally:
             sys.setswitchinterval(interval)
-            if _turned_off:
+            if _Collector.off:
                 gc.enable()
-            _turned_off = False
+            _Collector.off = False
 
 
 def _stack_of(frame: FrameType | None) -> list[FrameType]:

@@ -1,4 +1,4 @@
-"""Gradients on their way out, with the clock as a rival for what waits; tasks, which one thread at a time runs."""
+"""Gradients on their way out, with the timer as a rival for what waits; tasks, which one thread at a time runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from telegrad._core.agent.outgoing import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
-from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.outbox import MOST_CARRIED, Outbox
 from telegrad.autograd.passes import DeclareDead, Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.record import AutogradContext, Mailbox
 from tests.autograd.rivals import Rival
@@ -24,16 +24,16 @@ SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 
 
 class Agent:
-    """Takes note of what is sent, and whether the report went along."""
+    """Records which messages are sent, and the workers whose reports they contain."""
 
     name = "me"
     streams = SimpleNamespace(used=(), publish=lambda: None)
 
     def __init__(self) -> None:
-        self.sent: list[tuple[str, bool]] = []
+        self.sent: list[tuple[str, list[str]]] = []
 
     def notify(self, to: str, message: PackedShipment, *_: Any) -> None:
-        self.sent.append((to, message.report is not None))
+        self.sent.append((to, [worker for worker, *_ in message.reports]))
 
 
 @pytest.fixture
@@ -46,24 +46,58 @@ def outbox(agent: Any) -> Outbox:
     return Outbox(agent, AutogradContext(1, count(1)), SPEC, True, lambda _: None)
 
 
-def report() -> PassReport:
-    return PassReport(SPEC, 1, [], [], False, [])
+ONES = [torch.ones(1)]
 
 
-def test_the_last_gradients_for_the_driver_take_the_report_along(outbox: Outbox, agent: Agent) -> None:
-    assert not outbox.send_with(report)
-    outbox.add(OTHER, 1, [torch.ones(1)], False)
-    outbox.add(DRIVER, 2, [torch.ones(1)], False)
-    assert agent.sent == [("other", False)]
-    assert outbox.send_with(report)
-    assert agent.sent == [("other", False), ("driver", True)]
+def report(worker: str = "me") -> PassReport:
+    return PassReport(SPEC, worker, 1, [], [], False, [])
 
 
-def test_where_the_clock_sends_them_first_the_report_is_left_to_the_caller(outbox: Outbox, agent: Agent) -> None:
-    outbox.add(DRIVER, 1, [torch.ones(1)], False)
+def shipment(*reports: PassReport) -> PackedShipment:
+    return PackedShipment(SPEC, ("other", 1), [], [each[1:] for each in reports])
+
+
+def test_the_last_gradients_of_a_step_contain_the_report(outbox: Outbox, agent: Agent) -> None:
+    assert outbox.finish(report) == [report()]
+    outbox.add(DRIVER, 1, ONES, False, False)
+    assert agent.sent == [("driver", [])]
+    outbox.add(OTHER, 2, ONES, False, True)
+    outbox.flush()
+    assert agent.sent == [("driver", [])]
+    assert not outbox.finish(report)
+    assert agent.sent == [("driver", []), ("other", ["me"])]
+
+
+def test_reports_of_other_workers_leave_with_the_own_one(outbox: Outbox, agent: Agent) -> None:
+    assert not outbox.carry([shipment(report("one"), report("two")), ANOTHER])
+    outbox.add(OTHER, 1, ONES, False, True)
+    assert not outbox.finish(report)
+    assert agent.sent == [("other", ["one", "two", "me"])]
+    assert not outbox.carry([shipment(report("one"))])
+    assert outbox.finish(report) == [report("one"), report()]
+
+
+def test_many_reports_go_to_the_driver_at_once(outbox: Outbox) -> None:
+    few = [report(str(number)) for number in range(MOST_CARRIED)]
+    assert not outbox.carry([shipment(*few)])
+    assert outbox.carry([shipment(report())]) == [*few, report()]
+
+
+def test_a_worker_whose_part_takes_long_keeps_no_report(outbox: Outbox, agent: Agent) -> None:
+    outbox.carry([shipment(report("one"))])
+    assert outbox.send_early() == [report("one")]
+    assert outbox.carry([shipment(report("two"))]) == [report("two")]
+    outbox.add(OTHER, 1, ONES, False, True)
+    assert agent.sent == [("other", [])]
+
+
+def test_if_the_timer_sends_the_gradients_first_the_reports_are_left_to_the_caller(
+    outbox: Outbox, agent: Agent
+) -> None:
+    outbox.add(DRIVER, 1, ONES, False, True)
     Rival.at(outbox).act = outbox.send_early
-    assert not outbox.send_with(report)
-    assert agent.sent == [("driver", False)]
+    assert outbox.finish(report) == [report()]
+    assert agent.sent == [("driver", [])]
 
 
 def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
@@ -85,7 +119,7 @@ def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
         return key(worker)
 
     monkeypatch.setattr(outbox, "key", look_meanwhile)
-    outbox.add(OTHER, 1, [torch.ones(1)], True)
+    outbox.add(OTHER, 1, ONES, True, False)
     outbox.send_early()
     flushing[0].join()
     assert [to for _, to in seen[0]] == ["other"]
@@ -93,8 +127,7 @@ def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
 
 def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
-    report = PassReport(SPEC, 1, (), (), False, ())
-    notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
+    notice = notice_to(SimpleNamespace(identity=OTHER), report(), (), context, True, False)  # type: ignore[arg-type]
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH
 
 

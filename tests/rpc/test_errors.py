@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import re
-import time
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,14 +14,13 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad._core.agent.incoming import MOST_FAILURES
 from telegrad._core.calls.futures import Future
-from telegrad._core.security.handshake import PERIOD
 from telegrad.errors import TelegradError, WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, agents_here
+from tests.cluster import PATIENCE, agents_here, wait_until
+from tests.links import cut
 from tests.wire.test_failures import HIDDEN, Nameless, hides
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -209,7 +207,9 @@ def test_each_caller_of_a_batch_gets_the_lines_once() -> None:
 
 
 def test_the_log_names_the_worker_and_the_users_function(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="telegrad"):
+    told_by(by_proxy, 1)
+    assert caplog.text == ""  # the callers get it
+    with caplog.at_level(logging.DEBUG, logger="telegrad"):
         told_by(by_proxy, 1)
         with pytest.raises(ValueError, match="boom"):
             rpc_sync("w1", awaited, (0,))
@@ -228,14 +228,26 @@ def test_futures_of_the_same_program_keep_where_they_failed() -> None:
     assert str(raised.value).count("Traceback") == 1
 
 
-def test_one_caller_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with agents(2) as (first, second):
-        for _ in range(MOST_FAILURES + 5):
-            with pytest.raises(ZeroDivisionError):
-                first.agent.call("w1", operator.truediv, (1, 0), None)
-        assert caplog.text.count("raised ZeroDivisionError") == MOST_FAILURES
-        second.agent._server.answers.tick(time.monotonic() + PERIOD)
-        assert "telegrad: 5 more calls of w0 failed in the last minute" in caplog.text
+begun, may_fail = threading.Event(), threading.Event()
+
+
+def fails_later() -> None:
+    begun.set()
+    may_fail.wait(PATIENCE)
+    raise ValueError("boom")
+
+
+def test_an_error_that_nobody_gets_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with agents_here(2) as (_, callee):
+        made = remote("w1", fails_later)
+        assert begun.wait(PATIENCE)
+        cut(callee)
+        assert caplog.text == ""
+        may_fail.set()
+        wait_until(lambda: caplog.records)
+        said = "fails_later, called by worker 'w0', whose connection is lost, raised ValueError: boom"
+        assert caplog.messages == [f"telegrad: worker 'w1': {__name__}.{said}"]
+        del made
 
 
 # Errors that cannot be read: each call ends, and its slot is given back

@@ -64,13 +64,13 @@ KINDS = {Leaf: lambda _: PLAIN, HookedLeaf: lambda _: LEAF, RecvNode: lambda _: 
 class FakeAgent:
     """Puts what an outbox sends into the mail."""
 
-    streams = SimpleNamespace(used=())
+    streams = SimpleNamespace(used=(), publish=lambda: None)
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
 
     def notify(self, to: str, message: Any, _: str, tensors: Any, context: None) -> None:
-        self.world.post(self.name, to, message._replace(tensors=tensors))
+        self.world.post(self.name, to, message._replace(spec=self.world.driver.spec, tensors=tensors))
 
 
 class FakeRunner:
@@ -215,7 +215,8 @@ class World:
         agent: Any = FakeAgent(self, str(worker))
         unused: Any = None
         runner: Any = FakeRunner(self, worker)
-        return LocalPart(Outbox(agent, unused, self.driver.spec, False, unused), runner)
+        outbox = Outbox(agent, unused, self.driver.spec, self.draw.random() < 0.8, lambda _: None)
+        return LocalPart(outbox, runner)
 
     def grow(self) -> None:
         worker = self.draw.randrange(len(self.nodes))
@@ -247,7 +248,8 @@ class World:
 
     def ship(self, worker: int, node: RecvNode, given: bool) -> None:
         to = Identity(str(node.sender), node.sender, "")
-        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False)
+        last = self.draw.random() < 0.5
+        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False, last)
 
     def post(self, sender: str, to: str, message: Any) -> None:
         self.letters[type(message).__name__] += 1
@@ -257,9 +259,9 @@ class World:
         for to, task in self.driver.start([("0", self.roots)]):
             self.post("0", to, task)
         while self.mail:
-            sender, to, message = self.mail.pop(self.draw.randrange(len(self.mail)))
+            _, to, message = self.mail.pop(self.draw.randrange(len(self.mail)))
             if isinstance(message, passes.PassReport):
-                for worker, task in self.driver.report(sender, message):
+                for worker, task in self.driver.report(message):
                     self.post("0", worker, task)
                 continue
             tasks = [message]
@@ -268,14 +270,18 @@ class World:
                     self.mail.remove(other)
                     tasks.append(other[2])
             part = self.parts[to]
+            reports = [*part.outbox.carry(tasks)]
             letters = part.take(tasks)
+            if self.draw.random() < 0.2:
+                reports += part.outbox.send_early()
             if part.may_ride([part]):
                 assert to not in self.rode, "the rider had a second turn"
                 self.rode.add(to)
                 part.ride((True, to))
             for worker, task in letters:
                 self.post(to, worker, task)
-            self.post(to, "0", part.report())
+            for report in [*reports, *part.outbox.finish(part.report)]:
+                self.post(to, "0", report)
 
 
 def run_seed(seed: int) -> World:

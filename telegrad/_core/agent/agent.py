@@ -79,7 +79,7 @@ class Agent:
             lambda *lost: self._connections.tell_lost(*lost),
             (settings.most_waiting, settings.most_waiting_bytes, self._timer.wake_by),
         )
-        self.ticking += [self._server.intake.tick, self._server.answers.tick]
+        self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
             *(settings, address, self._reactor, self.layers, self.streams, self._server),
             self._complete,
@@ -347,6 +347,10 @@ class Agent:
     def warn_lost(self, who: Identity, why: str) -> None:
         """Log the loss of a worker, unless it was logged before."""
         self._connections.warn_lost(who, why)
+
+    def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
+        """Warn of the loss of a worker with the text that `news_of(who, why)` returns; not at all if that is empty."""
+        self._connections.news_of = news_of
 
     def forget_names(self, but: Collection[str]) -> None:
         """Forget which worker has which name, except for workers of these incarnations."""

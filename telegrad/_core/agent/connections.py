@@ -98,6 +98,7 @@ class Connections:
         self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
+        self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # what to warn of; "" if a loss is no news
         self._health = Health(
             settings.silence,
             settings.heartbeat,
@@ -350,9 +351,10 @@ class Connections:
         with self._lock:
             known = who.incarnation in self._warned
             self._warned.add(who.incarnation)
-        if not known:
-            events.alarm(why)
-        log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
+        news = "" if known else self.news_of(who, why)
+        if news:
+            events.alarm(news)
+        log.log(logging.WARNING if news else logging.INFO, "telegrad: %s", news or why)
 
     def tick(self, now: float) -> float:
         """Expire calls, return lent memory, and notice ends of idle connections; return the time of the next tick."""

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import inf
-from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +27,10 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
-from telegrad._core.pickling.remote_text import already_described, first_line
+from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.security.handshake import Refusals
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import (
     FAILURE,
@@ -51,7 +48,6 @@ from telegrad._core.wire.tensors import Blob
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 
 _NOTHING = encode(None, False)
-MOST_FAILURES = 300  # failed calls of one caller that are logged in a minute
 SMALL = 1 << 14  # bytes; smaller answers may wait and leave together
 MOST_UNKNOWN = 20  # classes of messages that the log names
 
@@ -124,6 +120,8 @@ class Incoming(Served):
     def setting(self) -> AbstractContextManager[None]:
         """Return a context manager that applies the caller's grad mode, context and scene."""
         flags = self.message.flags
+        if not flags and self.context is not None:  # the usual case
+            return self.context.entered()
         return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
@@ -216,8 +214,6 @@ class Answers:
         self._layers = layers
         self._streams = streams
         self._undelivered = undelivered
-        self._lock = threading.Lock()  # guards _failures
-        self._failures = Refusals(MOST_FAILURES)  # by caller
         self._refusal = "", b""  # text and encoding of the last refusal: many in a row are equal
         self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after answers with memory
 
@@ -292,25 +288,17 @@ class Answers:
         return Message(FAILURE, call.message.id, flags, body=body)
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
-        if isinstance(error, LimitReached) or already_described(error, self.name):
-            return  # refusals may be many; the other errors were raised here by an earlier call, which logged them
-        if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
-            return  # the call failed since this worker or the caller has left
-        with self._lock:
-            if not self._failures.should_log(call.caller.name, monotonic()):
-                return
-        log.warning(
-            "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
-            *(self.name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
-        )
-
-    def tick(self, now: float) -> float:
-        """Log how many failures were left out of the log; return the time of the next check."""
-        with self._lock:
-            left_out = self._failures.left_out(now)
-        for caller, count in left_out:
-            log.warning("telegrad: %d more calls of %s failed in the last minute", count, caller)
-        return inf
+        """Log the error; as a warning if nobody gets it, since the connection with the caller is lost."""
+        gone = call.link.closed
+        level = logging.DEBUG if gone is None or isinstance(gone, ShutDown) else logging.WARNING
+        if log.isEnabledFor(level):
+            log.log(
+                level,
+                "telegrad: worker %r: %s, called by worker %r, %sraised %s: %s",
+                *(self.name, name or "a call", call.caller.name),
+                *("whose connection is lost, " if level == logging.WARNING else "", type(error).__name__),
+                first_line(error),
+            )
 
     def send(self, call: Incoming, answer: Message) -> None:
         """Send the response and end the call. A cancelled call gets a response only if that carries references."""

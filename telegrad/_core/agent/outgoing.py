@@ -24,6 +24,7 @@ from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
 from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.call_context import seen
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, user_name
 from telegrad._core.calls.cancelling import Served, serving
 from telegrad._core.calls.futures import Outcome
@@ -92,12 +93,7 @@ class EncodedCall:
         """Return the message of a call: append the call context, and the data of the layers above."""
         body, pending.weight, pending.underway = self.body, self.weight, self.underway
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if (
-            layers.tells_times
-            or call_context.was_entered
-            or profiling.follower is not None
-            or call_context.is_autocast_on()
-        ):
+        if layers.tells_times or seen.scene or profiling.follower is not None or call_context.is_autocast_on():
             said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
             if said:
                 flags |= HAS_CALL_CONTEXT

@@ -96,8 +96,17 @@ class DerivedTimeout(float):
 
 
 _current: ContextVar[CallContext | None] = ContextVar("telegrad_scene", default=None)
-was_entered = False  # True once a scene was entered in this process
-limits = False  # True once a scene had a deadline
+
+
+class Seen:
+    """What calls in this process may find: they look for nothing else."""
+
+    def __init__(self) -> None:  # attributes of the object, which are read faster than those of its class
+        self.scene = False  # True once a scene was entered
+        self.deadline = False  # True once a scene had a deadline
+
+
+seen = Seen()
 
 
 @in_child
@@ -214,7 +223,6 @@ def _autocast_types() -> dict[str, str]:
 @contextmanager
 def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
     """Apply the caller's context in the block; `came` is the call's arrival time. Skip autocast of absent devices."""
-    global limits
     types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
@@ -224,7 +232,7 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
             here = _current.get()
             scene = CallContext(hops, here and here.turn, baggage)
             if time:
-                limits = True
+                seen.deadline = True
                 scene = scene._replace(until=came + time[0], whose=time[1])
             stack.enter_context(entered(scene))
         yield
@@ -241,8 +249,7 @@ def entered(scene: CallContext | None) -> Iterator[None]:
     if scene is None:
         yield
         return
-    global was_entered
-    was_entered = True
+    seen.scene = True
     token = _current.set(scene)
     try:
         yield

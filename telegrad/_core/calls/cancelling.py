@@ -20,6 +20,7 @@ from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 from telegrad._core.calls import call_context
+from telegrad._core.calls.call_context import seen
 from telegrad._core.forks import in_child, renewed
 from telegrad.errors import CallCancelled
 
@@ -74,7 +75,7 @@ class Served:
         """
         if self.cancelled:
             raise CallCancelled(f"{call.described} was not called: {self._reason}")
-        if call_context.limits:
+        if seen.deadline:
             call.limit(call_context.remaining_timeout(call.timeout, call))
 
     @property

@@ -19,6 +19,7 @@ import torch
 
 from telegrad._core import checks, forks
 from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.forks import process
 from telegrad._core.interrupts import raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
@@ -173,7 +174,7 @@ class Future(torch.futures.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         self.call: Helper | None = None  # set while the call is in flight
-        self.depth: int = forks.depth
+        self.depth: int = process.depth
         if devices is None:
             torch._C.Future.__init__(self, _devices)  # as torch's own constructor, without its check of each device
         else:
@@ -181,7 +182,7 @@ class Future(torch.futures.Future[T]):
 
     def __repr__(self) -> str:
         if not self.done():
-            if self.depth != forks.depth:
+            if self.depth != process.depth:
                 return "<Future of the process that this one was forked from: not done>"
             return f"<Future of {self.call!r}>" if self.call is not None else "<Future: not done>"
         failure = getattr(self, "failure", None)

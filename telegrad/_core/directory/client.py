@@ -110,7 +110,7 @@ class Sessions(Generic[S]):
         self.patience = patience
         self.current = _random.randrange(len(endpoints))  # the endpoint to ask next
         self._make, self._endpoints, self._what, self._advice = make, endpoints, what, advice
-        self._made_at = forks.depth
+        self._made_at = forks.process.depth
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards the two below
         self._idle: dict[int, list[S]] = defaultdict(list)
@@ -184,7 +184,7 @@ class Sessions(Generic[S]):
 
     def close(self) -> None:
         """Close all connections. Waiting operations raise DirectoryLost."""
-        if forks.depth != self._made_at:  # the connections belong to the parent
+        if forks.process.depth != self._made_at:  # the connections belong to the parent
             return
         self._closed.set()
         with self._lock:

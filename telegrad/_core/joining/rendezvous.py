@@ -217,7 +217,8 @@ class _Static:
             # after the claims, so that no open gate hides a conflict
             self._board.swap(f"come/{self.me.id}", "", OPENED)
             self._open(COMPLETE)
-            with Wait("init_rpc", self._awaited, self._attendance.missing, self.place, self.me.name) as wait:
+            level = logging.INFO if self.names else logging.WARNING  # who knows the names sees how the workers start
+            with Wait("init_rpc", self._awaited, self._attendance.missing, self.place, self.me.name, level) as wait:
                 self._pass(COMPLETE, self._watch(wait))
                 entries = self._board.read_all([f"rank/{rank}" for rank in range(self.size)])
                 members = Members(named(map(Member.from_json, entries)))

@@ -223,18 +223,17 @@ def _key_without_file() -> str:
     return uuid.uuid4().hex
 
 
-_own: MainNamespace | None = None
+_own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
 
 
 def own_scope() -> MainNamespace:
-    global _own
     names = names_of_main()
-    if _own is None or _own.names is not names or _own.program.serves_torch != programs.serves_torch:
+    if not _own or _own[0].names is not names or _own[0].program.serves_torch != programs.serves_torch:
         with _lock:
             key = own_program() or _key_without_file()
             imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
-            _own = MainNamespace(programs.find(key), names, own=True, imported=imported)
-    return _own
+            _own[:] = [MainNamespace(programs.find(key), names, own=True, imported=imported)]
+    return _own[0]
 
 
 # Sending
@@ -264,7 +263,7 @@ def _verified(scope: MainNamespace, path: str, thing: Any) -> str:
 
 def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: str) -> list[Item]:
     """Return the globals to send with a function or class. `home`: the global that contains it, if any."""
-    if scope is not _own:
+    if scope not in _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
         return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
     source = programs.source_of(scope.program.path)
@@ -287,7 +286,7 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
 
 def note_class(scope: MainNamespace, kind: type) -> None:
     """Record a class of the main program that is sent: its methods read globals wherever its objects are."""
-    if scope is _own:
+    if scope in _own:
         source = programs.source_of(scope.program.path)
         read = lookups_from(kind, scope.names).read
         _sent.note_class(read - source.top if source.guarded else read)
@@ -314,7 +313,7 @@ def _can_be_sent(pickler: Any, value: Any) -> bool:
 def version_of(scope: MainNamespace, path: str) -> int:
     """Return the version of the first global in a path."""
     name = path.partition(".")[0]
-    if scope is not _own:
+    if scope not in _own:
         version = scope.version(name)
         return 1 if version == OWN else max(version, 1)
     return _sent.version(name, scope.names[name], watched=False)

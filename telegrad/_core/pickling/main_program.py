@@ -26,7 +26,7 @@ MAIN = "__main__"
 SPAWNED_MAIN = "__mp_main__"  # the name multiprocessing gives to the main module of a spawned child
 GUARD = 'if __name__ == "__main__":'
 
-imports = ""  # the file being imported as main program; written by one thread
+importing: list[str] = []  # the file being imported as main program
 serves_torch = False  # True in the compatibility mode, which sets it
 hosts = False  # True if this process started workers that import its program; read without a lock
 
@@ -139,7 +139,6 @@ def adopt(text: str, name: str) -> None:
 
 def load(program: Program, as_main: bool) -> ModuleType:
     """Import a program, with its arguments, under the name `__mp_main__`; if `as_main`, also as `__main__`."""
-    global imports
     module = ModuleType(SPAWNED_MAIN)
     code = _code_of(program, module)
     if as_main:
@@ -148,11 +147,11 @@ def load(program: Program, as_main: bool) -> ModuleType:
     elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):
         sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up a class's module by its name
     own, sys.argv = sys.argv, list(program.argv)
-    imports = program.path
+    importing.append(program.path)
     try:
         exec(code, vars(module))
     finally:
-        imports = ""
+        importing.remove(program.path)
         if not as_main:
             sys.argv = own
     return module
@@ -190,8 +189,8 @@ def check_not_imported(call: str) -> None:
     Raises:
         UsageError: this process is importing the program.
     """
-    if imports:
+    if importing:
         raise UsageError(
-            f"{call} was called at the top level of {imports}, which a worker imports to find its functions: put it "
-            f"under `{GUARD}`, or into a function that is called there"
+            f"{call} was called at the top level of {importing[-1]}, which a worker imports to find its functions: put "
+            f"it under `{GUARD}`, or into a function that is called there"
         )

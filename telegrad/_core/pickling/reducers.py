@@ -54,7 +54,7 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
     has_rules, flattens = kind.__reduce_ex__ not in _TORCH_RULES, hasattr(kind, "__tensor_flatten__")
     if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
         return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
-    if tensor.requires_grad and _records():
+    if tensor.requires_grad and _records[0]():
         raise CannotEncode(
             f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
             "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
@@ -75,13 +75,12 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
     return NotImplemented  # its own storage may not hold its values
 
 
-_records: Callable[[], bool] = bool  # returns False
+_records: list[Callable[[], bool]] = [bool]  # which returns False
 
 
 def ask_whether_recorded(records: Callable[[], bool]) -> None:
     """Set the function that returns True if autograd history is recorded for tensors reduced on this thread."""
-    global _records
-    _records = records
+    _records[:] = [records]
 
 
 _TORCH_RULES = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
@@ -251,7 +250,7 @@ def _compile_pickled(source: bytes, compiler: bytes) -> Any:
 def _reduce_script(pickler: Pickler, obj: Any) -> Any:
     if isinstance(obj, torch.jit.ScriptFunction) and (name := name_of(obj, pickler.same_program)) is not None:
         return resolve, (name,)
-    if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
+    if _records[0]() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
         raise CannotEncode(
             "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
             "gradients would not come back, since the receiver loads it from an archive. Create it there, for "

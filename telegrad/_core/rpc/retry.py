@@ -35,7 +35,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 
-by_default = False  # True if calls of a worker in this process wait by default; set once
+by_default: list[bool] = []  # not empty once calls of a worker in this process wait by default
 
 
 class Retries:
@@ -337,13 +337,13 @@ def ping() -> None:
 
 def serve(worker: Worker) -> None:
     """Enable retries on a worker, as caller and as callee."""
-    global by_default
     worker.agent.run_at_once(ping)
     worker.at_gone.append(worker.attached(IdempotentCalls).gone)
     retries = worker.attached(Retries)
     retries.may_come = partial(_may_come, worker)
     worker.at_end.append(retries.close)
-    by_default = by_default or worker.agent.settings.wait_for_worker
+    if worker.agent.settings.wait_for_worker:
+        by_default[:] = [True]
 
 
 def _may_come(worker: Worker, to: str | int) -> bool:

@@ -335,8 +335,7 @@ def host_of(origin: str) -> str:
 
 
 class Refusals:
-    def __init__(self, most: int = MOST_LINES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._since: dict[str, float] = {}  # begin of the period of a host
         self._count: Counter[str] = Counter()  # refusals in the period
 
@@ -346,7 +345,7 @@ class Refusals:
             host = OTHERS
         self._since.setdefault(host, now)
         self._count[host] += 1
-        return self._count[host] <= self._most
+        return self._count[host] <= MOST_LINES
 
     def left_out(self, now: float) -> list[tuple[str, int]]:
         """End the periods that are over; return the hosts with refusals that were not logged, and their number."""
@@ -354,7 +353,7 @@ class Refusals:
         counts = [(host, self._count.pop(host)) for host in over]
         for host in over:
             del self._since[host]
-        return [(host, count - self._most) for host, count in counts if count > self._most]
+        return [(host, count - MOST_LINES) for host, count in counts if count > MOST_LINES]
 
 
 def to_give_way(origins: Iterable[str]) -> int:

@@ -26,14 +26,13 @@ from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker import current
 from telegrad._core.worker.batching import Batched
-from telegrad._core.worker.value_access import METHODS, TURNS, Method, MethodOfEach, methods
+from telegrad._core.worker.value_access import METHODS, TURN, TURNS, Method, MethodOfEach, methods
 from telegrad.errors import RRefError, UsageError
 
 C = TypeVar("C", bound=type)
 _MARK = "_telegrad_actor"
 
-_lock = renewed(threading.Lock())  # guards _used and _all
-_used = False  # this process has an actor class
+_lock = renewed(threading.Lock())  # guards _all and methods.kind
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
 in_child(_all.clear)  # these belong to the parent's workers
 
@@ -89,10 +88,8 @@ class _Mark:
 
 
 def _mark() -> _Mark:
-    global _used
     with _lock:
-        _used = True
-        methods.may_take_turns()
+        methods.kind = TURN
         for each in _all:
             each.arm()
     return _Mark()
@@ -111,7 +108,7 @@ def serve(agent: Agent, references: ReferenceTable) -> None:
     made = Actors(agent, references)
     with _lock:
         _all.add(made)
-        if _used:
+        if methods.kind == TURN:
             made.arm()
 
 

@@ -60,7 +60,7 @@ def joined() -> Worker:
                 "RPC has not been initialized: this process has left its group, by shutdown() or because the group has "
                 "ended. Make calls before that; to join a group again, call init_rpc first"
             )
-        hint = f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
+        hint = f". {forks.ADVICE}" if forks.process.depth or multiprocessing.parent_process() is not None else ""
         raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{hint}")
     return worker
 

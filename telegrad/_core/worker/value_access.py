@@ -112,36 +112,32 @@ class _Methods:
     """One function for each method: the callee measures the duration of each function by name."""
 
     def __init__(self) -> None:
-        self._kind = _CALL
+        self.kind = _CALL  # TURN once callees of this process may be actors, so that they must keep the order of calls
 
     def of(self, name: str) -> Method:
         warn_of_rebound()
-        made: Method = getattr(self, self._kind + name)
+        made: Method = getattr(self, self.kind + name)
         return made
 
     def of_each(self, name: str) -> MethodOfEach:
         """Return the method that takes ids of several references, by the names of their owners, instead of one id."""
         warn_of_rebound()
-        made: MethodOfEach = getattr(self, self._kind + _EACH + name)
+        made: MethodOfEach = getattr(self, self.kind + _EACH + name)
         return made
 
     def __getattr__(self, attribute: str) -> Method:
-        if not attribute.startswith((_CALL, _TURN)):
+        if not attribute.startswith((_CALL, TURN)):
             raise AttributeError(attribute)
         kind = MethodOfEach if attribute.startswith(_EACH, len(_CALL)) else Method
         made = self.__dict__[attribute] = kind(attribute)
         return made
 
-    def may_take_turns(self) -> None:
-        """From now on callees of this process may be actors, so they must keep the order of calls."""
-        self._kind = _TURN
-
 
 _CALL = "call_"  # prefix of a method's name, which may be that of any attribute
-_TURN = "turn_"
+TURN = "turn_"
 _EACH = "*"  # follows the prefix if many are called
 METHODS = f"{__name__}:methods.".encode()  # prefix of their names in messages
-TURNS = METHODS + _TURN.encode()
+TURNS = METHODS + TURN.encode()
 methods = _Methods()
 
 
