@@ -80,6 +80,12 @@ def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: flo
         thread.join(patience)
 
 
+class Here(threading.local):
+    """What belongs to this thread. A plain `threading.local` takes long to find that nothing was set."""
+
+    own: Any = None
+
+
 class Exclusive:
     """A lock that raises UsageError if its holder acquires it again, as a signal handler may while the holder waits."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from telegrad._core import forks
 from telegrad._core.calls.futures import run_on
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.threads import Background, Thread, processor_time, program_has_ended
+from telegrad._core.threads import Background, Here, Thread, processor_time, program_has_ended
 
 STANDBY = 16  # idle threads that are kept: creating one costs more than most calls
 
@@ -39,10 +39,6 @@ class ReactorThread:
         self.began = self.since = 0.0  # when its last work began, and when the work that it runs now began
         self.waited = 0.0  # when its current work first waited for something
         self.counted: WorkQueue | None = None  # the queue of the call that it runs
-
-
-class _Here(threading.local):
-    runner: ReactorThread | None = None  # read quickly also on other threads, where it is unset
 
 
 class LeaderThreads:
@@ -65,7 +61,7 @@ class LeaderThreads:
         self._standby: list[ReactorThread] = []
         self._threads: dict[ReactorThread, threading.Thread] = {}
         self._lacks_threads = False  # since the last one that could be started; the first failure is logged
-        self.local = _Here()
+        self.local = Here()  # its `ReactorThread`
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -88,10 +84,11 @@ class LeaderThreads:
                 thread.join(0.2)
 
     def here(self) -> ReactorThread | None:
-        return self.local.runner
+        runner: ReactorThread | None = self.local.own
+        return runner
 
     def is_member(self) -> bool:
-        return self.local.runner is not None
+        return self.local.own is not None
 
     def processor_time(self) -> float | None:
         """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""
@@ -133,7 +130,7 @@ class LeaderThreads:
             raise
 
     def _main(self, runner: ReactorThread) -> None:
-        self.local.runner = runner
+        self.local.own = runner
         try:
             self._entered()
             while not self.closed and (self.leader is runner or self._wait_for_lead(runner)):

@@ -119,7 +119,7 @@ class Reactor:
     def sent_later(self, source: Source) -> None:
         """Send the outbox of `source` soon, by the leader or by the next tick."""
         self.unsent.add(source)
-        runner = self._threads.local.runner
+        runner = self._threads.local.own
         if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
             self.send_unsent()
 
@@ -161,7 +161,7 @@ class Reactor:
 
     def worked_until(self) -> float:
         """Return when this thread's work first waited, or the current time."""
-        runner = self._threads.local.runner
+        runner = self._threads.local.own
         return runner.waited if runner is not None and runner.waited else perf_counter()
 
     @property

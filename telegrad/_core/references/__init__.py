@@ -35,6 +35,13 @@ def remember(table: dict[K, V], key: K, value: V, most: int) -> None:
         del table[next(iter(table))]
 
 
+def added(entries: list[K] | None, entry: K) -> list[K]:
+    """Return the list, or a new one, after adding an entry."""
+    entries = entries or []
+    entries.append(entry)
+    return entries
+
+
 class SharedFork:
     """A user's state of a reference: its one fork, and what keeps the fork alive."""
 
@@ -46,20 +53,10 @@ class SharedFork:
         self.confirmed = confirmed
         self.handles = handles
         # Made by the first entry: most references have none, and the garbage collector visits each object.
-        self.parents: list[tuple[str, Id]] | tuple[()] = ()  # that get SETTLED once the owner knows the fork
-        self.extras: list[Id] | tuple[()] = ()  # known to the owner, dropped once the fork is confirmed
+        self.parents: list[tuple[str, Id]] | None = None  # that get SETTLED once the owner knows the fork
+        self.extras: list[Id] | None = None  # known to the owner, dropped once the fork is confirmed
         self.children: dict[Id, str] | None = None  # forks sent to others and not settled
         self.fault = ""
-
-    def owe(self, parent: str, fork: Id) -> None:
-        """Add a parent."""
-        self.parents = parents = self.parents or []
-        parents.append((parent, fork))
-
-    def hold(self, extra: Id) -> None:
-        """Add a fork to drop later."""
-        self.extras = extras = self.extras or []
-        extras.append(extra)
 
 
 class Owned:

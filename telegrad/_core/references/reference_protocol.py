@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from telegrad._core.references import Holders, Id, Owned, SharedFork, remember
+from telegrad._core.references import Holders, Id, Owned, SharedFork, added, remember
 
 CONFIRM = "confirm"  # user to owner: I hold this fork
 CONFIRMED = "confirmed"  # owner to user: I know it
@@ -203,7 +203,7 @@ class References:
         share.fork, share.fault = fork, ""
         share.confirmed = sender == owner and fork[1] > self._forgotten.get(owner, 0)
         if sender != owner:
-            share.owe(sender, fork)
+            share.parents = added(share.parents, (sender, fork))
         if not share.confirmed:
             self._post(owner, CONFIRM, ref, fork)
 
@@ -212,7 +212,7 @@ class References:
             if share.confirmed:
                 self._post(sender, DROPPED, ref, fork)
             else:
-                share.hold(fork)
+                share.extras = added(share.extras, fork)
         else:
             self._settle(sender, share, ref, fork)
 
@@ -245,8 +245,7 @@ class References:
     def _end_child(self, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
         if share is not None:
-            if share.children is not None:
-                share.children.pop(fork, None)
+            (share.children or {}).pop(fork, None)
             self._end_if_unused(ref)
 
     def seek(self, ref: Id) -> bool:
@@ -303,20 +302,20 @@ class References:
         if share is None or share.fault or (share.confirmed and share.fork != fork):
             self._post(sender, DROPPED, ref, fork)  # released, or confirmed again, while this was in transit
         elif share.fork != fork:
-            share.hold(fork)
+            share.extras = added(share.extras, fork)
         elif not share.confirmed:
             self._conclude(ref, share)
 
     def _conclude(self, ref: Id, share: SharedFork) -> None:
         """Settle with the parents: the owner knows the fork, or it has failed. Either way no worker needs to wait."""
         share.confirmed = True
-        for parent, fork in share.parents:
+        for parent, fork in share.parents or ():
             self._post(parent, SETTLED, ref, fork)
-        share.parents = ()
+        share.parents = None
         if share.fault != OWNER_DIED:
-            for extra in share.extras:
+            for extra in share.extras or ():
                 self._post(share.owner, DROPPED, ref, extra)
-        share.extras = ()
+        share.extras = None
         self._end_if_unused(ref)
 
     def _on_settled(self, sender: str, ref: Id, fork: Id) -> None:
@@ -353,15 +352,15 @@ class References:
 
     def _on_ask(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
-        if share is not None and (sender, fork) in share.parents:
+        if share is not None and (sender, fork) in (share.parents or ()):
             return  # it arrived; SETTLED follows
-        if share is not None and not share.fault and (fork == share.fork or fork in share.extras):
+        if share is not None and not share.fault and (fork == share.fork or fork in (share.extras or ())):
             if sender != share.owner:  # otherwise DROPPED will follow
                 self._settle(sender, share, ref, fork)
             return
         self._refuse(fork)
         if share is not None and sender == share.owner and not share.confirmed:
-            share.hold(fork)  # dropped once the owner knows the fork that replaced it
+            share.extras = added(share.extras, fork)  # dropped once the owner knows the fork that replaced it
         else:
             self._post(sender, MISSING, ref, fork)
 
@@ -370,7 +369,7 @@ class References:
         if share.confirmed:
             self._post(parent, SETTLED, ref, fork)
         else:
-            share.owe(parent, fork)
+            share.parents = added(share.parents, (parent, fork))
 
     def _on_missing(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
@@ -410,10 +409,8 @@ class References:
         """Handle the death or leaving of a worker: its own values are lost, and its forks are released."""
         remember(self._dead, worker, self._numbers, MOST_REMEMBERED)
         for ref, share in list(self.shares.items()):
-            share.parents = [parent for parent in share.parents if parent[0] != worker]
-            share.children = {
-                fork: holder for fork, holder in (share.children or {}).items() if holder != worker
-            } or None
+            share.parents = [parent for parent in share.parents or () if parent[0] != worker]
+            share.children = {fork: to for fork, to in (share.children or {}).items() if to != worker}
             if share.owner == worker and not share.fault:
                 self._fail(ref, share, OWNER_DIED)
             else:
@@ -447,6 +444,6 @@ class References:
 
     def _confirm_anew(self, ref: Id, share: SharedFork) -> None:
         if share.confirmed:
-            share.hold(share.fork)  # the owner may know it again: it was confirmed after FORGOT
+            share.extras = added(share.extras, share.fork)  # the owner may know it again: it was confirmed after FORGOT
         share.fork, share.confirmed = self._new_id(), False
         self._post(share.owner, CONFIRM, ref, share.fork)

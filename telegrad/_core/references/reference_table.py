@@ -202,24 +202,20 @@ class ReferenceTable(Maker):
         """Handle references in a message, and the data of a creating call or of the answer to one."""
         forks, creation = pickle.loads(data)
         key, machine = key_of(sender), self._machine
-        handles: list[Handle] = []
         refusal = landing = None
         if self._thread.thread is None:
             self._thread.want()
         with self._lock:
             self._heard_from(key)
-            for ref, fork, owner in forks:
-                handles.append(self._arrive(ref, fork, Identity(*owner), key))
-            if creation is not None:
-                kind, ref, fork = creation
-                if kind == CREATED:
-                    machine.created(ref, fork, key)
-                else:
-                    refusal = self.excess(sender) if kind == CREATE else None
-                    landing = self._take_creation(key, refusal, kind, ref, fork)
+            handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
+            if creation is not None and creation[0] == CREATED:
+                machine.created(*creation[1:], key)
+            elif creation is not None:
+                refusal = self.excess(sender) if creation[0] == CREATE else None
+                landing = self._take_creation(key, refusal, *creation)
             if machine.letters or machine.freed or machine.hopeless:
                 self._wake()
-        return Attachments([self._wrap(self, handle) for handle in handles] if handles else handles, landing, refusal)
+        return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
 
     def excess(self, holder: Identity) -> LimitReached | None:
         """Return an error if this worker keeps too many values for another."""

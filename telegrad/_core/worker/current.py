@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 
 from telegrad._core import forks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.threads import Here
 from telegrad._core.worker.worker import Worker, made
 from telegrad.autograd import speak_for
 from telegrad.autograd.conductor import Conductor
@@ -16,13 +16,7 @@ from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 worker: Worker | None = None  # of this process; init_rpc stores it, one at a time; read without a lock
 ended_by: BaseException | None = None  # error that ended the last membership, until shutdown or init_rpc
 _has_left = False  # this process was in a group before; reset in a forked child
-
-
-class _Here(threading.local):
-    worker: Worker | None = None  # whose thread this is, if a process has several; read quickly also where it is unset
-
-
-_here = _Here()
+_here = Here()  # its worker, if a process has several
 
 
 def here() -> Worker:
@@ -31,16 +25,14 @@ def here() -> Worker:
     Raises:
         NotInitialized: this process is in no group.
     """
-    own = _here.worker
-    return own if own is not None else joined()
+    found: Worker = _here.own or joined()
+    return found
 
 
 def agent() -> Agent:
     """Return the agent of this thread; raises as `here`. Inlined for speed, since each remote call needs it."""
-    own = _here.worker
-    if own is not None:
-        return own.agent
-    return worker.agent if worker is not None else joined().agent
+    found: Worker = _here.own or worker or joined()
+    return found.agent
 
 
 def joined() -> Worker:
@@ -66,11 +58,8 @@ def joined() -> Worker:
 
 
 def references() -> ReferenceTable:
-    """Return the references of this thread's worker; inlined like `agent`."""
-    own = _here.worker
-    if own is not None:
-        return own.references
-    return worker.references if worker is not None else joined().references
+    found: Worker = _here.own or worker or joined()
+    return found.references
 
 
 def conductor() -> Conductor:
@@ -79,7 +68,7 @@ def conductor() -> Conductor:
 
 def enter(own: Worker | None) -> None:
     """Make this thread run user code for `own`, or with None for the worker of this process."""
-    _here.worker = own
+    _here.own = own
 
 
 def replace(own: Worker, by: Worker) -> None:
