@@ -22,6 +22,7 @@ from torch import Tensor
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, keep_for
 
 _accelerator = torch.accelerator
+_ANYWHERE = nullcontext()
 
 
 class Arrived:
@@ -88,7 +89,7 @@ class Streams:
 
     def turn(self) -> AbstractContextManager[None]:
         """Run work of this thread inside, after all earlier work of this worker and of the default streams."""
-        return self._turn() if self.used else nullcontext()
+        return self._turn() if self.used else _ANYWHERE
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
