@@ -127,6 +127,16 @@ class Gradients:
         with self._lock:
             return self._add(leaf, gradient, graph, shared)
 
+    def add_all(self, found: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        """Add gradients without graphs: leaf, gradient, and True if the gradient has other owners."""
+        with self._lock, torch.no_grad():
+            for leaf, gradient, shared in found:
+                if leaf in self._added and not gradient.is_sparse:
+                    known = self._sums[leaf]
+                    known += gradient
+                else:
+                    self._add(leaf, gradient, False, shared)
+
     def _add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool) -> Tensor:
         known = self._sums.get(leaf)
         if known is None and leaf.grad is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -22,7 +23,7 @@ from telegrad.pipeline.driver import PipelineDriver
 from telegrad.pipeline.exported import Inputs
 from telegrad.pipeline.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, parse_tied
-from telegrad.pipeline.stage import root_of
+from telegrad.pipeline.stage import detach, root_of
 from telegrad.pipeline.station import BatchInputs
 
 _STAGES = "a list with a module, a RemoteModule or a reference to a module for each stage: Pipeline([first, second])"
@@ -240,7 +241,7 @@ class Pipeline(nn.Module, Recoverable):
                     "it, or call the pipeline inside torch.no_grad()"
                 )
             return joined([each.wait() for each in [driver.call_chain(part) for part in parts]])
-        given = BatchInputs([driver.pack(0, part) for part in parts])
+        given = BatchInputs(driver.pack(0, parts))
         return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.stations_of[-1]].outputs)
 
     @not_compiled
@@ -281,19 +282,22 @@ class Pipeline(nn.Module, Recoverable):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights, is_unsure = shares(loss, reduction, sizes, targets)
         driver = self._drive()
-        own = [driver.pack(0, part) for part in self._parts_of(inputs)]
-        wanted = [driver.pack(-1, part) for part in parts_of(targets, self.chunks)]
-        packed_inputs, packed_targets = ([each.detached() for each in packed] for packed in (own, wanted))
+        own = driver.pack(0, self._parts_of(inputs))
+        wanted = driver.pack(-1, parts_of(targets, self.chunks))
+        packed_inputs, packed_targets = (
+            [(each.body, list(map(detach, each.tensors)), each.positions) for each in packed]
+            for packed in (own, wanted)
+        )
         given = BatchInputs(packed_inputs, packed_targets, loss, weights, is_unsure)
         context = current.conductor().contexts.find(context_id)
         ride = step._telegrad_ride(context_id) if step is not None else None
         with context.entered():
-            leads_on = any(packed.positions for packed in (*own, *wanted))  # then more gradients come to this worker
+            leads_on = any(map(attrgetter("positions"), (*own, *wanted)))  # then more gradients come to this worker
             results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
         first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
         got = [
             (tensor, gradient)
-            for packed, gradients in ((own, first.gradients), (wanted, last.of_targets))
+            for packed, gradients in (((own, first.gradients), (wanted, last.of_targets)) if leads_on else ())
             for number, each in enumerate(packed)
             for tensor, gradient in zip(each.differentiable, gradients[number], strict=True)
             if gradient is not None

@@ -63,9 +63,10 @@ class PipelineDriver:
         self._last = 0  # number of the last batch
         self._under_way: list[int] = []
 
-    def pack(self, stage: int, value: Any) -> PackedValue:
+    def pack(self, stage: int, values: Sequence[Any]) -> list[PackedValue]:
         worker, _ = self.workers[self.stations_of[stage]]
-        return pack_value(value, current.agent().shares_program(worker))
+        same_program = current.agent().shares_program(worker)
+        return [pack_value(value, same_program) for value in values]
 
     def call_chain(self, value: Any) -> Future[Any]:
         """Send a micro-batch through all stages. The output has a history across workers."""

@@ -24,15 +24,18 @@ _IGNORED = -100  # the target that these functions ignore by default
 
 def parts_of(batch: Any, chunks: int) -> list[Any]:
     """Split the tensors in `batch` into parts of about equal size. Other values are repeated in each part."""
-    leaves, form = tree_flatten(batch)
     parts = len(_sizes(batch, chunks))
+    if type(batch) is Tensor:
+        return list(batch.tensor_split(parts))
+    leaves, form = tree_flatten(batch)
     cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [tree_unflatten(list(part), form) for part in zip(*cut, strict=True)]
 
 
 def _sizes(batch: Any, chunks: int) -> list[int]:
     """Return the number of samples in each micro-batch."""
-    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = [batch] if type(batch) is Tensor else tree_leaves(batch)
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise UsageError(
             "a batch must consist of tensors with the samples along their first dimension, the same number in each; "

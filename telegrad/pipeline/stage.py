@@ -12,9 +12,11 @@ hooks on leaves, which need a complete gradient.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, methodcaller
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -25,12 +27,13 @@ from torch.autograd.graph import GradientEdge
 from telegrad.errors import UsageError
 from telegrad.ext import graphs
 from telegrad.ext.calls import FifoLock
-from telegrad.ext.modules import device_of, moved
+from telegrad.ext.modules import moved
 from telegrad.ext.processes import in_child, renewed
 from telegrad.ext.references import RRef
 from telegrad.ext.values import decode, encode
 
 Node = Any
+detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 
 # Per process, because several pipelines may contain the same module.
 _turns: weakref.WeakKeyDictionary[nn.Module, FifoLock] = weakref.WeakKeyDictionary()
@@ -43,9 +46,14 @@ class Stage:
 
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
+        self._sample: Tensor | None = None  # a tensor of the module
         self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
         with _lock:
             self._turns = _turns.setdefault(self._module, FifoLock())
+
+    def begin(self) -> None:
+        """Find a tensor of the module, which is on the device of the stage. Call this before each batch."""
+        self._sample = next(itertools.chain(self._module.parameters(), self._module.buffers()), None)
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
@@ -102,8 +110,8 @@ class Stage:
 
     def to_own_device(self, value: Any) -> Any:
         """Move a value to the module's accelerator, if it has one: device maps need not cover all pairs of stages."""
-        device = device_of(self._module)
-        return value if device is None or device.type in ("cpu", "meta") else moved(device, value)
+        sample = self._sample
+        return value if sample is None or sample.device.type in ("cpu", "meta") else moved(sample.device, value)
 
 
 class PackedValue(NamedTuple):
@@ -116,11 +124,7 @@ class PackedValue(NamedTuple):
     @property
     def differentiable(self) -> list[Tensor]:
         """The tensors that require gradients."""
-        return [self.tensors[position] for position in self.positions]
-
-    def detached(self) -> PackedValue:
-        """Return the value with detached tensors, as it is sent: gradients come back by index."""
-        return self._replace(tensors=[tensor.detach() for tensor in self.tensors])
+        return list(map(self.tensors.__getitem__, self.positions))
 
     def value(self, differentiable: Sequence[Tensor]) -> Any:
         """Unpack the value, with these tensors instead of those that require gradients."""
@@ -177,7 +181,7 @@ class StageInput:
     """The received tensors of a stage that require gradients, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
+        self.tensors = _apply(torch.empty(0, requires_grad=True), self, list(map(detach, tensors)))
         node: Any = self.tensors[0].grad_fn
         self.node: Node = node
         self.edges = [GradientEdge(node, number) for number in range(len(tensors))]
@@ -227,7 +231,8 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
             kind = graphs.KINDS.get(type(node))
             if kind is None:
                 stack.append((node, True))
-                stack += [(following, False) for following, _ in node.next_functions]
+                for following, _ in node.next_functions:
+                    stack.append((following, False))
             elif kind(node) == graphs.PLAIN and id(node.variable) not in averaged:
                 leaves.append(node)
             else:
@@ -290,9 +295,9 @@ class Backward:
         there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
         inlet, self.outputs = self._inlet, ()
         if there:
-            outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
+            outputs, self._entering = map(list, zip(*there, strict=True))
             self._edges = list(map(graphs.edge_of, outputs))
-            graph = _find_leaves([edge.node for edge in self._edges], inlet and inlet.node)
+            graph = _find_leaves(map(attrgetter("node"), self._edges), inlet and inlet.node)
             if not graph.is_plain:
                 self._run_distributed(root_of(outputs, self._entering))
             elif not (in_steps and self._run_first(graph)):
@@ -305,7 +310,8 @@ class Backward:
         self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
     ) -> Sequence[Tensor | None]:
         """Add the gradients of leaves; return those of the other edges."""
-        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
+        wanted = [GradientEdge(leaf, 0) for leaf in leaves]
+        wanted += others
         if not wanted:
             return ()
         given = graphs.run_backward(edges, entering, wanted, False, False)
@@ -313,10 +319,12 @@ class Backward:
         return given[len(leaves) :]
 
     def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
+        found = []
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
                 shared = getrefcount(gradient) > graphs.UNSHARED
-                self._sums.add(leaf.variable, gradient, False, shared)
+                found.append((leaf.variable, gradient, shared))
+        self._sums.add_all(found)
 
     # In two steps
 

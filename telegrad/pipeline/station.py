@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -29,7 +29,7 @@ from telegrad.ext.workers import Identity, current
 from telegrad.pipeline import pipeline_schedule as schedule
 from telegrad.pipeline.microbatches import Loss, check_scalar, check_sum
 from telegrad.pipeline.pipeline_schedule import Action, InputKey, TiedWeight, input_of, plan, with_tied
-from telegrad.pipeline.stage import Backward, PackedValue, Stage, StageInput, pack_value
+from telegrad.pipeline.stage import Backward, PackedValue, Stage, StageInput, detach, pack_value
 from telegrad.rpc.functions import must_finish
 
 SHORT = 1e-3  # seconds of one action up to which the reader thread runs it
@@ -56,8 +56,8 @@ class BatchSpec(NamedTuple):
 class BatchInputs(NamedTuple):
     """Inputs for the first station, and targets, loss and weights for the last one, per micro-batch."""
 
-    inputs: Sequence[PackedValue] = ()
-    targets: Sequence[PackedValue] = ()
+    inputs: Sequence[tuple[bytes, Sequence[Tensor], list[int]]] = ()  # fields of a `PackedValue`
+    targets: Sequence[tuple[bytes, Sequence[Tensor], list[int]]] = ()
     loss: Loss | None = None
     weights: Sequence[float] = ()
     is_unsure: bool = False  # the losses of the micro-batches may not sum up to that of the batch
@@ -105,11 +105,16 @@ class BatchRun:
         self._ended = ended
         self._here = spec.stations[next(iter(stages))]
         self._last = len(spec.stations) - 1  # the last stage
+        self._shares_program = cache(self._agent.shares_program)
+        for stage in stages.values():
+            stage.begin()
         self._conductor = current.conductor()
         self._context = self._conductor.current() if spec.trains else None
         # Restores the modes and the context of this call on other threads:
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        self._setting = partial(call_context.resumed, flags, call_context.described()[0], self._context)
+        scene = call_context.described()[0]
+        resumed = partial(call_context.resumed, flags, scene, self._context)
+        self._setting = resumed if flags or scene or self._context is None else self._context.entered
         # Used only by the thread that runs the actions:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
         self._result = BatchResult([], [], {}, {}, [])
@@ -120,16 +125,16 @@ class BatchRun:
         plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
         if spec.tied:
             plans = with_tied(plans, spec.stations, spec.tied, spec.trains)
-        self._plan = plans[self._here]
+        self._steps = [(action, input_of(action, self._last)) for action in plans[self._here]]
         self._done = 0  # number of actions that have begun
         self._arrived: dict[InputKey, Any] = {}
         self._busy = False  # a thread runs the actions
         self._over = False
 
     def __repr__(self) -> str:
-        following = self._plan[self._done : self._done + 1]
+        following = [action for action, _ in self._steps[self._done : self._done + 1]]
         state = "over" if self._over else "working" if self._busy else f"waits for the input of {following}"
-        return f"<BatchRun {self.spec.id[1]}: {self._done} of {len(self._plan)} actions have begun, {state}>"
+        return f"<BatchRun {self.spec.id[1]}: {self._done} of {len(self._steps)} actions have begun, {state}>"
 
     # Inputs of actions
 
@@ -138,19 +143,13 @@ class BatchRun:
         with self._lock:
             for message in messages:
                 self._arrived[message.key] = message.opened()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        with self._lock:
-            if self._busy or self._over or not self._is_ready():
+            if self._busy or self._over:
                 return
-            self._busy = True
+            key = self._steps[self._done][1]
+            self._busy = key is None or key in self._arrived
+            if not self._busy:
+                return
         self._agent.run(self._work, None, self.short)
-
-    def _is_ready(self) -> bool:
-        """Return True if the next action has its input. The caller holds the lock."""
-        key = input_of(self._plan[self._done], self._last)
-        return key is None or key in self._arrived
 
     def _work(self, _: None) -> None:
         longest = 0.0
@@ -172,13 +171,12 @@ class BatchRun:
         with self._lock:
             if self._over:
                 return None
-            if self._done < len(self._plan):
-                if not self._is_ready():
+            if self._done < len(self._steps):
+                action, key = self._steps[self._done]
+                if key is not None and key not in self._arrived:
                     self._busy = False
                     return None
-                action = self._plan[self._done]
                 self._done += 1
-                key = input_of(action, self._last)
                 return action, self._arrived.pop(key) if key is not None else None
         if self.spec.rider and self._context is not None and not (self._over or self._context.ended):
             rode = self._conductor.let_ride(self._context, self.spec.rider, self.spec.request)
@@ -191,7 +189,7 @@ class BatchRun:
         stage = self._stages[action.stage]
         self._telegrad_known_as = stage.name
         if action.kind == schedule.FORWARD:
-            packed = self._given.inputs[action.batch] if action.stage == 0 else given
+            packed = PackedValue(*self._given.inputs[action.batch]) if action.stage == 0 else given
             (self._train if self.spec.trains else self._infer)(stage, action, packed)
         elif action.kind == schedule.WEIGHTS:
             self._backwards.pop((action.stage, action.batch))[0].run_weights()
@@ -211,7 +209,7 @@ class BatchRun:
             self._send_on(action, output)
 
     def _train(self, stage: Stage, action: Action, given: PackedValue) -> None:
-        targets = self._given.targets[action.batch] if action.stage == self._last else None
+        targets = PackedValue(*self._given.targets[action.batch]) if action.stage == self._last else None
         came = [*given.differentiable, *(targets.differentiable if targets is not None else ())]
         inlet = StageInput(came) if came else None
         tensors = inlet.tensors if inlet is not None else ()
@@ -243,9 +241,9 @@ class BatchRun:
     def _send_on(self, action: Action, output: Any) -> list[Tensor]:
         """Send an output to the next stage; return the tensors whose gradients come back."""
         name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
-        made = pack_value(output, self._agent.shares_program(name))
-        body, tensors, positions = made.detached()
-        self._send((schedule.FORWARD, action.stage + 1, action.batch), tensors, positions, body)
+        made = pack_value(output, self._shares_program(name))
+        key = schedule.FORWARD, action.stage + 1, action.batch
+        self._send(key, list(map(detach, made.tensors)), made.positions, made.body)
         if not made.positions:
             with self._lock:
                 self._arrived[schedule.BACKWARD, action.stage, action.batch] = []
@@ -431,7 +429,9 @@ def make_station(
 @known_as("Pipeline.forward")
 def run_stage(station: RRef[StageWorker], stage: int, value: Any) -> Any:
     """Run a stage; fetch the value if it is a reference."""
-    return station.local_value().stages[stage].run(value.to_here() if isinstance(value, RRef) else value)
+    there = station.local_value().stages[stage]
+    there.begin()
+    return there.run(value.to_here() if isinstance(value, RRef) else value)
 
 
 runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage].name)

@@ -246,7 +246,7 @@ class Rider:
             self.again.set()
         (station,) = current.here().attached(StageWorkerRegistry).stations.values()
         for run in station._runs.values():
-            run._go_on()
+            run.take([])
         self.again.wait(0.05)  # as long as a step, so that a second turn would begin meanwhile
 
 
@@ -258,7 +258,7 @@ def test_a_rider_has_one_turn_also_where_a_message_looks_for_work() -> None:
         other.conductor.riders[7] = rider
         made = pipeline._drive()
         inputs, targets = batch(0)
-        given = BatchInputs([made.pack(0, inputs)] * 2, [made.pack(0, targets)] * 2, mse_loss, [1.0, 1.0])
+        given = BatchInputs(made.pack(0, [inputs]) * 2, made.pack(0, [targets]) * 2, mse_loss, [1.0, 1.0])
         ride: Any = SimpleNamespace(rider=7, request=b"")
         with autograd.context():
             (result,) = made.run_batch("1f1b", given, 2, True, ride)

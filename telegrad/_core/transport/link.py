@@ -31,7 +31,8 @@ from telegrad.errors import PeerError, ProtocolViolation
 
 _new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
 READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
-CALLS_AT_ONCE = 4 << 10  # bytes of frames per turn, if the peer makes calls: a frame costs as much as a short call
+# bytes of frames per turn, and the rest of the last one, if the peer makes calls: a frame costs as much as a short call
+CALLS_AT_ONCE = 4 << 10
 
 
 class Link:
@@ -335,7 +336,7 @@ class Link:
             came = True
             self.received += count
             self._arrived(count)
-            if limited or (count < len(buffer) and not self._tls):
+            if (limited and reader.missing <= CALLS_AT_ONCE) or (count < len(buffer) and not self._tls):
                 return True
         return came
 

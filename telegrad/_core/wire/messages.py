@@ -164,6 +164,7 @@ class FrameReader:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._source: memoryview | bytes = self._scratch  # the data being split into frames
         self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
+        self.missing = 0  # bytes that a frame lacks that has begun in the scratch buffer
         self._target: memoryview | None = None  # memory of the large part that is being received
         self.is_in_part = False  # True if _target is set
         self._filled = 0
@@ -176,11 +177,11 @@ class FrameReader:
     def buffer(self, most: int = SCRATCH) -> memoryview:
         """Return the memory for the next bytes.
 
-        It has at most `most` bytes unless they belong to a large part. It is never empty, unless `awaits_lanes`.
+        It has at most `most` bytes unless they belong to one frame. It is never empty, unless `awaits_lanes`.
         """
         if self._target is not None:
             return self._target[self._filled :]
-        return self._scratch[self.end : self.end + most]
+        return self._scratch[self.end : self.end + max(most, self.missing)]
 
     def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
         """Process `count` bytes written to `buffer()`; yield the frames that they complete.
@@ -226,7 +227,10 @@ class FrameReader:
             if end - start > SCRATCH:
                 self._large = self._reserve(end - start)
                 self._land(self._large)
+            else:
+                self.missing = end - start - available
             return None
+        self.missing = 0
         if large is None:
             self._start = end
         frame = Message(
