@@ -190,9 +190,6 @@ class _Handler:
         self.inner(signum, frame)
         raise Resumed
 
-    def __repr__(self) -> str:
-        return f"<handler of {_PACKAGE} in front of {self.inner!r}>"
-
 
 def raised_by_handler(error: BaseException) -> bool:
     """Return True if a signal handler raised this error."""

@@ -84,10 +84,6 @@ class Conductor:
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 
-    def __repr__(self) -> str:
-        part = f"{len(self.contexts)} contexts, part in {self.passes} passes"
-        return f"<Conductor of {self.name!r}: {part}, drives {list(self._driven.copy().values())}>"
-
     @property
     def name(self) -> str:
         return self._agent.name

@@ -128,12 +128,6 @@ class EngineRunner:
         self._unshipped: set[Origin] = set()
         self._received_on: set[torch.Stream] = set()  # the streams on which the Recvs of the current step ran
 
-    def __repr__(self) -> str:
-        return (
-            f"<EngineRunner of {self._spec}: {len(self._schedule.open)} entries open, {len(self._pending)} nodes wait "
-            f"for more{', the rest is buried' if self._buried else ''}>"
-        )
-
     def _entrance(self, leaf: Any) -> GradientEdge | Tensor:
         """Return the edge of a leaf's node, if the leaf must not take its gradient in parts, else the leaf itself."""
         if self._spec.captures or id(leaf) in self._averaged or _has_hooks(leaf):

@@ -56,9 +56,6 @@ class Capture:
         self.hooked = {edge.node for edge, each in zip(self._edges, inputs, strict=True) if each._backward_hooks}
         self._found: dict[Place, Tensor] = {}  # the thread that runs the pass sets each before the pass ends
 
-    def __repr__(self) -> str:
-        return f"<Capture: {len(self._found)} gradients of {len(self.places)}>"
-
     @property
     def places(self) -> set[Place]:
         return {(edge.node, edge.output_nr) for edge in self._edges}

@@ -69,10 +69,6 @@ class LocalPart:
         self._waits_to_ride = outbox.spec.rider != 0
         self._rode: tuple[bool, Any] | None = None  # to be reported
 
-    def __repr__(self) -> str:
-        state = "gradients wait here" if self._runner.starved else "nothing waits here"
-        return f"<LocalPart in {self.outbox.spec}: {self._reports} reports, {state}, {self.outbox}>"
-
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
         """Do tasks. Return the messages to send, except shipments, which leave during the call."""
         letters: list[tuple[str, Task]] = []

@@ -151,9 +151,6 @@ class Driver:
         self._last: dict[str, PassReport] = {}
         self._keys = 0
 
-    def __repr__(self) -> str:
-        return f"<Driver of {self.spec}: {self.state}, waits for {', '.join(self.owing) or 'no worker'}>"
-
     @property
     def ended(self) -> bool:
         """Return True if the pass is over on all workers."""

@@ -389,9 +389,6 @@ class _Calls:
                 stack.enter_context(hop.waited_for())
             return (yield from waiter.__await__())
 
-    def __repr__(self) -> str:
-        return f"calls of {self._about}"
-
 
 class CompletionIterator:
     """The results of the calls to a group, in the order of arrival. Each loop begins with the first."""

@@ -131,11 +131,6 @@ class BatchRun:
         self._busy = False  # a thread runs the actions
         self._over = False
 
-    def __repr__(self) -> str:
-        following = [action for action, _ in self._steps[self._done : self._done + 1]]
-        state = "over" if self._over else "working" if self._busy else f"waits for the input of {following}"
-        return f"<BatchRun {self.spec.id[1]}: {self._done} of {len(self._steps)} actions have begun, {state}>"
-
     # Inputs of actions
 
     def take(self, messages: Iterable[StageMessage]) -> None:

@@ -92,9 +92,6 @@ class Agent:
         self._timer.start(lambda now: self._reactor.watch(now))
         self._reactor.start()
 
-    def __repr__(self) -> str:
-        return f"<Agent {self.name!r}{', closed' * self.closed}: {self._connections!r}; {self._reactor!r}>"
-
     # Lifecycle
 
     def describe(self, id_: int, host: str) -> Member:

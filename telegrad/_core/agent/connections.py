@@ -125,9 +125,6 @@ class Connections:
         assert self._joined is not None, "it has not joined one yet"
         return self._joined
 
-    def __repr__(self) -> str:
-        return f"<Connections: {list(self._peers.values())!r}, and {len(self._accepted)} from others>"
-
     @property
     def outstanding(self) -> bool:
         return any(peer.calls.in_flight for peer in list(self._peers.values()))

@@ -258,9 +258,6 @@ class Peer:
             call.error = reason
             self._end(call)
 
-    def __repr__(self) -> str:
-        return f"<Peer {self.name!r}: {self.connection!r}; {self.calls!r}>"
-
 
 @releases_before_handler(give_back_read)
 def _read_once(link: Link, timeout: float) -> None:

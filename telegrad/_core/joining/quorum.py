@@ -178,9 +178,6 @@ class Quorum:
         """Return the rank of a worker in the last generation, or -1 if it was not in that."""
         return self._ranks.get(arrival.before.me, -1)
 
-    def __repr__(self) -> str:
-        return f"<Quorum of {self._limits}: {self.lacks()}>"
-
 
 class ElasticState(NamedTuple):
     """The content of the directory at one revision."""

@@ -104,9 +104,6 @@ class ArrivalTable:
     def _name(self, rank: int) -> str:
         return self._names[rank] if self._names else ""
 
-    def __repr__(self) -> str:
-        return f"<ArrivalTable: {len(self._come)} have come; {'; '.join(self.said()) or 'nobody is missing'}>"
-
 
 class RankTable(NamedTuple):
     members: Members

@@ -27,7 +27,7 @@ from telegrad._core.directory.directory import (
     Lease,
     LeaseLost,
 )
-from telegrad._core.membership.members import Member, listed, unknown
+from telegrad._core.membership.members import Member, unknown
 from telegrad._core.membership.registry import (
     LOST,
     Change,
@@ -425,7 +425,3 @@ class DynamicGroup:
             if self._store is not None and len(self._known) <= 1:
                 remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
             self.registry.leave(me, self._lease, lost, ends)
-
-    def __repr__(self) -> str:
-        state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"
-        return f"<DynamicGroup: {state}; with {listed([member.name for member in self.members()])}>"

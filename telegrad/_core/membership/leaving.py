@@ -177,9 +177,6 @@ class Leaving:
     def check(self, required: Sequence[Member]) -> None:
         """Raise PeerLost if one of them was lost."""
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._me.name!r}>"
-
 
 class LeavingTogether(Leaving):
     """How a worker leaves a group of fixed size: with all others, once nothing is in flight in it."""
@@ -310,9 +307,6 @@ class LeavingTogether(Leaving):
             seen = self._farewell.asked or self._farewell.state == DONE
         if seen:
             self._changed.set()
-
-    def __repr__(self) -> str:
-        return f"<LeavingTogether: {self._me.name!r} in {self._farewell!r}>"
 
 
 def _may_live(reason: PeerError, inside: bool) -> bool:

@@ -427,6 +427,3 @@ class Membership:
         else:
             self._post.warn_lost(member.identity, str(reason))
             self._post.cut(member.identity, reason)
-
-    def __repr__(self) -> str:
-        return f"<Membership of {self._me.name!r}: {len(self._present)} present{', closed' * self._closed}>"

@@ -327,9 +327,6 @@ class Registry:
     def _read(self, key: str) -> Entry | None:
         return next((entry for entry in self._directory.list(key).entries if entry.key == key), None)
 
-    def __repr__(self) -> str:
-        return f"<Registry in {self._directory!r}>"
-
 
 def _registered(entry: Entry) -> Registered:
     return Registered(Member.from_json(entry.value), entry.created)

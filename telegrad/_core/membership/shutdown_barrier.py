@@ -87,10 +87,6 @@ class ShutdownBarrier:
         self.lost_ones: set[int] = set()  # the removed workers
         self._told = Missing(())  # the leader's last answer
 
-    def __repr__(self) -> str:
-        who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
-        return f"<ShutdownBarrier of {self._me}: {self.state}, led by {self.leader}, {who}, {len(self.lost_ones)} lost>"
-
     @property
     def leader(self) -> int:
         return min(self._alive)

@@ -238,13 +238,6 @@ class LazyLink:
         self._owner.fail(calls, error)
         return bool(calls)
 
-    def __repr__(self) -> str:
-        if self.closed is not None:
-            return "closed"
-        if self._is_connecting:
-            return f"connecting, with {len(self._queue)} messages queued"
-        return "not connected" if self.link is None else "connected"
-
 
 def _is_obsolete(message: Message, call: QueuedCall | None) -> bool:
     """Return True if the message need not be sent: its call has ended, and it carries no references."""

@@ -59,10 +59,6 @@ class Reactor:
         self.on_worker = self._threads.is_member
         self.unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
 
-    def __repr__(self) -> str:
-        state = "closed" if self._threads.closed else f"{len(self._threads)} threads"
-        return f"<Reactor: {state}, {len(self._scheduler.ready)} to look at; {self._scheduler!r}>"
-
     def start(self) -> None:
         self._threads.start()
 

@@ -68,10 +68,6 @@ class Scheduler:
         self._ended = 0  # number of calls so far
         self._progress = 0.0, -1, 0.0  # the last progress that `lend` saw: time, _ended, processor time
 
-    def __repr__(self) -> str:
-        waiting = sum(map(len, self.waiting.copy()))
-        return f"<Scheduler: {self.busy} of {self.count} slots busy, {waiting} works wait for one>"
-
     def add(self, work: Work, queue: WorkQueue | None) -> None:
         """Add a work to a queue, or without one if the work is short and needs no slot."""
         if queue is None:

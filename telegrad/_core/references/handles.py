@@ -76,10 +76,6 @@ class ValueSlot(Signal):
     def wait(self) -> Any:
         return self.open()
 
-    def __repr__(self) -> str:
-        what = "a failure" if self.failure else type(self.value).__name__
-        return f"<ValueSlot: {what if self.full else 'still to be filled'}>"
-
 
 class Handle:
     """A reference count held by a Python object; each reference that a user sees holds one handle."""
@@ -168,9 +164,6 @@ class Creation:
             finally:
                 self.helper = 0
         wait_for(future)
-
-    def __repr__(self) -> str:
-        return f"<Creation by {self.call!r}>"
 
     def dropped(self) -> None:
         """Handle the end of the last handle: log an error that the program has not seen."""

@@ -406,8 +406,3 @@ class ReferenceTable(Maker):
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
         del boxes
-
-    def __repr__(self) -> str:
-        machine = self._machine
-        state = ", closed" if self.closed else ""
-        return f"<ReferenceTable of {self.agent.name!r}: {len(machine.owned)} owned, {len(machine.shares)} used{state}>"

@@ -161,10 +161,6 @@ class IdempotencyTable:
             del self._callers[gone[0]]
         return [self._take_out(caller, number) for number, entry in list(caller.entries.items()) if entry.ended]
 
-    def __repr__(self) -> str:
-        ended = sum(entry.ended for caller in self._callers.values() for entry in caller.entries.values())
-        return f"<IdempotencyTable: {len(self) - ended} run, {ended} answers kept>"
-
 
 class IdempotentCalls:
     def __init__(self, agent: Agent) -> None:

@@ -220,9 +220,6 @@ class SealedStore:
             self._seen[group, place] = found.serial
         return found
 
-    def __repr__(self) -> str:
-        return f"<SealedStore over {type(self.raw).__name__}>"
-
 
 def short(error: BaseException) -> str:
     """Return the first line of torch's message, without its C++ trace."""
@@ -331,9 +328,6 @@ class KeyValueStore:
                 return found
             meanwhile()
         return ""
-
-    def __repr__(self) -> str:
-        return f"<KeyValueStore {self._prefix or 'without a prefix'}, {self._store!r}>"
 
 
 def read_server_mark(store: SealedStore) -> str:

@@ -118,10 +118,6 @@ class SendWindow(Generic[W]):
             self._next += 1
         return due
 
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else "over" if self._over else "open"
-        return f"<SendWindow: {self._yielded} yielded, {self._taken} taken, {len(self._pulls)} pulls wait, {state}>"
-
 
 class ReceiveWindow:
     """The items that have arrived at the reader."""

@@ -270,9 +270,6 @@ class Feed:
         if supply.is_drained:
             self._tell_if_drained()
 
-    def __repr__(self) -> str:
-        return f"<Feed for {self._reader.name!r}: {self._supply!r}>"
-
 
 def _nothing() -> None:
     pass

@@ -124,9 +124,6 @@ class Link:
             act = self._writer.take_drained()
         act()
 
-    def __repr__(self) -> str:
-        return f"<Link to {self.peer!r}: {self.closed or f'{len(self._outbox)} to send'}; {self.reading!r}>"
-
     def fileno(self) -> int:
         return self._sock.fileno()
 

@@ -126,6 +126,3 @@ class ReadRight:
         if self.owner is ReadOwner.LEADER:
             self._at_it = False
             self._arm(False)
-
-    def __repr__(self) -> str:
-        return f"<ReadRight: {self.owner.value}{', at it' * self._at_it}{', ended' * self._ended}>"
