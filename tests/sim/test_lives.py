@@ -230,7 +230,6 @@ def test_an_answer_is_kept_until_it_is_settled_or_out_of_time() -> None:
     assert table.ended("a", 3) == []
     assert table.enter("a", 3, 0.0, 1.0) is entries[2]  # now without a limit
     assert table.enter("a", 4, 1.0, 1.0) is entries[3]
-    assert repr(table) == "<IdempotencyTable: 1 run, 1 answers kept>"
     assert table.expire(LONGEST + LATE) == []  # a repetition may be under way
     assert table.expire(1.0 + LONGEST + LATE) == [entries[2]]
     assert len(table) == 1  # what runs stays
