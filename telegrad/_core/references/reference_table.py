@@ -209,7 +209,7 @@ class ReferenceTable(Maker):
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             if creation is not None and creation[0] == CREATED:
-                machine.created(*creation[1:], key)
+                machine.created(creation[1], creation[2], key)
             elif creation is not None:
                 refusal = self.excess(sender) if creation[0] == CREATE else None
                 landing = self._take_creation(key, refusal, *creation)
