@@ -425,7 +425,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
                 return None
             info, memory, is_common = store.info[number], self.memory[number], number in self._common
         own = self._service.agent.memory.private(memory) if is_common else memory
-        version = Version(number, self._layout_of(info), own)
+        version = Version(number, self._layout_of(info), own, self._service.agent.memory.lasting(own))
         with self.changed:
             self.last = version
         return version

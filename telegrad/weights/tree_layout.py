@@ -10,19 +10,21 @@ are copied, in the order of its strides.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from telegrad.errors import InvalidArgument, TelegradError, UsageError
+from telegrad.errors import InvalidArgument, UsageError
 from telegrad.ext.values import (
     CONJ,
     DTYPES,
@@ -39,12 +41,18 @@ from telegrad.ext.values import (
 )
 
 ALIGNED = 64  # bytes in a cache line
+SMALL = 1 << 17  # bytes: to create a tensor of them would take as long as to copy them
+AT_ONCE = 16  # small copies after which other threads may run
 TRIES = 3  # attempts to copy a changing source before it is refused
+PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory
 Rounding = torch.dtype | Callable[[str, Tensor], torch.dtype | None] | None
 
 _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
     *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
     Tensor.is_inference,
+)
+_move = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(  # keeps the GIL
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 
 
@@ -67,20 +75,15 @@ class Views:
         rows: dict[torch.dtype, list[Any]] = {}
         for number, (dtype, shape, strides, start, _) in enumerate(views):
             rows.setdefault(dtype, []).append((number, shape, strides, start // dtype.itemsize))
-        self._by_type: dict[torch.dtype, list[Any]] = {
-            dtype: [*zip(*each, strict=True)] for dtype, each in rows.items()
-        }
+        self._by_type = {dtype: [*zip(*each, strict=True)] for dtype, each in rows.items()}
 
     def of(self, memory: Tensor) -> list[Tensor]:
         """Return the tensors in the memory of a version."""
         found: list[Any] = [None] * self._count
         for dtype, (numbers, *places) in self._by_type.items():
             made = map(memory.view(dtype).as_strided, *places)
-            if len(numbers) == self._count:
-                found = [*made]
-            else:
-                for number, tensor in zip(numbers, made, strict=True):
-                    found[number] = tensor
+            for number, tensor in zip(numbers, made, strict=True):
+                found[number] = tensor
         for number, flags in self._flagged:
             tensor = found[number].conj() if flags & CONJ else found[number]
             found[number] = torch._neg_view(tensor) if flags & NEG else tensor
@@ -91,25 +94,58 @@ class Copy(NamedTuple):
     """Elements of a tensor, and their destination."""
 
     number: int  # of the tensor
-    # shape, strides, and offset to its first element; None: the whole tensor
-    part: tuple[tuple[int, ...], Strides, int] | None
+    part: tuple[tuple[int, ...], Strides, int] | None  # shape, strides, and offset to its first element; None: all
     there: TensorView
+
+
+class Copies:
+    """Copies between tensors and the memory of a version, in few Python steps."""
+
+    def __init__(self, copies: Sequence[Copy], tensors: Sequence[Tensor], small: int) -> None:
+        """`tensors` look like those that will be copied. Up to `small` bytes are copied without views and threads."""
+        plain = [each for each in copies if _is_plain(each, tensors[each.number], small)]
+        self._others = [each for each in copies if not _is_plain(each, tensors[each.number], small)]
+        self._places = Views([each.there for each in self._others])
+        self._numbers = [each.number for each in plain]
+        self._starts = [each.there.start for each in plain]
+        self._sizes = [tensors[number].nbytes for number in self._numbers]
+
+    def run(self, tensors: Sequence[Tensor], memory: Tensor, loads: bool = False) -> None:
+        """Copy the tensors to the memory, or with `loads` from it."""
+        mine = [tensors[number] for number in self._numbers]
+        ends: list[Any] = [map(memory.data_ptr().__add__, self._starts), map(Tensor.data_ptr, mine)]
+        moves = map(_move, *ends[:: -1 if loads else 1], map(min, self._sizes, map(attrgetter("nbytes"), mine)))
+        while deque(islice(moves, AT_ONCE), 1):  # no other thread can free memory between an address and its copy
+            pass
+        if loads:
+            torch.autograd.graph.increment_version(mine)
+        if self._others:
+            with torch.no_grad():
+                ends = [self._places.of(memory), [_part(tensors[number], part) for number, part, _ in self._others]]
+                torch._foreach_copy_(*ends[:: -1 if loads else 1])
+
+
+def _is_plain(copy: Copy, tensor: Tensor, small: int) -> bool:
+    """Return True if the bytes of a small tensor are to be copied as they are."""
+    _, part, there = copy
+    is_own = part is None and type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous()
+    is_same = not there.flags and (tensor.dtype, tensor.stride()) == (there.dtype, there.strides)
+    return is_own and is_same and tensor.nbytes <= small
 
 
 class Layout:
     """The memory layout of a tree, and of each tree that differs from it only in the values of its tensors."""
 
     def __init__(self, number: int, description: bytes) -> None:
-        self.number = number
-        self.description = description
+        self.number, self.description = number, description
         self.size: int
         self.slots: list[tuple[int, int, int]]
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
         self._body, views, self.slots, self.size = pickle.loads(description)
         self.views: list[TensorView] = [TensorView(*view) for view in views]
         self._views = Views(self.views)
-        self.checked: Any = None  # targets that any version may be copied into: see `_load` in `weight_version.py`
-        self._names: list[dict[str, int] | None] = []  # empty until they are computed
+        self.checked: Any = None  # targets that any version may be copied into: see `Version._load`
+        self.names: list[dict[str, int] | None] = []  # one item once they are computed: see `Version._sources`
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
         """Return the published tensors in the memory of a version."""
@@ -120,32 +156,12 @@ class Layout:
         """Return the published tree with these tensors."""
         return decode(self._body, tensors)
 
-    @property
-    def names(self) -> dict[str, int] | None:
-        """The indices of a state dict's tensors by name. None if the names depend on the tree itself."""
-        if not self._names:  # no `cached_property`: until Python 3.12, it has one lock for all objects
-            self._names.append(self._find_names())
-        return self._names[0]
-
-    def _find_names(self) -> dict[str, int] | None:
-        try:
-            tree = decode(self._body, self.views)  # type: ignore[arg-type]
-        except TelegradError:  # a tensor subclass is not represented by a view
-            return None
-        if not isinstance(tree, Mapping):
-            return None
-        numbers = {id(view): number for number, view in enumerate(self.views)}
-        found = [(name, numbers[id(view)]) for name, view in named(tree, kind=TensorView)]
-        names = dict(found)
-        return names if len(names) == len(found) and len({*names.values()}) == len(self.views) else None
-
 
 class Snapshot(NamedTuple):
     """The tensors of one tree, and how to copy them into the memory of a version."""
 
     layout: Layout
-    copies: list[Copy]
-    places: Views  # destinations of the copies
+    copies: Copies
     tensors: list[Tensor]
 
     def fill(self, memory: Tensor) -> None:
@@ -154,13 +170,9 @@ class Snapshot(NamedTuple):
         Raises:
             InvalidArgument: other threads keep changing the tensors.
         """
-        if not self.copies:
-            return
         for _ in range(TRIES):
             before = _versions(self.tensors)
-            with torch.no_grad():
-                sources = [_part(self.tensors[number], part) for number, part, _ in self.copies]
-                torch._foreach_copy_(self.places.of(memory), sources)
+            self.copies.run(self.tensors, memory)
             if _versions(self.tensors) == before:
                 return
         raise InvalidArgument(
@@ -182,8 +194,7 @@ class Snapshots:
     def __init__(self, rounding: Rounding = None) -> None:
         self._rounding = rounding
         self._last: Layout | None = None
-        self._copies: list[Copy] = []
-        self._places = Views([])
+        self._copies = Copies([], [], SMALL)
         self._kind: Any = None  # of the last tree, if its body follows from that
         self._body = b""
         self._looks: Any = None  # of the last tree's tensors
@@ -197,16 +208,14 @@ class Snapshots:
             CannotEncode: the tree contains something that cannot be pickled, or a tensor's memory was freed.
         """
         kind = _kind_of(tree)
-        if kind is not None and kind == self._kind:
-            body, tensors = self._body, [*tree.values()]
-        else:
-            body, tensors = _taken_apart(tree)
+        is_alike = kind is not None and kind == self._kind
+        body, tensors = (self._body, [*tree.values()]) if is_alike else _taken_apart(tree)
         seen = looks(tensors)
         if not (seen and seen == self._looks and body == self._body) or callable(self._rounding):
             self._arrange(tree, body, tensors)
         self._kind, self._body, self._looks = kind, body, seen
         assert self._last is not None
-        return Snapshot(self._last, self._copies, self._places, tensors)
+        return Snapshot(self._last, self._copies, tensors)
 
     def _arrange(self, tree: Any, body: bytes, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -246,7 +255,7 @@ class Snapshots:
                 slots.append((end, size, itemsize))
                 end += -(-size // ALIGNED) * ALIGNED
         shape = body, [*map(tuple, views)], slots, max(end, ALIGNED)
-        self._copies, self._places = copies, Views([copy.there for copy in copies])
+        self._copies = Copies(copies, tensors, SMALL)
         if self._last is None or shape != self._shape:
             description = pickle.dumps(shape, 5)
             self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
@@ -343,21 +352,14 @@ def groups_of(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors that share memory, in groups."""
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
-        size = extent_of(tensor)
-        if size:
+        if size := extent_of(tensor):
             start = tensor.data_ptr()
             spans.setdefault(tensor.device, []).append((start, start + size, number))
     return [group for each in spans.values() for _, _, group in joined(each) if len(group) > 1]
 
 
 def named(tree: Any, name: str = "", kind: type = Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a tree of dictionaries, lists and tuples, with their paths, such as `layers.0.weight`.
-
-    Args:
-        tree: the tree to search.
-        name: the path of `tree`.
-        kind: the class of the leaves to yield.
-    """
+    """Yield the leaves of a tree of dictionaries, lists and tuples, with paths such as `layers.0.weight`."""
     if isinstance(tree, kind):
         yield name, tree
     elif isinstance(tree, Mapping | list | tuple):

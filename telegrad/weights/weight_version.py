@@ -22,11 +22,12 @@ from torch.nn.parameter import is_lazy
 from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.ext.arguments import checks
 from telegrad.ext.values import repeats
-from telegrad.weights.tree_layout import Layout, groups_of, looks, named, place_of
+from telegrad.weights.tree_layout import PLAIN, Copies, Copy, Layout, TensorView, groups_of, looks, named, place_of
 
 _MODULE = "a module, or its state dict"
 SHOWN = 5  # names in an error message
-PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory
+SMALL = 1 << 19  # bytes: to wake torch's threads would take as long as to copy them
+_SAVING = frozenset({"state_dict", "_save_to_state_dict", "get_extra_state"})
 
 Pair = tuple[str, Tensor, Tensor]  # name, published tensor, target
 
@@ -49,10 +50,12 @@ class Version:
 
     _layout: Layout | None
 
-    def __init__(self, number: int, layout: Layout, memory: Tensor) -> None:
+    def __init__(self, number: int, layout: Layout, memory: Tensor, unwritten: Tensor | None = None) -> None:
+        """`unwritten` has the same bytes, while nothing was written to `memory`, and is faster to read."""
         self.number = number
         self._layout = layout
         self._memory = memory
+        self._unwritten = unwritten
         self._found: list[Tensor] = []
         self._state: Any = None
 
@@ -61,6 +64,7 @@ class Version:
         """The published tree, with tensors in place of the publisher's."""
         if self._state is None:
             assert self._layout is not None
+            self._unwritten = None  # the user may write to the tensors
             self._state = self._layout.tree(self._tensors())
         return self._state
 
@@ -78,14 +82,14 @@ class Version:
                 the published values; the message names them, and nothing was copied.
         """
         check_module(module)
-        tensors, names = self._sources()
         own = _own_state(module) if isinstance(module, nn.Module) else tensors_of(module)
-        if own is None:
+        if own is not None:
+            self._load(own)
+        else:
             assert isinstance(module, nn.Module)
+            tensors, names = self._sources()
             theirs = {name: tensors[number] for name, number in names.items()}
             _load_by_load_state_dict(self.number, self.state, theirs, module)
-        else:
-            _load(self.number, self._layout, tensors, names, own)
 
     def swap_into(self, module: nn.Module) -> None:
         """Make the parameters and buffers of a module use this version's memory, without a copy.
@@ -108,7 +112,39 @@ class Version:
                 "its parameters and buffers: use load_into"
             )
         tensors, names = self._sources()
+        self._unwritten = None
         _swap(self.number, {name: tensors[number] for name, number in names.items()}, own, module)
+
+    def _load(self, mine: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into `mine`. The layout keeps the plan, if that is valid for any version."""
+        targets, layout = [*mine.values()], self._layout
+        seen = [*mine], looks(targets)
+        plan: Plan | None = layout.checked if layout is not None else None
+        if plan is not None and seen[1] is not None and plan[:2] == seen:
+            memory = self._memory if self._unwritten is None else self._unwritten
+            plan.at_once.run(targets, memory, loads=True)
+            for place, number in plan.others:
+                _write(targets[place], self._tensors()[number])
+            return
+        sources, names = self._sources()
+        pairs = _paired(self.number, {name: sources[number] for name, number in names.items()}, mine)
+        again, lasts = _find_repeated(pairs)
+        at_once: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        for place, (name, source, target) in enumerate(pairs):
+            if name not in again:
+                flags = target.is_inference(), target.is_conj(), target.is_neg(), source.is_conj(), source.is_neg()
+                is_usual = type(target) in PLAIN and not any(flags) and 0 not in target.stride()
+                (at_once if is_usual else others).append((place, names[name]))
+        if layout is not None and lasts and sources is self._found:
+            copies = [Copy(place, None, layout.views[number]) for place, number in at_once]
+            layout.checked = Plan(*seen, Copies(copies, targets, SMALL), others)
+        if at_once:
+            with torch.no_grad():
+                into, of = zip(*((targets[place], sources[number]) for place, number in at_once), strict=True)
+                torch._foreach_copy_(into, of)
+        for place, number in others:
+            _write(targets[place], sources[number])
 
     def _tensors(self) -> list[Tensor]:
         if not self._found:
@@ -123,8 +159,10 @@ class Version:
             InvalidArgument: the version is no state dict, or has tensors without a name.
         """
         layout = self._layout
-        if layout is not None and layout.names is not None:
-            return self._tensors(), layout.names
+        if layout is not None and not layout.names:
+            layout.names.append(_names_of(layout))
+        if layout is not None and layout.names[0] is not None:
+            return self._tensors(), layout.names[0]
         if not isinstance(self.state, Mapping):
             raise InvalidArgument(f"version {self.number} is not a state dict, but of type {type(self.state).__name__}")
         found = tensors_of(self.state)
@@ -142,23 +180,46 @@ def check_module(module: Any) -> None:
         checks.mapping("module", module, _MODULE)
 
 
+def _names_of(layout: Layout) -> dict[str, int] | None:
+    """Return the indices of a state dict's tensors by name. Return None if the names depend on the tree itself."""
+    try:
+        tree = layout.tree(layout.views)  # type: ignore[arg-type]
+    except TelegradError:  # a tensor subclass is not represented by a view
+        return None
+    if not isinstance(tree, Mapping):
+        return None
+    numbers = {id(view): number for number, view in enumerate(layout.views)}
+    found = [(name, numbers[id(view)]) for name, view in named(tree, kind=TensorView)]
+    names = dict(found)
+    return names if len(names) == len(found) and len({*names.values()}) == len(layout.views) else None
+
+
 # Loading
 
 
 def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
     """Return the parameters and buffers that are the state of a module, or None if its state contains more."""
-    live: set[int] = set()
-    kinds = set()
-    for each in module.modules():
+    state: dict[str, Tensor] = {}
+    kinds: set[Any] = set()
+    is_plain = True  # `state_dict` would return the same
+    for path, each in module.named_modules(remove_duplicate=False):
         if each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks:
             return None
         kinds.add(type(each))
-        live.update(map(id, each._parameters.values()), map(id, each._buffers.values()))
+        is_plain = is_plain and not (each._state_dict_hooks or each._state_dict_pre_hooks)
+        is_plain = is_plain and _SAVING.isdisjoint(vars(each))
+        prefix = f"{path}." if path else ""
+        for name, value in (*each._parameters.items(), *each._buffers.items()):
+            if value is not None and name not in each._non_persistent_buffers_set:
+                state[prefix + name] = value
     rules = [rule for kind in kinds for rule in (kind._load_from_state_dict, kind.load_state_dict)]
     if not all((rule.__module__ or "").startswith("torch.nn.") for rule in rules):  # a class loads its state itself
         return None
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    return state if live.issuperset(map(id, state.values())) else None
+    if not is_plain or any(getattr(kind, name) is not getattr(nn.Module, name) for kind in kinds for name in _SAVING):
+        state = module.state_dict(keep_vars=True)
+        live = {*map(id, module.parameters()), *map(id, module.buffers())}
+        return state if live.issuperset(map(id, state.values())) else None
+    return state
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -209,39 +270,13 @@ def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor
     return pairs
 
 
-class Checked(NamedTuple):
-    """Indices of targets and of the sources that are copied to them, valid for any version of one layout."""
+class Plan(NamedTuple):
+    """How to copy any version of one layout into targets with these names and looks."""
 
     names: list[str]
     looks: Any
-    at_once: list[tuple[int, int]]
-    others: list[tuple[int, int]]
-
-
-def _load(
-    number: int, layout: Layout | None, sources: Sequence[Tensor], names: Mapping[str, int], mine: Mapping[str, Tensor]
-) -> None:
-    """Copy the tensors of a version, whose indices are in `names`, into `mine`. The layout caches the checks."""
-    targets = [*mine.values()]
-    seen = [*mine], looks(targets)
-    checked: Checked | None = layout.checked if layout is not None else None
-    if checked is None or seen[1] is None or checked[:2] != seen:
-        pairs = _paired(number, {name: sources[each] for name, each in names.items()}, mine)
-        again, lasts = _find_repeated(pairs)
-        checked = Checked(*seen, [], [])
-        for place, (name, source, target) in enumerate(pairs):
-            if name not in again:
-                flags = target.is_inference(), target.is_conj(), target.is_neg(), source.is_conj(), source.is_neg()
-                is_usual = type(target) in PLAIN and not any(flags) and 0 not in target.stride()
-                (checked.at_once if is_usual else checked.others).append((place, names[name]))  # at once: in one call
-        if layout is not None and lasts:
-            layout.checked = checked
-    if checked.at_once:
-        places, others = zip(*checked.at_once, strict=True)
-        with torch.no_grad():
-            torch._foreach_copy_([targets[place] for place in places], [sources[each] for each in others])
-    for place, each in checked.others:
-        _write(targets[place], sources[each])
+    at_once: Copies
+    others: list[tuple[int, int]]  # indices of a target and of its source
 
 
 def _load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:

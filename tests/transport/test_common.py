@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.memory.blobs import SharedMaps
+from telegrad._core.memory.blobs import SharedBuffers, SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
 from tests.cluster import agents, group, wait_until
@@ -64,6 +64,25 @@ def test_it_is_used_anew_after_the_last_release_only() -> None:
             each.released.clear()
     assert pool.lent == 0
     assert where in {each.data_ptr() for each in [common(pool) for _ in range(2)]}
+    pool.close()
+
+
+def test_one_mapping_serves_many_loans_until_it_is_idle() -> None:
+    pool, maps, places = SharedBlockPool(8 * MB), SharedMaps(Streams()), set()
+    tensor, buffers = common(pool), SharedBuffers(pool, True)
+    for value in range(3):
+        tensor.fill_(value)
+        seen = lend(pool, tensor, maps)
+        seen.fill_(9)  # for this receiver only
+        assert bool((buffers.lasting(seen) == value).all())
+        places.add(buffers.lasting(seen).data_ptr())
+        pool.give_back([*maps.released])
+    assert len(places) == 1
+    assert buffers.lasting(tensor) is tensor
+    maps.lasting.trim()
+    assert maps.lasting._maps
+    maps.close()
+    assert not maps.lasting._maps
     pool.close()
 
 

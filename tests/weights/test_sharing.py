@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
-from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
+from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, Version, tree_layout
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of
 from telegrad.weights.transfer import VersionInfo
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots, bare, named, publish_dtype
@@ -336,6 +336,21 @@ def test_modules_that_have_no_memory_or_another_type() -> None:
     assert torch.equal(frozen.weight, model.weight)
 
 
+def test_a_version_that_may_have_been_written_to_is_read_itself() -> None:
+    layout, memory = filled(Snapshots(), {"w": torch.ones(3), "t": torch.ones(2, 3).t()})
+    target = {"w": torch.zeros(3), "t": torch.zeros(3, 2)}
+    Version(1, layout, memory).load_into(target)  # makes the plan
+    version, before = Version(2, layout, memory, torch.zeros_like(memory)), target["w"]._version
+    version.load_into(target)
+    assert not target["w"].any()
+    assert not target["t"].any()
+    assert target["w"]._version > before
+    assert version.state["w"].all()
+    version.load_into(target)
+    assert target["w"].all()
+    assert target["t"].all()
+
+
 def test_dictionaries_in_dictionaries() -> None:
     models = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
     version = published({name: model.state_dict() for name, model in models.items()})
@@ -400,7 +415,7 @@ def test_memory_that_is_gone() -> None:
 
 
 def test_a_source_that_changes_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, left, copy = {"w": torch.zeros(3), "b": torch.zeros(3)}, [2], torch._foreach_copy_
+    weights, left, copy = {"w": torch.zeros(3), "b": torch.zeros(3)}, [2], tree_layout._move
 
     def copy_late(*args: Any) -> None:
         if left[0]:
@@ -408,7 +423,7 @@ def test_a_source_that_changes_while_it_is_copied(monkeypatch: pytest.MonkeyPatc
             weights["w"].add_(1)
         copy(*args)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", copy_late)
+    monkeypatch.setattr(tree_layout, "_move", copy_late)
     assert published(weights).state["w"].tolist() == [2, 2, 2]
     left[0] = 99
     with pytest.raises(InvalidArgument, match="were changed by another thread while they were copied"):

@@ -30,7 +30,7 @@ from telegrad._core.devices.device_streams import Arrived, Streams
 from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
-from telegrad._core.memory.warm_memory import Block, Lender, Loan, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.warm_memory import Block, LastingMaps, Lender, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
@@ -57,6 +57,7 @@ class SharedMaps:
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
+        self.lasting = LastingMaps()
 
     def take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
         """Keep the descriptors that a `recvmsg` brought until frames name their blocks.
@@ -91,14 +92,14 @@ class SharedMaps:
                 to the peer, and is mapped when it is lent again.
             MemoryError: no memory is left, as with `OSError`.
         """
-        base = self._bases.get(number)
-        if base is None:
-            base = self._map_new(number, size)
+        base, lasting = (self._bases[number], None) if number in self._bases else self._map_new(number, size)
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
-        return self._lender.lend(base, size, number)
+        lent = self._lender.lend(base, size, number)
+        vars(lent.untyped_storage())["lasting"] = lasting
+        return lent
 
-    def _map_new(self, number: int, size: int) -> memoryview:
+    def _map_new(self, number: int, size: int) -> tuple[memoryview, Tensor | None]:
         fd = self._unmapped.pop(number, None)
         if fd is None:
             if len(self._bases) + len(self._unmapped) + len(self._lender._leases) >= self._most:
@@ -108,6 +109,7 @@ class SharedMaps:
             fd = self.arrived.popleft()
         try:
             base = _map(fd, number, size)
+            lasting = self.lasting.of(fd) if number & COMMON else None
         except (OSError, MemoryError) as error:
             if resources.out_of_memory(error):
                 self.released.append(number)
@@ -119,7 +121,7 @@ class SharedMaps:
                 os.close(fd)
         if not number & COMMON:
             self._bases[number] = base
-        return base
+        return base, lasting
 
     def open(self, number: int, handle: bytes) -> None:
         """Open a block of an accelerator that the peer will lend; raises if it cannot be opened here."""
@@ -151,6 +153,7 @@ class SharedMaps:
         while self._unmapped:
             os.close(self._unmapped.popitem()[1])
         self._bases.clear()
+        self.lasting.trim(0)
         for number in list(self._open):
             self._close(number)
 
@@ -432,6 +435,11 @@ class SharedBuffers:
     def private(self, tensor: Tensor) -> Tensor:
         """Return a private copy-on-write view of common memory, as receivers get it; copy plain memory."""
         return self._pool.private(tensor)
+
+    def lasting(self, lent: Tensor) -> Tensor:
+        """Return the same bytes, mapped since earlier loans if possible; only until `lent` dies or is written to."""
+        lasting: Tensor | None = vars(lent.untyped_storage()).get("lasting")
+        return lent if lasting is None else lasting
 
     def in_common(self, blob: Tensor) -> Tensor:
         """Return a copy in shared memory, for many workers of this host; return `blob` itself if there is no room."""

@@ -39,7 +39,7 @@ from torch import Tensor
 from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.host import resources
 from telegrad._core.wire.messages import COMMON
-from telegrad._core.wire.tensors import HOST, address_of, copy, memory
+from telegrad._core.wire.tensors import HOST, address_of, copy, memory, of_buffer
 
 _F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 
@@ -91,6 +91,7 @@ MOST_LENT = 256  # blocks; above it, no accelerator blocks are lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's allocator
 KEEP = 10.0  # seconds that unused memory is kept
+MOST_MAPS = 8  # read-only mappings of a peer's blocks that are kept
 MOST_KEPT = 4 << 30  # bytes of unused private memory that are kept, whatever the limit for shared memory
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
@@ -101,6 +102,34 @@ def size_class(size: int) -> int:
     """Round `size` up to one of four steps per doubling: storages of similar size reuse one another's memory."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
+
+
+class LastingMaps:
+    """Read-only mappings of a peer's common blocks, for later loans: to map pages takes as long as to copy them."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Any, tuple[float, Tensor]] = {}  # by file, with the time of the last loan
+
+    def of(self, fd: int) -> Tensor | None:
+        """Return the bytes of a file, or None if they cannot be mapped."""
+        file = os.fstat(fd)
+        key = file.st_ino, file.st_ctime_ns, file.st_size
+        memory = self._maps.pop(key, (0, None))[1]
+        if memory is None:
+            try:
+                memory = of_buffer(memoryview(mmap.mmap(fd, file.st_size, access=mmap.ACCESS_READ)))
+            except (OSError, MemoryError):
+                return None
+        self._maps[key] = monotonic(), memory
+        if len(self._maps) > MOST_MAPS:
+            self._maps.pop(next(iter(self._maps)), None)
+        return memory
+
+    def trim(self, unused: float = KEEP) -> None:
+        """Drop the mappings of blocks that were not lent for some seconds."""
+        for key, (used, _) in self._maps.copy().items():
+            if used <= monotonic() - unused:
+                self._maps.pop(key, None)
 
 
 class _Lease(weakref.ref[memoryview]):

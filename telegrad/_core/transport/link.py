@@ -221,7 +221,8 @@ class Link:
             raise
 
     def release(self) -> None:
-        """Notify the peer which of its blocks are free again, if any."""
+        """Notify the peer which of its blocks are free again, if any. Unmap those that are not lent any more."""
+        self._maps.lasting.trim()
         if self._maps.released:
             with self._lock:
                 if self.closed is None:
