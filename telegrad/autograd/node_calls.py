@@ -178,14 +178,14 @@ def _look(*_: Any) -> None:
     """Do nothing. Registering this hook gives access to the others."""
 
 
-_leaf_nodes_may_have_hooks = False  # in this process; never reset
+_leaf_nodes_may_have_hooks: list[bool] = []  # in this process, if not empty; never emptied
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _watched_register_hook(hooks: Any, hook: Any) -> Any:
     """Register a hook of a node as torch does, and record that nodes of leaves may have hooks from now on."""
-    global _leaf_nodes_may_have_hooks
-    _leaf_nodes_may_have_hooks = _leaf_nodes_may_have_hooks or hook is not _look
+    if hook is not _look:
+        _leaf_nodes_may_have_hooks[:] = [True]
     return _register_hook(hooks, hook)
 
 
