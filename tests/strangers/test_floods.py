@@ -22,16 +22,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
-from tests.strangers.door import (
-    HAS_PROC,
-    LATE,
-    begin_to_knock,
-    descriptors,
-    knock,
-    resident,
-    say,
-    wait_closed,
-)
+from tests.strangers.door import HAS_PROC, LATE, begin_to_knock, descriptors, knock, resident, say, wait_closed
 
 KEY = "the key of the group"
 OTHER = Keyring([b"another key"])
