@@ -92,6 +92,11 @@ def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
         time.sleep(1e-3)
 
 
+def pause(seconds: float) -> None:
+    """Let all be as it is until the next moment of a schedule, such as that of random kills."""
+    time.sleep(max(0.0, seconds))
+
+
 def is_over(pid: int) -> bool:
     """Return True if the process has ended."""
     try:

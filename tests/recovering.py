@@ -28,7 +28,7 @@ import telegrad.rpc as rpc
 from telegrad.errors import TelegradError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from tests.cluster import Process, context, free_port
+from tests.cluster import Process, context, free_port, pause
 
 WORKERS = ["driver", "first", "second", "table"]  # by rank
 WIDTH, WORDS, BATCH = 4, 10, 8
@@ -239,7 +239,7 @@ def train_through(kills: int, seed: int, runs: pathlib.Path) -> tuple[list[tuple
         for number in range(kills):
             seen = len(troupe.losses())
             rank = number if number < len(WORKERS) else chance.randrange(len(WORKERS))
-            time.sleep(chance.uniform(0, 0.1))
+            pause(chance.uniform(0, 0.1))
             troupe.kill(rank)
             if chance.random() < 0.75:  # else the next one dies while it recovers
                 troupe.wait(lambda seen=seen: len(troupe.losses()) > seen + 1)

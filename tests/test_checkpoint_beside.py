@@ -26,7 +26,7 @@ from telegrad.checkpoint import Saver, folders
 from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
-from tests.cluster import PATIENCE, agents, group, wait_until
+from tests.cluster import PATIENCE, agents, group, pause, wait_until
 
 SIZE = 1 << 16  # elements of each part of the model that is saved again and again
 
@@ -275,7 +275,7 @@ def kill_at_random(folder: pathlib.Path, seed: int, times: int, owners: list[str
         with group(count) as workers:
             workers[0].begin(save_on_and_on, folder, owners)
             wait_until(lambda before=before: newest(folder) > before)  # type: ignore[misc]
-            time.sleep(chance.random() * 0.1)
+            pause(chance.random() * 0.1)
             victims = chance.choice(ways)
             for victim in victims:
                 workers[victim].kill()

@@ -329,6 +329,7 @@ def test_children_drop_what_they_inherit_and_end_in_silence(tmp_path: Any) -> No
 JOINS = """
 import glob, os, signal, sys, threading, time
 from telegrad import errors, insight, rpc
+from tests.cluster import wait_until
 
 me = rpc.TelegradOptions(init_method=sys.argv[1])
 
@@ -336,10 +337,7 @@ def joined(name, **more):
     rpc.init_rpc(name, rpc_backend_options=me, **more)
 
 def wait_for(what):
-    until = time.monotonic() + 20
-    while not glob.glob(os.environ["TELEGRAD_DUMPS"] + "/" + what):
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
+    wait_until(lambda: glob.glob(os.environ["TELEGRAD_DUMPS"] + "/" + what))
 
 if __name__ == "__main__":
     other = os.fork()

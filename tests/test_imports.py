@@ -266,13 +266,7 @@ def test_a_file_fits_in_a_head(path: pathlib.Path) -> None:
 
 
 def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> None:
-    modules = (
-        "launch.local",
-        "launch.worker_command",
-        "launch.supervisor",
-        "insight.command",
-        "insight.seen_groups",
-    )
+    modules = ("launch.local", "launch.worker_command", "launch.supervisor", "insight.command", "insight.seen_groups")
     program = f"import sys; {'; '.join(f'import telegrad.{each}' for each in modules)}; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert printed.stdout == "False\n"

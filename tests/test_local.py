@@ -225,7 +225,7 @@ def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(
 ) -> None:
     act, end, line = DEATHS[how]
     if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until it is ended
-    (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport time; time.sleep({10 * PATIENT})\n")
+    (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport signal; signal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
     with pytest.raises(errors.RendezvousError) as caught:

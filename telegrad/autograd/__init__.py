@@ -58,13 +58,12 @@ def _nobody() -> Conductor:
     raise NotInitialized("this process is in no group: call telegrad.rpc.init_rpc first")
 
 
-_find: Callable[[], Conductor] = _nobody
+_find: list[Callable[[], Conductor]] = [_nobody]
 
 
 def speak_for(find: Callable[[], Conductor]) -> None:
     """Set the function that returns the conductor of the current thread's worker. The layer above calls this."""
-    global _find
-    _find = find
+    _find[:] = [find]
 
 
 class context:  # noqa: N801 - used like a function
@@ -92,7 +91,7 @@ class context:  # noqa: N801 - used like a function
         outer = entered_id()
         if outer is not None:
             raise UsageError(f"Already have an autograd context id for this thread: {outer}. Leave that context first")
-        contexts = _find().contexts
+        contexts = _find[0]().contexts
         context = contexts.begin()
         inside = Inside(context.id)
         inside.__enter__()
@@ -150,7 +149,7 @@ def backward(
         ...     there = rpc.remote("worker1", torch.ones, (2,), dict(requires_grad=True))
         ...     autograd.backward(context_id, (there * 2).sum())  # all of it on worker1
     """
-    conductor = _find()
+    conductor = _find[0]()
 
     def run() -> None:
         driven, ride = _begin(conductor, Signal(), context_id, roots, retain_graph, mode, timeout, create_graph, step)
@@ -192,7 +191,7 @@ def backward_async(
         ...     loss = rpc.rpc_sync("worker1", torch.mul, (weight, 3)).sum()
         ...     autograd.backward_async(context_id, loss).wait()
     """
-    conductor, passed, stepped = _find(), Future[None](), Future[None]()
+    conductor, passed, stepped = _find[0](), Future[None](), Future[None]()
     passed.about = stepped.about = "backward_async"
     driven, ride = _begin(conductor, passed, context_id, roots, retain_graph, mode, timeout, create_graph, step)
     if ride is None:
@@ -233,7 +232,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         tensor([2., 2.])
     """
     check_context_id(context_id)
-    return _find().gradients(context_id)
+    return _find[0]().gradients(context_id)
 
 
 @not_compiled
@@ -290,7 +289,7 @@ def grad(
         checks.seconds("timeout", timeout)
     roots, wanted = tensors_of("outputs", outputs), tensors_of("inputs", inputs)
     capture = Capture(seeds_of(roots, grad_outputs), wanted)
-    conductor = _find()
+    conductor = _find[0]()
     driven = conductor.begin(
         conductor.contexts.find(context_id),
         {conductor.name: roots},
@@ -403,7 +402,7 @@ def look_at_step(optimizer: Optimizer, *_: Any) -> None:
     if id_ is None:
         return
     try:
-        context = _find().contexts.get(id_)
+        context = _find[0]().contexts.get(id_)
     except TelegradError:  # this process has left its group, so contexts do not concern this step
         return
     if context is None or not len(context.gradients):

@@ -194,11 +194,10 @@ def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, 
     def flood() -> None:
         link = links.link_to(flooder, "w0")
         while not stop.is_set() and link.closed is None:
-            if len(link._outbox) < 1000:
-                for _ in range(100):
-                    link.send(Message(NOTICE, body=pickle.dumps(("Word", 1))))
-                    link.send(Message(PULSE, 1))
-            time.sleep(0)
+            for _ in range(100):
+                link.send(Message(NOTICE, body=pickle.dumps(("Word", 1))))
+                link.send(Message(PULSE, 1))
+            wait_until(lambda: len(link._outbox) < 1000 or stop.is_set() or link.closed)
 
     thread = threading.Thread(target=flood)
     thread.start()

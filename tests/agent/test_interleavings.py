@@ -16,7 +16,7 @@ import pytest
 from telegrad._core.calls.cancelling import cancelled
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
-from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.cluster import PATIENCE, agents, in_threads, pause, wait_until
 from tests.links import callers_of
 from tests.locks import CheckedLock
 
@@ -108,10 +108,7 @@ def test_calls_that_are_cancelled_end_and_no_others(transport: str, chance: rand
 
 
 def watch(number: int) -> None:
-    until = time.monotonic() + PATIENCE
-    while not cancelled():
-        assert time.monotonic() < until, f"nobody tells call {number} that it is not wanted"
-        time.sleep(1e-4)
+    wait_until(cancelled)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -173,7 +170,7 @@ def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:
         def close() -> None:
             for _ in WAYS:
                 begun.acquire()
-            time.sleep(chance.random() * 0.05)
+            pause(chance.random() * 0.05)
             a.agent.close()
 
         in_threads(close, *(lambda at=at: call(at) for at in range(len(WAYS))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import telegrad.rpc as rpc
 from telegrad.weights import Publisher
+from tests.cluster import next_turn
 
 WEIGHTS = 30_000  # elements of the large tensor of a version
 HOPELESS = 1 << 60  # bytes that no machine has
@@ -57,7 +57,7 @@ def relay_async(to: str, token: int, value: Any, timeout: float) -> Any:
 
 
 async def relay_awaiting(to: str, token: int, value: Any, timeout: float) -> tuple[int, Any]:
-    await asyncio.sleep(0)
+    await next_turn()
     return await rpc.rpc_async(to, mirror, (token, value), timeout=timeout)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import torch
 
@@ -19,7 +18,6 @@ from tests.chaos.operations import Wrong
 from tests.chaos.proxy import Address, stand_behind_proxy
 from tests.cluster import init
 
-GLANCE = 0.02
 HOSTS = 3  # for which those are taken that are reached over TCP
 PIECE = 1 << 14  # bytes of a version of weights that travel at a time
 STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
@@ -80,16 +78,16 @@ def call_all(rank: int, others: list[int], timeout: float) -> None:
 
 def reach_all(rank: int, others: list[int], timeout: float) -> None:
     """As `call_all`, but with as many tries as it takes to replace connections that are broken."""
-    deadline = time.monotonic() + timeout
-    while True:
+
+    def failure() -> errors.PeerError | None:
         try:
             call_all(rank, others, timeout)
-        except errors.PeerError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(GLANCE)
-        else:
-            return
+        except errors.PeerError as error:
+            return error
+        return None
+
+    if error := leaks.wait_for_nothing(failure):
+        raise error
 
 
 def left_over(_: int, dead: int) -> dict[str, int]:

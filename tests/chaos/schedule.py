@@ -21,7 +21,7 @@ from tests.chaos.load import GRACE
 from tests.chaos.plan import MEMORY, Fault, Plan
 from tests.chaos.proxy import Proxy
 from tests.chaos.report import Report
-from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.cluster import PATIENCE, Process, free_port, pause, processes
 
 CLIENTS = 2
 TIMEOUT = 8.0  # seconds of a call that is not impatient
@@ -127,7 +127,7 @@ class Schedule:
             if time.monotonic() > deadline:
                 self.report.violations.append(f"workers {late} did not succeed at anything within {LONGER:g} s")
                 return
-            _pause(GLANCE)
+            pause(GLANCE)
 
     # Faults
 
@@ -160,15 +160,10 @@ class Schedule:
         """Sleep until then, ending faults at their times; at the latest until none is left."""
         while self._undo and self._undo[0][0] <= until:
             when, _, undo = heapq.heappop(self._undo)
-            _pause(when - time.monotonic())
+            pause(when - time.monotonic())
             undo()
         if until < float("inf"):
-            _pause(until - time.monotonic())
-
-
-def _pause(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)
+            pause(until - time.monotonic())
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tests.chaos.plan import Plan
 from tests.chaos.schedule import Schedule, prepared
+from tests.cluster import pause
 
 WARM_UP = 0.4  # share of the time after which samples count
 SAMPLES = 50
@@ -59,7 +60,7 @@ def _watch(schedule: Schedule, seconds: float, samples: dict[int, list[Sample]])
     """Take samples while the load runs."""
     began = time.monotonic()
     for number in range(1, SAMPLES + 1):
-        time.sleep(max(0.0, began + seconds * number / SAMPLES - time.monotonic()))
+        pause(began + seconds * number / SAMPLES - time.monotonic())
         for rank, pid in schedule.living().items():
             samples[rank].append(sample(pid))
         if number % (SAMPLES // 10) == 0:

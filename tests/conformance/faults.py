@@ -69,14 +69,7 @@ class Faults:
     def faulty_perform(self, to: Any, call: PreparedCall, *rest: Any) -> Any:
         return self.perform(to, self.delayed(call, False), *rest)
 
-    def faulty_call_for(
-        self,
-        outcome: Any,
-        to: Any,
-        call: PreparedCall,
-        timeout: float,
-        creation: Any = None,
-    ) -> None:
+    def faulty_call_for(self, outcome: Any, to: Any, call: PreparedCall, timeout: float, creation: Any = None) -> None:
         if kind_of(call.function, creation is not None) in self.options.messages_to_fail:
             outcome.set_exception(PeerLost(f"the message to {to!r} was lost, as the test wants it"))
             return

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.reporting import (
-    MEMBER,
-    RUNNING,
-    CallIn,
-    CallOut,
-    PassOut,
-    ThreadState,
-    WaitState,
-    WorkerState,
-)
+from telegrad.reporting import MEMBER, RUNNING, CallIn, CallOut, PassOut, ThreadState, WaitState, WorkerState
 
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START
 START = 5000.0

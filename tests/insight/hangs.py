@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -150,7 +149,7 @@ def loop(rank: int, stage: Stage) -> None:
 
 def slumber() -> None:
     say()
-    time.sleep(1e6)
+    held.wait()
 
 
 def stopped(rank: int, stage: Stage) -> None:
@@ -226,7 +225,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def hook(_: torch.Tensor) -> None:
     say()
-    time.sleep(1e6)
+    held.wait()
 
 
 def waits_for_all(rank: int, stage: Stage) -> None:
@@ -359,11 +358,11 @@ HANGS = {
         ("worker1",),
         ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
     ),
-    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in slumber: time.sleep")),
+    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in slumber: held.wait")),
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
-    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep", "autograd.backward(")),
-    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: time.sleep", "futures.wait_all(")),
+    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: held.wait", "autograd.backward(")),
+    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: held.wait", "futures.wait_all(")),
     "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not joined: the group of 3",), 3),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),

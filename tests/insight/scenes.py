@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.insight.history import GroupSnapshot
-from telegrad.reporting import (
-    LEAVING,
-    QUEUED,
-    RUNNING,
-    UNFINISHED,
-    SourceLine,
-    ThreadState,
-    WaitState,
-    WorkerState,
-)
+from telegrad.reporting import LEAVING, QUEUED, RUNNING, UNFINISHED, SourceLine, ThreadState, WaitState, WorkerState
 from tests.insight.accounts import account
 
 FOLDER = "/home/ann/project"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from telegrad.errors import CallTimeout
 from telegrad.insight import opentelemetry
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process
+from tests.cluster import PATIENCE, Process, next_turn
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -120,7 +119,7 @@ def outer(to: str, number: int) -> int:
 
 async def waits(number: int) -> int:
     with tracer.start_as_current_span("held"):
-        await asyncio.sleep(0)
+        await next_turn()
         with tracer.start_as_current_span("after"):
             await rpc_async("w2", inner, (number,))
     return number
@@ -136,7 +135,7 @@ def fail(*_: Any) -> NoReturn:
 
 
 async def fail_later() -> NoReturn:
-    await asyncio.sleep(0)
+    await next_turn()
     raise ValueError("later")
 
 

@@ -14,7 +14,7 @@ from telegrad.insight.report import Report
 from telegrad.reporting import JOINING, LEAVING, WorkerState
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
-SLEEPS = "time.sleep(1e6)"
+SLEEPS = "gate.wait()"
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
-import time
 
 import telegrad.rpc as rpc
+from tests.cluster import wait_until
 
 
 def pairs_noted(notes: pathlib.Path) -> int:
@@ -24,11 +25,10 @@ def main() -> None:
     with notes.open("a") as file:
         file.write(" ".join([str(size), me.name, *others]) + "\n")
     if not last and me.id == 1:
-        while pairs_noted(notes) < 2:
-            time.sleep(0.05)
+        wait_until(lambda: pairs_noted(notes) == 2)
         os._exit(1)
     if not last:
-        time.sleep(600)  # its agent ends it, since another one has come, or has lost its worker
+        signal.pause()  # its agent ends it, since another one has come, or has lost its worker
     rpc.shutdown()
 
 

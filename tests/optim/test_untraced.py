@@ -158,13 +158,7 @@ def test_who_traces_is_asked_not_to_trace_optimizers() -> None:
 
 @pytest.mark.parametrize(
     ("make", "imports"),
-    [
-        (torch.optim.SGD, False),
-        (Plain, False),
-        (Own, False),
-        (Above, True),
-        (lambda own: Own(own), True),
-    ],
+    [(torch.optim.SGD, False), (Plain, False), (Own, False), (Above, True), (lambda own: Own(own), True)],
 )
 def test_it_is_known_which_optimizers_may_import_the_tracer(make: Callable[..., Any], imports: bool) -> None:
     assert untraced.may_import(make) is imports

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from tests.cluster import Process
+from tests.cluster import Process, pause
 from tests.hosts import Network
 from tests.partitions import checker, member, record
 from tests.partitions.engines import APART, WORKERS, Embedded, Engine, EtcdCluster
@@ -21,11 +21,6 @@ NAMES = [f"worker{number}" for number in range(WORKERS)]
 WARM = 2.0  # seconds before the first fault
 HEALED = checker.SETTLE + 2.0  # seconds after the last one
 PATIENCE = 90.0  # seconds for a worker to do what it is told
-
-
-def pause(seconds: float) -> None:
-    """Let the group be as it is for a while."""
-    time.sleep(seconds)
 
 
 Pairs = frozenset[tuple[int, int]]

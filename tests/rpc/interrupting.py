@@ -127,10 +127,6 @@ def numbers() -> Any:
     yield from (1, 2, 3)
 
 
-def pause(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 class Picky:
     """Runs code of the user as it is pickled, and as it comes back."""
 
@@ -211,7 +207,7 @@ def in_a_loop() -> None:
 
 
 def cancelled() -> None:
-    future = rpc.rpc_async(A, pause, (0.001,), timeout=LIMIT)
+    future = rpc.rpc_async(A, time.sleep, (0.001,), timeout=LIMIT)
     future.cancel()
     with contextlib.suppress(Exception):
         future.wait()
@@ -453,7 +449,7 @@ def signals_at_random(seed: int, count: int) -> int:
 
 
 def sleep_there() -> None:
-    rpc.rpc_sync(A, pause, (0.02,), timeout=LIMIT)
+    rpc.rpc_sync(A, time.sleep, (0.02,), timeout=LIMIT)
 
 
 class Stop(BaseException):
@@ -589,7 +585,7 @@ def in_a_callback(weight: torch.Tensor, context_id: int) -> None:
 
 
 def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) -> None:
-    future = rpc.rpc_async(A, pause, (HELD,), timeout=LIMIT)
+    future = rpc.rpc_async(A, time.sleep, (HELD,), timeout=LIMIT)
     future.add_done_callback(blocked)
     future.cancel()
     _came.wait(LIMIT)  # another thread may run the callback: then this is what is interrupted
@@ -676,15 +672,15 @@ def beside_another_thread(seed: int) -> int:
 
 
 def futures() -> None:
-    assert rpc.rpc_async(A, pause, (HELD,), timeout=LIMIT).wait() is None
+    assert rpc.rpc_async(A, time.sleep, (HELD,), timeout=LIMIT).wait() is None
 
 
 def held_reference() -> None:
-    assert rpc.remote(A, pause, (HELD,), timeout=LIMIT).to_here(timeout=LIMIT) is None
+    assert rpc.remote(A, time.sleep, (HELD,), timeout=LIMIT).to_here(timeout=LIMIT) is None
 
 
 def held_group() -> None:
-    assert rpc.group([A, B]).rpc_sync(pause, (HELD,)) == [None, None]
+    assert rpc.group([A, B]).rpc_sync(time.sleep, (HELD,)) == [None, None]
 
 
 def late_numbers() -> Any:
@@ -715,7 +711,7 @@ def held_backward() -> None:
 
 
 def held_call() -> None:
-    rpc.rpc_sync(A, pause, (HELD,), timeout=LIMIT)
+    rpc.rpc_sync(A, time.sleep, (HELD,), timeout=LIMIT)
 
 
 AT_RANDOM = 200  # handlers that run at random places

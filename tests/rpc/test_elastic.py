@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from telegrad._core.joining.quorum import COME, GENERATION
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad.reporting.introspection import introspection_of
-from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
+from tests.cluster import PATIENCE, Process, free_port, pause, processes, wait_until
 from tests.rpc.members import error_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -291,9 +291,8 @@ def test_a_driver_that_died_comes_back_to_those_who_serve(tcp: str) -> None:
     with processes(4) as made:
         for number, process in enumerate(made[1:3]):
             process.begin(serve, tcp, f"server{number}")
-        made[0].begin(drive, tcp, "driver", 1_000_000, [], 3)
-        time.sleep(1.5)
-        made[0].kill()
+        made[0].begin(drive, tcp, "driver", 1_000_000, [made[0].pid], 3)
+        made[0].join()
         made[3].begin(drive, tcp, "driver", 20, [], 3)
         assert made[3].end()[-1] == 3
         assert [process.end() for process in made[1:3]] == ["ended", "ended"]
@@ -397,6 +396,18 @@ def test_a_shutdown_ends_the_wait_of_another_thread(tcp: str) -> None:
         assert (name, seconds < 2 + PATIENCE / 3) == ("ShutDown", True)
 
 
+waiting: list[Future[Any]] = []
+
+
+def begin_to_wait() -> None:
+    waiting.append(ThreadPoolExecutor(1).submit(rpc.rendezvous_again, 4))
+    wait_until(lambda: current.here().turning._steps._how)
+
+
+def end_of_waiting() -> Any:
+    return waiting[0].result(PATIENCE)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
 def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> None:
     with processes(2) as made:
@@ -405,12 +416,12 @@ def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> N
         leader, other = sorted(made, key=lambda process: process.end(2 * PATIENCE).rank)
         for process in made:
             process.run(rpc.rendezvous_again)  # the first returns at once
-        leader.begin(rpc.rendezvous_again, 4)
-        time.sleep(1)  # it waits by now
+        leader.run(begin_to_wait)
         leader.kill(signal.SIGSTOP)
         time.sleep(5)
         leader.kill(signal.SIGCONT)
         other.begin(rpc.rendezvous_again)
+        leader.begin(end_of_waiting)
         assert {(each.number, each.size) for each in (leader.end(), other.end())} == {(1, 2)}
 
 
@@ -428,12 +439,12 @@ def test_kills_at_random_moments(place: str, tmp_path: pathlib.Path, kills: int)
             process.begin(train, place, f"w{number}", str(tmp_path))
         wait_for_steps(tmp_path, "w0", 1)
         for _ in range(kills):
-            time.sleep(chance.uniform(0.0, 0.4))
+            pause(chance.uniform(0.0, 0.4))
             victim = chance.randrange(4)
             alive[victim].kill()
             alive[victim].join()
             alive[victim] = next(spare)
-            time.sleep(chance.uniform(0.0, 0.2))
+            pause(chance.uniform(0.0, 0.2))
             alive[victim].begin(train, place, f"w{victim}", str(tmp_path))
         wait_for_steps(tmp_path, "w0", 1, 4)
         found = end(tmp_path, list(alive.values()))
@@ -598,7 +609,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
 
 def kill_often() -> None:
     for _ in range(3):  # and not without an end: on a busy host, it takes as long to start the process again
-        time.sleep(random.uniform(0.3, 1.5))
+        pause(random.uniform(0.3, 1.5))
         kill_directory()
 
 
@@ -656,7 +667,8 @@ def test_one_that_keeps_all_dies_as_it_has_formed_a_later_generation(
         wait_for_generation(tmp_path, 1, 2)
         for number, process in enumerate(made[2:], 2):
             process.begin(work, place, f"w{number}", str(tmp_path))
-            time.sleep(0.3)
+            wait_until((tmp_path / f"come w{number}").exists)
+        wait_until(lambda: made[0].join(0) is not None or any(number > 1 for number, *_ in records(tmp_path)))
         if made[0].join(0) is None:  # another has decided
             made[0].kill()
         wait_for_generation(tmp_path, 3, 3)

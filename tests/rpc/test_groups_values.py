@@ -104,11 +104,7 @@ untyped: Any = rpc.group
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (
-            lambda: untyped("acto"),
-            errors.UnknownWorker,
-            "no worker has the role 'acto'; the roles are: actor, l",
-        ),
+        (lambda: untyped("acto"), errors.UnknownWorker, "no worker has the role 'acto'; the roles are: actor, l"),
         (lambda: untyped("w1"), errors.UnknownWorker, "there is a worker of that name: group(['w1'])"),
         (lambda: untyped(["w1", "w9"]), errors.UnknownWorker, "no worker is named 'w9'"),
         (lambda: untyped(["w1", 1]), errors.InvalidArgument, "worker 'w1' is in the group twice"),

@@ -273,7 +273,7 @@ def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
             workers[1].kill(signal.SIGSTOP)
             time.sleep(SHORT / 3)
             workers[1].kill(signal.SIGCONT)
-            time.sleep(SHORT / 3)
+            assert workers[0].run(call, "worker1") == 3
         assert workers[0].run(failure_of, "worker1", hold_the_interpreter, (1,))[0] == ""
         assert workers[0].run(is_quiet)
 

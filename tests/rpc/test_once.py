@@ -14,15 +14,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.rpc import idempotency
-from telegrad._core.rpc.idempotency import (
-    ENTRY,
-    LATE,
-    LONGEST,
-    IdempotencyTable,
-    IdempotentCalls,
-    run_once,
-    size_of,
-)
+from telegrad._core.rpc.idempotency import ENTRY, LATE, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
 from telegrad._core.worker import current
 from tests.cluster import wait_until
 from tests.rpc.test_returns import Stage, stage

@@ -13,7 +13,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad.errors import PeerError, PeerLost, RRefError, ShutDown, UnknownWorker
-from tests.cluster import PATIENCE, Process, context, free_port, processes
+from tests.cluster import PATIENCE, Process, context, free_port, pause, processes
 from tests.rpc.members import join
 
 NAMES = ("x", "y")
@@ -64,7 +64,7 @@ def use_a_reference(name: str, key: tuple[str, int]) -> None:
     reference = rpc.remote(name, Token, wait_for_worker=True)
     first = reference.rpc_sync().is_of()
     for _ in range(5):
-        time.sleep(PAUSE)
+        stopped.wait(PAUSE)
         assert reference.rpc_sync().is_of() == first
 
 
@@ -78,7 +78,7 @@ MAY_FAIL: dict[Callable[[str, tuple[str, int]], None], tuple[type[Exception], ..
 
 def load(name: str, act: Callable[[str, tuple[str, int]], None]) -> None:
     for number in itertools.count():
-        if stopped.is_set():
+        if stopped.wait(PAUSE):
             return
         try:
             act(name, (act.__name__, number))
@@ -87,7 +87,6 @@ def load(name: str, act: Callable[[str, tuple[str, int]], None]) -> None:
         except Exception as error:
             violations.append(f"{act.__name__} of {name}: {type(error).__name__}: {error}")
             return
-        time.sleep(PAUSE)
 
 
 threads: list[threading.Thread] = []
@@ -132,7 +131,7 @@ def test_workers_that_are_killed_and_come_back(kills: int, seed: int) -> None:
                 workers[name].run(join, name, where)
             boss.run(begin_load)
             for _ in range(kills):
-                time.sleep(chance.random() * 0.5)
+                pause(chance.random() * 0.5)
                 name = chance.choice(NAMES)
                 old, workers[name] = workers[name], Process(context(), name)
                 old.kill()

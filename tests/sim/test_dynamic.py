@@ -33,14 +33,7 @@ import pytest
 from telegrad._core.directory.directory import ABSENT, Entry, Lease
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import (
-    Change,
-    Claim,
-    Claimed,
-    IsAlive,
-    Registered,
-    Registry,
-)
+from telegrad._core.membership.registry import Change, Claim, Claimed, IsAlive, Registered, Registry
 from telegrad.errors import WorkerTaken
 from tests.seeds import ONLY
 from tests.sim.dynamic_world import Kinds, run

@@ -85,7 +85,9 @@ def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_
     for restarts in range(4):
         assert started(group, now) == [StartProcess("a0", restarts)]
         times.append(now)
-        assert f"({restarts + 1} of 4 within 300 s)" in said(group.ended("a0", 1, now + 0.5))
+        later = f" in {PAUSES[restarts] - 0.5:.1f} s" if restarts else ""
+        text = f"it is restarted{later} ({restarts + 1} of 4 within 300 s)"
+        assert text in said(group.ended("a0", 1, now + 0.5))
         assert states(group) == [WAITS]
         now = group.due
     assert times == [0.0, 0.5, 1.5, 3.5]
@@ -193,7 +195,9 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
     assert done(group.signalled(SIGINT, 1)) == [SendSignal("a0", SIGINT), SendSignal("a1", SIGINT)]
     assert states(group) == [ENDING, ENDING, ENDED]
     assert group.ended("a1", 130, 1) == []
-    assert done(group.signalled(SIGINT, 2)) == [SendSignal("a0", SIGKILL)]
+    actions = group.signalled(SIGINT, 2)
+    assert (said(actions), done(actions)) == ("all workers are killed", [SendSignal("a0", SIGKILL)])
+    assert group.due == inf
     assert group.ended("a0", -SIGKILL, 2) == [EndServing()]
     assert group.code == 128 + SIGINT
 

@@ -264,7 +264,7 @@ print("the key in", path, "has", length, "bytes", "tgk1-" in str(os.environ), fl
 def test_a_key_of_its_own_is_in_no_environment(launch: Launch, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
-    program = PRINTS if how == "ends" else PRINTS + "import time; time.sleep(1000)"
+    program = PRINTS if how == "ends" else PRINTS + "import signal; signal.pause()"
     run = launch("--", sys.executable, "-c", program, XDG_STATE_HOME="/proc/none", HOME="/proc/none")
     line = run.wait_for("the key in")
     assert line.split("has ")[1] == "48 bytes False\n"

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from noise.connection import NoiseConnection
 
 from telegrad._core.security import noise
-from telegrad._core.security.noise import (
-    KEY,
-    MAX_NONCE,
-    TAG,
-    Ciphers,
-    CipherState,
-    DecryptionFailed,
-    NoiseHandshake,
-)
+from telegrad._core.security.noise import KEY, MAX_NONCE, TAG, Ciphers, CipherState, DecryptionFailed, NoiseHandshake
 
 # From vectors/cacophony.txt of the Haskell library cacophony, as the Rust library snow has it among its tests.
 PROLOGUE = bytes.fromhex("4a6f686e2047616c74")

@@ -81,8 +81,7 @@ def test_who_sleeps_hears_of_a_new_connection(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
-    [("run", 1, "it needs Linux or macOS"), ("why", 2, "from outside on Linux only")],
+    ("command", "code", "said"), [("run", 1, "it needs Linux or macOS"), ("why", 2, "from outside on Linux only")]
 )
 def test_commands_that_need_more_say_so(tmp_path: pathlib.Path, command: str, code: int, said: str) -> None:
     process = start(tmp_path, "-m", "telegrad", command)

@@ -17,7 +17,7 @@ from tests.chaos.report import Report
 from tests.chaos.supervised.judge import Blow, violations
 from tests.chaos.supervised.plan import COUNTS, FOLDER, KEPT, KILLED, OF_THE_STORE, OWN, ROLES, SEED, Event, Plan
 from tests.chaos.supervised.record import Life, Reader
-from tests.cluster import free_port
+from tests.cluster import free_port, pause
 
 GLANCE = 0.02
 PATIENCE = 60.0  # seconds for several interpreters to import torch, and for pauses between restarts
@@ -63,7 +63,7 @@ class Schedule:
             for round_ in self._plan.rounds:
                 self._suffer(round_)
                 self._wait("all meet again", self._all_met)
-                self._pause(CALM)
+                pause(CALM)
             self._end()
         except Failed as error:
             self._report.violations.append(f"{error}; telegrad run said:\n{self._said()[-6000:]}")
@@ -72,17 +72,13 @@ class Schedule:
         self._tally()
         return self._report
 
-    def _pause(self, seconds: float) -> None:
-        if seconds > 0:
-            time.sleep(seconds)
-
     # What befalls the workers
 
     def _suffer(self, round_: list[Event]) -> None:
         began = time.monotonic()
         stopped: list[threading.Timer] = []
         for event in round_:
-            self._pause(began + event.start - time.monotonic())
+            pause(began + event.start - time.monotonic())
             self._report.faults[event.kind] += 1
             if event.kind == "join":
                 self._join(event.victim)
@@ -115,7 +111,7 @@ class Schedule:
 
     def _kill_again(self, life: Life, after: float) -> None:
         self._wait("who was killed comes back", lambda: "" if self._lives()[life.name].pid != life.pid else str(life))
-        self._pause(after)
+        pause(after)
         self._strike("kill", (life.name, self._lives()[life.name].pid))
 
     def _join(self, name: str) -> None:
@@ -174,7 +170,7 @@ class Schedule:
                 raise Failed(f"telegrad run ended with {self._run.returncode}")
             if time.monotonic() > until:
                 raise Failed(f"{what}: not within {patience:g} s: {said}")
-            self._pause(GLANCE)
+            pause(GLANCE)
 
     # The end
 
@@ -199,7 +195,7 @@ class Schedule:
             waits_for_leases = all("telegrad._core.directory.directory_server" in _command(pid) for pid in left)
             if time.monotonic() > began + patience + (LEASES if waits_for_leases else 0):
                 break
-            self._pause(GLANCE)
+            pause(GLANCE)
         self._report.violations += [f"process {pid} is left: {_command(pid)}" for pid in left]
         if more := set(os.listdir("/dev/shm")) - self._before:
             self._report.violations.append(f"memory files are left: {sorted(more)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -30,8 +31,8 @@ from tests.chaos.supervised.functions import make_table
 from tests.chaos.supervised.load import Load
 from tests.chaos.supervised.operations import PATIENCE, TABLE
 from tests.chaos.supervised.plan import FIRST, FOLDER, OWN, PUBLISHERS, ROLES, SEED
+from tests.cluster import wait_until
 
-GLANCE = 0.02
 KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
 MOST_AWAY = 0.5  # seconds between leaving and coming back
 LEFT = 1  # the exit code of who left, to be started again
@@ -102,8 +103,7 @@ def wait_for_word(folder: pathlib.Path, name: str) -> str:
 
 def wait_for(word: Callable[[], bool]) -> None:
     """However long it takes: the schedule ends its workers."""
-    while not word():
-        time.sleep(GLANCE)
+    wait_until(word, math.inf)
 
 
 def let_go() -> None:
