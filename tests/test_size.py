@@ -21,7 +21,7 @@ MOST = {
     "files of the package": 264,
     "words of the glossary": 80,
     "global statements": 5,
-    "sleeps in tests": 28,
+    "sleeps in tests": 29,
 }
 
 

@@ -122,7 +122,7 @@ def test_elastic_torchrun_with_a_host_that_comes_later(
     agent = elastic_agent(notes, f"--rdzv-endpoint=127.0.0.1:{free_port()}", 1)
     alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second waits for a key that the first has never set
     made.append(begin(agent, tmp_path, **alone))
-    wait_until(notes.exists)
+    wait_until(notes.exists, PATIENCE)
     made.append(begin(agent, tmp_path, **alone))
     ends_of(made)
     groups = [line.split() for line in notes.read_text().splitlines()]
