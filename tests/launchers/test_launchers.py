@@ -12,11 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import free_port, wait_until
+from tests.cluster import free_port
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples" / "clusters"
@@ -122,7 +123,9 @@ def test_elastic_torchrun_with_a_host_that_comes_later(
     agent = elastic_agent(notes, f"--rdzv-endpoint=127.0.0.1:{free_port()}", 1)
     alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second waits for a key that the first has never set
     made.append(begin(agent, tmp_path, **alone))
-    wait_until(notes.exists, PATIENCE)
+    until = time.monotonic() + PATIENCE
+    while not notes.exists() and time.monotonic() < until:
+        time.sleep(0.1)
     made.append(begin(agent, tmp_path, **alone))
     ends_of(made)
     groups = [line.split() for line in notes.read_text().splitlines()]
