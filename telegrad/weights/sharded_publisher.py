@@ -388,3 +388,6 @@ class Gathered(Version):
         self.number = number
         self._state = state
         self._layout = None
+
+    def __repr__(self) -> str:
+        return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

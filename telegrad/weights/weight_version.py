@@ -173,6 +173,9 @@ class Version:
             )
         return [*found.values()], {name: number for number, name in enumerate(found)}
 
+    def __repr__(self) -> str:
+        return f"<Version {self.number}: {self._memory.numel()} bytes>"
+
 
 def check_module(module: Any) -> None:
     """Raise InvalidArgument for a value that tensors cannot be loaded into."""

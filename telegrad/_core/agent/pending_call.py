@@ -292,6 +292,10 @@ class PendingCall:
         name = (None if kind is FunctionType else getattr(kind, NOTED_AS, None)) or user_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
+        return f"<call {self.id} of {user_name(self.label)} on {self.peer.name!r}: {state}>"
+
 
 class Call(Protocol):
     """The part of a call that the table needs."""

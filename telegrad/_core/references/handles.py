@@ -170,6 +170,9 @@ class Creation:
         if self.error is not None and not self.used:
             UnretrievedError(self.about, self.error)
 
+    def __repr__(self) -> str:
+        return f"<Creation by {self.call!r}>"
+
 
 def tell_user(creation: Creation) -> None:
     future = creation.future

@@ -323,6 +323,9 @@ class RetriedCall:
             f"{why}"
         )
 
+    def __repr__(self) -> str:
+        return f"<persistent call of {self.described}: {'over' if self.done else self._last or 'not made yet'}>"
+
 
 # Interface for the layers above
 
