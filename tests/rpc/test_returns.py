@@ -154,16 +154,16 @@ def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
 
 def test_a_worker_that_goes_as_it_was_found_is_waited_for_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.come("x")
-    identify = current.agent().identify
+    peer = current.agent().peer
     left: list[str] = []
 
-    def identify_later(to: Any) -> Any:
+    def find_later(to: Any) -> Any:
         if len(left) < 2:
             left.append(to)
             raise errors.UnknownWorker("it has left")
-        return identify(to)
+        return peer(to)
 
-    monkeypatch.setattr(current.agent(), "identify", identify_later)
+    monkeypatch.setattr(current.agent(), "peer", find_later)
     assert rpc.remote("x", torch.ones, (2,), wait_for_worker=True).to_here().sum() == 2
     assert left == ["x", "x"]
     left.clear()
