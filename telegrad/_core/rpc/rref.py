@@ -17,6 +17,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
@@ -131,14 +132,16 @@ class RRef(Generic[T]):
             return self._open(timeout)
         if profiling.wanted():
             here, there = self._table.agent.name, self._handle.owner.name
-            return profiling.called(
-                profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there), self._fetch, timeout
-            )
-        return self._fetch(timeout)
+            event = profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there)
+            return profiling.called(event, self._fetch, timeout)  # type: ignore[no-any-return]
+        try:
+            return self._fetch(timeout)  # type: ignore[no-any-return]
+        except BaseException as error:
+            fold(error)
+            raise
 
-    def _fetch(self, timeout: float) -> T:
-        value: T = self._table.agent.call(self._reach(timeout), fetch, self._handle.id, None, timeout, self)
-        return value
+    def _fetch(self, timeout: float) -> Any:
+        return self._table.agent.call(self._reach(timeout), fetch, self._handle.id, None, timeout, self)
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
         """Return the owner to call; raise an error if the value is unavailable.
@@ -430,14 +433,18 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
+        return partial(_use, self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return self._call("", self._timeout, args, kwargs)
+        return _use(self, "", *args, **kwargs)
 
 
-def _reduce(pickler: Any, reference: RRef[Any]) -> Any:
-    return reduce_reference(pickler, reference._handle)
+def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:
+    try:
+        return proxy._call(method, proxy._timeout, args, kwargs)
+    except BaseException as error:
+        fold(error)
+        raise
 
 
-REDUCERS[RRef] = _reduce
+REDUCERS[RRef] = lambda pickler, reference: reduce_reference(pickler, reference._handle)
