@@ -19,7 +19,7 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from telegrad.version import VERSION
@@ -131,6 +131,13 @@ def _run(code: CodeType, **about: Any) -> None:
     module = ModuleType("__main__")
     vars(module).update(about, __builtins__=builtins)
     sys.modules["__main__"] = module
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code is not code:  # as Python would show it, from the program on
+            trace = trace.tb_next
+        sys.__excepthook__(kind, error.with_traceback(trace or error.__traceback__), trace)
+
+    sys.excepthook = show
     exec(code, vars(module))
 
 

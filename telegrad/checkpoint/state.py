@@ -83,7 +83,8 @@ def packed(value: Any) -> Any:
         return [packed(part) for part in value]
     if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
         names = {key for key, part in value.items() if isinstance(part, (Mapping, list))}
-        if not any(_prefixes(key) & names for key in value):  # else two parts could have the same name
+        prefixes = {key[:place] for key in value for place, character in enumerate(key) if character == "."}
+        if not prefixes & names:  # else two parts could have the same name
             return {key: packed(part) for key, part in value.items()}
     return pickled(value)
 
@@ -95,8 +96,3 @@ def unpacked(value: Any) -> Any:
     if type(value) is list:
         return [unpacked(part) for part in value]
     return value.value if type(value) is Pickled else value
-
-
-def _prefixes(key: str) -> set[str]:
-    """Return all prefixes of the key that end before a dot."""
-    return {key[:place] for place, character in enumerate(key) if character == "."}

@@ -21,7 +21,7 @@ from telegrad.ext.calls import (
     wait_or_cancel,
 )
 from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.references import Id, Proxy, RRef, fetch, methods
+from telegrad.ext.references import Proxy, RRef, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
 
@@ -241,10 +241,8 @@ class RefGroup:
         return RefGroup(current.references().create_each(owners, self._prepared(method, args, kwargs), timeout))
 
     def _prepared(self, method: str, args: Any, kwargs: Any) -> PreparedCall:
-        return PreparedCall(methods.of_each(method), (self._ids(), *args), kwargs, self)
-
-    def _ids(self) -> dict[str, Id]:
-        return {each.owner_name(): each._handle.id for each in self}
+        ids = {each.owner_name(): each._handle.id for each in self}
+        return PreparedCall(methods.of_each(method), (ids, *args), kwargs, self)
 
     def _future(self, about: str) -> GroupFuture:
         self._check()

@@ -167,13 +167,9 @@ class LocalGroup:
         self._closed = True
         atexit.unregister(self._at_exit)
         from telegrad import rpc
-        from telegrad.ext.workers import current
 
         try:
-            if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
-                if not graceful:
-                    self._agent.word_losses(lambda who, why: "")
-                    self._end_workers()  # while this worker still answers, so that they do not take it for lost
+            if not self._agent.closed:  # else the program has left itself
                 rpc.shutdown(graceful)
         finally:
             self._end_workers()

@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> int:
 
     from telegrad import errors, rpc
     from telegrad.ext.joining import main_program
+    from telegrad.ext.workers import current
 
     if given.main:
         main_program.adopt(given.main, given.name)
@@ -71,18 +72,21 @@ def main(arguments: list[str]) -> int:
             max_workers=given.max_workers,
         )
     except errors.TelegradError as error:
-        if _parent_has_ended(given):
+        if given.with_parent and _parent_ended.wait(MOMENT):  # the parent's end is the reason
             return JOINED_NOT
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
         return INTERRUPTED
     name = rpc.get_worker_info().name
+    if given.with_parent:  # whose end explains losses
+        current.joined().agent.word_losses(lambda who, why: "" if _parent_ended.wait(MOMENT) else why)
     try:
         if given.require:
             rpc.wait_for_workers(given.require, given.timeout)
         rpc.serve(require=given.require or True)
     except errors.TelegradError as error:
-        return LOST if _parent_has_ended(given) else _say(f"worker {name!r} has ended: {error}", LOST)
+        explained = given.with_parent and _parent_ended.wait(MOMENT)
+        return LOST if explained else _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
         return INTERRUPTED
     return ENDED
@@ -124,11 +128,6 @@ def _key_from_parent() -> bytes:
     return line
 
 
-def _parent_has_ended(given: argparse.Namespace) -> bool:
-    """Return True if the end of the parent is why the group ends, or has not formed."""
-    return given.with_parent and _parent_ended.wait(MOMENT)
-
-
 def _end_with_parent() -> None:
     """End this process when the parent ends, which closes its end of the input pipe in any case."""
     while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
@@ -136,7 +135,6 @@ def _end_with_parent() -> None:
     _parent_ended.set()
     worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
     if worker is not None:  # else it has not joined
-        worker.agent.word_losses(lambda who, why: "")  # they follow from the end of the group
         worker.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)

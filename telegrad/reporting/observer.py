@@ -49,16 +49,13 @@ class Observer:
         self._begun = self._since = perf_counter()
         self.phase = JOINING
         # Returns the workers it waits for while joining or leaving.
-        self.missing: Callable[[], list[str]] = self._missing_here
+        self.missing: Callable[[], list[str]] = lambda: [who for wait in self._joining() for who in wait.missing()]
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
         return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self.name)]
-
-    def _missing_here(self) -> list[str]:
-        return [who for wait in self._joining() for who in wait.missing()]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""

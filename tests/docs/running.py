@@ -31,6 +31,7 @@ STARTED = ("telegrad", "worker")
 class Outcome(NamedTuple):
     out: str
     error: str  # the traceback of what the program raised, or ""
+    said: str  # what it and its workers say on stderr besides
     printed: dict[tuple[str, int], list[str]]  # by file and line of each print
 
 
@@ -60,7 +61,8 @@ def perform(
         error = traceback.format_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    return Outcome(pathlib.Path("out").read_text(), error + pathlib.Path("err").read_text() if error else "", printed)
+    sys.stderr.flush()
+    return Outcome(pathlib.Path("out").read_text(), error, pathlib.Path("err").read_text(), printed)
 
 
 def _execute(cells: list[Cell], path_of_program: str) -> None:

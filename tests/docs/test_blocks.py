@@ -43,6 +43,10 @@ ELSEWHERE = {
     "docs/security.md": "tests/test_security_page.py",
 }
 AS_USERS_DO = [ROOT / "docs" / "extensions.md", *ROOT.glob("docs/tutorials/*.md")]  # whose workers are not forked, too
+LOSING = [ROOT / f"docs/tutorials/{name}.md" for name in ("federated", "parameter-server")]  # a worker, on purpose
+WAITING = ROOT / "docs/tutorials/elastic-training.md"  # for workers that it has killed
+SILENT = {ROOT / "README.md", *ROOT.glob("docs/tutorials/*.md")} - {*LOSING, WAITING}
+LOSS = re.compile(r"^(.*telegrad: worker '\w+' was lost: ).*\n", re.MULTILINE)
 FEW = 20  # blocks that say why nobody runs them
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
 LINE = re.compile(r"print\(.*\) +# (.+)$")
@@ -65,7 +69,10 @@ def of_languages(*languages: str) -> list[ParameterSet]:
 def test_the_programs_run(page: pathlib.Path) -> None:
     for run in runs_of(page):
         outcome = outcome_of(page, run)
-        assert outcome.error == "", outcome.error + outcome.out
+        assert outcome.error == "", outcome.error + outcome.said + outcome.out
+        assert outcome.said == "" or page not in SILENT
+        losses = LOSS.findall(outcome.said)  # each is told once by each process
+        assert len(set(losses)) == len(outcome.said.splitlines()) or page not in LOSING, outcome.said
         assert list(wrong_comments(page, outcome)) == [], outcome.out
         for block in run.shown:
             assert shows(block, outcome.out), f"{block.name} shows\n{block.text}\nbut it prints\n{outcome.out}"

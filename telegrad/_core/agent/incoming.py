@@ -249,10 +249,7 @@ class Answers:
                 flags |= HAS_REFERENCES
                 body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:
-            error, name = _about_result(error), call.name or user_name(function)
-            self._note_failure(call, error, name)
-            self._streams.publish()
-            return self._failure(call, describe(error, self.name, name))
+            return self._answer_of(call, _about_result(error), call.name or user_name(function))
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
@@ -266,11 +263,7 @@ class Answers:
                 error = CallCancelled(
                     f"{call.described} was cancelled by its caller, or timed out, so there is no value"
                 )
-        name = name or bytes(call.message.head).decode().replace(":", ".")
-        if not call.cancelled:
-            self._note_failure(call, error, name)
-        self._streams.publish()
-        self.send(call, self._failure(call, describe(error, self.name, name)))
+        self.send(call, self._answer_of(call, error, name or bytes(call.message.head).decode().replace(":", ".")))
 
     def refuse(self, error: LimitReached, call: Incoming) -> None:
         """Respond to a call that must not run. Do not log this, since there may be many."""
@@ -287,11 +280,11 @@ class Answers:
             flags, body = HAS_REFERENCES, append(body, call.destination.receipt())
         return Message(FAILURE, call.message.id, flags, body=body)
 
-    def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
-        """Log the error; as a warning if nobody gets it, since the connection with the caller is lost."""
+    def _answer_of(self, call: Incoming, error: BaseException, name: str) -> Message:
+        """Log the error of a function, as a warning if the connection with the caller is lost; return the response."""
         gone = call.link.closed
         level = logging.DEBUG if gone is None or isinstance(gone, ShutDown) else logging.WARNING
-        if log.isEnabledFor(level):
+        if log.isEnabledFor(level) and not call.cancelled:
             log.log(
                 level,
                 "telegrad: worker %r: %s, called by worker %r, %sraised %s: %s",
@@ -299,6 +292,8 @@ class Answers:
                 *("whose connection is lost, " if level == logging.WARNING else "", type(error).__name__),
                 first_line(error),
             )
+        self._streams.publish()
+        return self._failure(call, describe(error, self.name, name))
 
     def send(self, call: Incoming, answer: Message) -> None:
         """Send the response and end the call. A cancelled call gets a response only if that carries references."""

@@ -23,7 +23,7 @@ from telegrad._core.forks import process
 from telegrad._core.interrupts import raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
-from telegrad._core.pickling.remote_text import remote_traceback_of
+from telegrad._core.pickling.remote_text import fold, remote_traceback_of
 from telegrad.errors import CallCancelled, GroupError, ShutDown
 
 T = TypeVar("T")
@@ -202,7 +202,11 @@ class Future(torch.futures.Future[T]):
                 call.help()  # the waiting thread reads the response itself, where it can
             else:
                 wait_for(self)
-        value: T = _uncovered(super().wait())
+        try:
+            value: T = _uncovered(super().wait())
+        except BaseException as error:
+            fold(error)
+            raise
         return value
 
     def cancel(self) -> bool:

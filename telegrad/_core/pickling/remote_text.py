@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.processes import PACKAGE
 from telegrad.errors import TelegradError
 
@@ -207,19 +208,14 @@ class TracebackLines(str):
 
 def tell(error: BaseException, worker: str, function: str = "") -> str:
     """Return the remote traceback of an exception: of this worker, and of the workers before it."""
-    if already_described(error, worker):
-        return remote_traceback_of(error)
+    before = remote_traceback_of(error)
+    if before.startswith((f"On worker {worker!r}:", f"On worker {worker!r}, ")) and not _all_lines(error):
+        return before  # this worker has described it before, and it was not raised again since
     try:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be formatted)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
-
-
-def already_described(error: BaseException, worker: str) -> bool:
-    """Return True if this worker has described the exception before, and it was not raised again since."""
-    told_here = remote_traceback_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
-    return told_here and not _all_lines(error)
 
 
 def with_lines(story: str) -> str:
@@ -351,14 +347,29 @@ def _all_lines(error: BaseException) -> str:
 
 
 def _lines(traceback_: TracebackType | None) -> str:
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(traceback_)
-        if debugging() or not frame.f_code.co_filename.startswith(_INTERNALS)
-    ]
+    frames = [(frame, line) for frame, line in traceback.walk_tb(traceback_) if _is_shown(frame)]
     if len(frames) > 2 * MOST_FRAMES:
         return f"{_formatted(frames[:MOST_FRAMES])}  [...]\n{_formatted(frames[-MOST_FRAMES:])}"
     return _formatted(frames)
+
+
+def _is_shown(frame: FrameType) -> bool:
+    return debugging() or not frame.f_code.co_filename.startswith(_INTERNALS)
+
+
+def fold(error: BaseException) -> None:
+    """Take the frames of this package out of the traceback; a `raise` without arguments then adds none.
+
+    Errors of signal handlers are known by their frames, and keep them.
+    """
+    links = []
+    if not raised_by_handler(error):
+        while (link := error.__traceback__) is not None:
+            links.append(link)
+            error.__traceback__ = link.tb_next
+    for link in reversed(links):
+        if _is_shown(link.tb_frame):
+            error.__traceback__ = TracebackType(error.__traceback__, link.tb_frame, link.tb_lasti, link.tb_lineno)
 
 
 def _formatted(frames: list[tuple[FrameType, int]]) -> str:

@@ -14,6 +14,7 @@ from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, named, target
 from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
@@ -140,9 +141,13 @@ def rpc_sync(
         policy = retry.policy_of(wait_for_worker, idempotent)
     there = to if type(to) is str else target(to) if policy is None else named(to)
     perform: Any = current.agent().perform if policy is None else partial(retry.call_sync, policy)
-    if profiling.wanted():
-        return profiling.called(event_of("sync", to, func), perform, there, call, timeout)
-    return perform(there, call, timeout)
+    try:
+        if profiling.wanted():
+            return profiling.called(event_of("sync", to, func), perform, there, call, timeout)
+        return perform(there, call, timeout)
+    except BaseException as error:
+        fold(error)
+        raise
 
 
 @overload

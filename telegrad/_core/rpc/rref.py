@@ -17,6 +17,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
@@ -136,14 +137,14 @@ class RRef(Generic[T]):
             here, there = self._table.agent.name, owner.name
             event = profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there)
             perform = partial(profiling.called, event, perform)
-        value: T = perform(owner, call, timeout)
-        return value
+        try:
+            return perform(owner, call, timeout)  # type: ignore[no-any-return]
+        except BaseException as error:
+            fold(error)
+            raise
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
-        """Return the owner to call; raise an error if the value is unavailable.
-
-        A reference to a restorable value waits up to `timeout` for the value; its handle may then be another one.
-        """
+        """Return the owner to call, or raise an error. A restorable value, which may then be another, is waited for."""
         return self._table.reach(self._handle)
 
     def _check(self) -> None:
@@ -431,14 +432,18 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
+        return partial(_use, self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return self._call("", self._timeout, args, kwargs)
+        return _use(self, "", *args, **kwargs)
 
 
-def _reduce(pickler: Any, reference: RRef[Any]) -> Any:
-    return reduce_reference(pickler, reference._handle)
+def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:
+    try:
+        return proxy._call(method, proxy._timeout, args, kwargs)
+    except BaseException as error:
+        fold(error)
+        raise
 
 
-REDUCERS[RRef] = _reduce
+REDUCERS[RRef] = lambda pickler, reference: reduce_reference(pickler, reference._handle)

@@ -15,6 +15,7 @@ from telegrad._core.calls import futures, profiling
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.conversion import convert, target
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
@@ -109,10 +110,11 @@ def rpc_sync(
             perform = current.agent().perform
             return profiling.called(_event("sync", to, func), perform, target(to), call, timeout)
         return current.agent().perform(target(to), call, timeout)
-    except (TypeError, torch.jit.Error) as error:
-        if translated(error) is error:
-            raise
-        raise translated(error) from None
+    except BaseException as error:
+        if translated(error) is not error:
+            raise translated(error) from None
+        fold(error)
+        raise
 
 
 @not_compiled
