@@ -154,9 +154,9 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
 
 # What is there now. Numbers go down only.
 MOST = {
-    call: (Length(51, 22, 40), Length(60, 21, 42)),
+    call: (Length(42, 19, 33), Length(42, 15, 28)),
     remote: (Length(150, 34, 105), Length(160, 46, 110)),
-    backward: (Length(450, 60, 265), Length(450, 58, 265)),
+    backward: (Length(340, 50, 195), Length(240, 41, 135)),
 }
 
 

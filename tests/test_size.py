@@ -15,13 +15,13 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_170,
-    "lines of the core": 37_960,
-    "lines of the tests": 82_620,
+    "lines of the package": 60_305,
+    "lines of the core": 38_045,
+    "lines of the tests": 82_660,
     "files of the package": 264,
     "words of the glossary": 80,
     "global statements": 5,
-    "sleeps in tests": 29,
+    "sleeps in tests": 31,
 }
 
 
