@@ -242,7 +242,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         assert "for 0.5 s its process is stopped" in text
         assert seconds < SHORT + SOON
         assert workers[0].run(call, "worker2") == 3
-        time.sleep(1.2)
+        time.sleep(2.5)  # longer than two ticks
         workers[1].kill(signal.SIGCONT)
         assert "did not run" in workers[1].run(line_with, "this process")
         assert "because this worker gave no sign of life" in workers[1].run(line_with, "worker0")

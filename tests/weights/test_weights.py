@@ -31,7 +31,7 @@ from tests.weights.trees import assert_equal
 
 @contextlib.contextmanager
 def speaking_for(worker: Worker) -> Iterator[None]:
-    before = getattr(current._here, "worker", None)
+    before = current._here.own
     current.enter(worker)
     try:
         yield
