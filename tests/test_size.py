@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_305,
+    "lines of the package": 60_310,
     "lines of the core": 38_045,
     "lines of the tests": 82_660,
     "files of the package": 264,

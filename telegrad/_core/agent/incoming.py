@@ -200,6 +200,8 @@ class Handlers:
 class Answers:
     """Sends the responses of the worker `name`."""
 
+    level = logging.DEBUG  # of errors that callers get; the drop-in mode warns of them, as torch's workers do
+
     def __init__(
         self,
         name: str,
@@ -283,13 +285,14 @@ class Answers:
     def _answer_of(self, call: Incoming, error: BaseException, name: str) -> Message:
         """Log the error of a function, as a warning if the connection with the caller is lost; return the response."""
         gone = call.link.closed
-        level = logging.DEBUG if gone is None or isinstance(gone, ShutDown) else logging.WARNING
+        is_lost = gone is not None and not isinstance(gone, ShutDown)
+        level = logging.WARNING if is_lost else self.level
         if log.isEnabledFor(level) and not call.cancelled:
             log.log(
                 level,
                 "telegrad: worker %r: %s, called by worker %r, %sraised %s: %s",
                 *(self.name, name or "a call", call.caller.name),
-                *("whose connection is lost, " if level == logging.WARNING else "", type(error).__name__),
+                *("whose connection is lost, " if is_lost else "", type(error).__name__),
                 first_line(error),
             )
         self._streams.publish()

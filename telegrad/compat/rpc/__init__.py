@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 import os
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
+from telegrad._core.agent.incoming import Answers
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
 from telegrad._core.security.keyring import find_keys
@@ -119,6 +121,7 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
+    Answers.level = logging.WARNING
     api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(
         backend,
