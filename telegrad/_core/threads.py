@@ -81,7 +81,7 @@ def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: flo
 
 
 class Here(threading.local):
-    """What belongs to this thread. A plain `threading.local` takes long to find that nothing was set."""
+    """A value of each thread. A plain `threading.local` takes long to find that no value was set."""
 
     own: Any = None
 

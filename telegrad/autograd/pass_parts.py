@@ -225,7 +225,7 @@ class LocalParts:
             with self._agent.streams.turn():
                 start = perf_counter()
                 while tasks := context.tasks.take():
-                    left = [tasks] if len(tasks) == 1 else by_passes(tasks)
+                    left = [tasks] if len(tasks) == 1 else _by_passes(tasks)
                     while left:
                         self._do(context, left.pop(0))
                 if context.ended:  # perhaps while a part began
@@ -342,7 +342,7 @@ class LocalParts:
         self._agent.wake_at(until, rough=outbox.holds)
 
     def send_gathered(self, now: float) -> float:
-        """Send what has waited for long. Return when to look again. Only the timer thread calls this."""
+        """Send gradients and reports that have waited for long. Return the next time to check. For the timer thread."""
         upcoming = inf
         for outbox, until in self._gathering.copy().items():
             if now < until:
@@ -395,7 +395,7 @@ class LocalParts:
                     self._failed(spec, error)
 
 
-def by_passes(tasks: Sequence[Task]) -> list[list[Task]]:
+def _by_passes(tasks: Sequence[Task]) -> list[list[Task]]:
     """Group consecutive tasks of the same pass."""
     return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
 

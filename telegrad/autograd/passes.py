@@ -10,7 +10,7 @@ counts are zero, the pass is quiescent.
 A report costs a message of its own only where a worker sends no gradients. Otherwise it travels with the last of them.
 Their receiver adds it to its own report, unless it is the driver. So a pass along a chain of workers costs one message
 for each hop, and one report. A worker whose task takes longer than a moment sends the reports that it has to the
-driver at once, which then knows who has a task.
+driver at once, which then knows the workers that have tasks.
 
 A quiescent worker may still hold gradients for nodes that wait for others. These never come if a sent tensor takes no
 part in this pass. Then the driver starts a marking phase: from the waiting nodes, along the graph and across workers,
@@ -102,7 +102,7 @@ class DeclareDead(NamedTuple):
 
 
 class PassReport(NamedTuple):
-    """What a worker has done since its last report. For the driver."""
+    """The tasks that a worker has done, and the messages that it has sent, since its last report; for the driver."""
 
     spec: PassSpec
     worker: str

@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     name = rpc.get_worker_info().name
-    if given.with_parent:  # whose end explains losses
+    if given.with_parent:  # its end explains losses of workers
         current.joined().agent.word_losses(lambda who, why: "" if _parent_ended.wait(MOMENT) else why)
     try:
         if given.require:

@@ -241,7 +241,7 @@ class Agent:
         if self.streams.used:
             with self.streams.aside():
                 self._tell(outcome, pending)
-        else:  # without a context manager, whose three calls each asynchronous call would pay for
+        else:  # a context manager would cost each asynchronous call three more calls
             self._tell(outcome, pending)
 
     def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
@@ -346,7 +346,7 @@ class Agent:
         self._connections.warn_lost(who, why)
 
     def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
-        """Warn of the loss of a worker with the text that `news_of(who, why)` returns; not at all if that is empty."""
+        """Use `news_of(who, why)` for the text of the warning that a worker is lost; an empty text means no warning."""
         self._connections.news_of = news_of
 
     def forget_names(self, but: Collection[str]) -> None:

@@ -98,7 +98,7 @@ class Connections:
         self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
-        self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # what to warn of; "" if a loss is no news
+        self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # text of a warning, or "" for none
         self._health = Health(
             settings.silence,
             settings.heartbeat,

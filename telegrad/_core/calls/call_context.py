@@ -99,7 +99,7 @@ _current: ContextVar[CallContext | None] = ContextVar("telegrad_scene", default=
 
 
 class Seen:
-    """What calls in this process may find: they look for nothing else."""
+    """The kinds of data that scenes of this process have had. Calls look for no other kind, which saves time."""
 
     def __init__(self) -> None:  # attributes of the object, which are read faster than those of its class
         self.scene = False  # True once a scene was entered

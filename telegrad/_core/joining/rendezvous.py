@@ -214,7 +214,7 @@ class _Static:
             # after the claims, so that no open gate hides a conflict
             self._board.swap(f"come/{self.me.id}", "", OPENED)
             self._open(COMPLETE)
-            level = logging.INFO if self.names else logging.WARNING  # who knows the names sees how the workers start
+            level = logging.INFO if self.names else logging.WARNING  # with known names, the launcher reports starts
             with Wait("init_rpc", self._awaited, self._attendance.missing, self.place, self.me.name, level) as wait:
                 self._pass(COMPLETE, self._watch(wait))
                 entries = self._board.read_all([f"rank/{rank}" for rank in range(self.size)])
