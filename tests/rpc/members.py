@@ -49,6 +49,14 @@ def line_with(words: str) -> str:
     return line
 
 
+def wait_for_lines(*each: str) -> None:
+    """Wait until a line with each of these words has come, in any order."""
+    missing = set(each)
+    while missing:
+        line = lines.get(timeout=PATIENCE)
+        missing -= {words for words in missing if words in line}
+
+
 def names() -> list[str]:
     """Return the members, as the directory has them."""
     return [worker.name for worker in rpc.workers()]

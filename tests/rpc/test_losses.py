@@ -21,7 +21,7 @@ from telegrad._core.stores import find_directory
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, wait_until
 from tests.rpc import members
-from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event
+from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event, wait_for_lines
 
 SILENCE = 3.0
 AT_ONCE = 2.0  # seconds on a busy machine, less than the silence; an idle one needs some milliseconds
@@ -102,20 +102,12 @@ def test_a_death_is_seen_without_a_directory(five: list[Process]) -> None:
 # Processes that are stopped
 
 
-def stop(process: Process) -> None:
-    process.kill(signal.SIGSTOP)
-
-
-def resume(process: Process) -> None:
-    process.kill(signal.SIGCONT)
-
-
 def test_a_stopped_worker_is_lost_with_its_lease_and_ends(five: list[Process], tcp: str) -> None:
     boss, *_, stopped = five
     assert boss.run(call, "w4") == 3
-    stop(stopped)
+    stopped.kill(signal.SIGSTOP)
     wait_for(five[:4], ["w0", "w1", "w2", "w3"], SILENCE + 2)
-    resume(stopped)
+    stopped.kill(signal.SIGCONT)
     calls = [stopped.run(error_of, call, "w0")]
     while "declared lost" not in calls[-1][1]:
         assert calls[-1][0] is not None
@@ -151,9 +143,9 @@ def test_who_shuts_down_while_it_is_declared_lost_is_told(tcp: str, end: Callabl
 
 
 def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(five: list[Process]) -> None:
-    stop(five[2])
+    five[2].kill(signal.SIGSTOP)
     time.sleep(SILENCE / 3)
-    resume(five[2])
+    five[2].kill(signal.SIGCONT)
     assert five[2].run(call, "w1") == five[1].run(call, "w2") == 3
     assert five[0].run(names) == [f"w{rank}" for rank in range(COUNT)]
 
@@ -164,10 +156,10 @@ def test_the_group_goes_on_where_the_worker_that_keeps_the_directory_is_stopped(
         x.run(join, tcp, 1)
         y.run(join, tcp, 2)
         x.run(rpc.wait_for_workers, 3, PATIENCE)
-        stop(boss)
+        boss.kill(signal.SIGSTOP)
         wait_for([x, y], ["w1", "w2"], SILENCE + 2)
         assert x.run(call, "w2") == 3
-        resume(boss)
+        boss.kill(signal.SIGCONT)
         wait_until(lambda: boss.run(error_of, call, "w1")[0] is errors.PeerLost)
         again.run(join, tcp, 0, "boss")
         x.run(rpc.wait_for_workers, ["boss"], PATIENCE)
@@ -176,9 +168,9 @@ def test_the_group_goes_on_where_the_worker_that_keeps_the_directory_is_stopped(
 
 def test_a_server_that_was_declared_lost_ends_with_that_error(five: list[Process]) -> None:
     five[2].begin(error_of, rpc.serve)
-    stop(five[2])
+    five[2].kill(signal.SIGSTOP)
     wait_for([five[0]], ["w0", "w1", "w3", "w4"], SILENCE + 2)
-    resume(five[2])
+    five[2].kill(signal.SIGCONT)
     kind, text = five[2].end()
     assert kind is errors.PeerLost
     assert "start it again" in text.lower()
@@ -244,8 +236,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         assert workers[0].run(call, "worker2") == 3
         time.sleep(2.5)  # longer than two ticks
         workers[1].kill(signal.SIGCONT)
-        assert "did not run" in workers[1].run(line_with, "this process")
-        assert "because this worker gave no sign of life" in workers[1].run(line_with, "worker0")
+        workers[1].run(wait_for_lines, "this process did not run", "because this worker gave no sign of life")
         assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         assert workers[1].run(is_quiet)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 
 import pytest
@@ -45,7 +46,7 @@ def pids_joined(run: Run, count: int) -> set[int]:
 
     def found() -> set[int]:
         logs = [path.read_text() for path in (run.folder / "logs" / "latest").glob("a*.log")]
-        return {int(line.split()[-1]) for log in logs for line in log.splitlines() if "all joined" in line}
+        return {int(pid) for log in logs for pid in re.findall(r"all joined (\d+)\n", log)}
 
     wait_until(lambda: len(found()) >= count, PATIENT)
     return found()
