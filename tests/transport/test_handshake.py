@@ -181,9 +181,7 @@ def test_a_name_that_is_too_long_is_an_error_at_its_own_end() -> None:
         (VersionRange(7, 9), VersionRange(7, 8), 8),
     ],
 )
-def test_neighbouring_versions_agree_on_the_older_one(
-    spoken_a: VersionRange, spoken_b: VersionRange, agreed: int
-) -> None:
+def test_neighbouring_versions_use_the_older_one(spoken_a: VersionRange, spoken_b: VersionRange, agreed: int) -> None:
     for first, second in [(spoken_a, spoken_b), (spoken_b, spoken_a)]:
         a = Initiator(KEY, A, B.incarnation, spoken=first)
         b = Acceptor(KEY, B, spoken=second)

@@ -41,10 +41,7 @@ def world() -> World:
     ("used", "looks"),
     [
         (200, [(200 * MB + GROWN, 0), (200 * MB, 0)]),
-        (
-            200,
-            [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)],
-        ),  # growth counts from there
+        (200, [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)]),  # growth counts from there
         (4000, [(4000 * MB, 1), (4000 * MB, 1)]),
         (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # a pause follows, also if less is freed
         (200, [(100 * MB, 0), (101 * MB + GROWN, 1)]),  # growth counts from the smallest size

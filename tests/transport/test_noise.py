@@ -199,9 +199,7 @@ def test_no_nonce_is_used_twice_even_after_failures(monkeypatch: pytest.MonkeyPa
                 cipher.encrypt_into(b"x", memoryview(bytearray(1 + TAG)))
         except KeyboardInterrupt:
             pass
-    numbers = [
-        each for each in used if each[1] != bytes(4) + b"\xff" * 8
-    ]  # without those of rekeying, which encrypt no message
+    numbers = [each for each in used if each[1] != bytes(4) + b"\xff" * 8]  # those of rekeying encrypt no message
     assert len(set(numbers)) == len(numbers) >= 35
 
 
