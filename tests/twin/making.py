@@ -145,10 +145,10 @@ if __name__ == "__main__":
 
 
 class Maker:
-    """A program under way.
+    """A program that is being made.
 
-    Parts may take any of `tensors`: expressions for 3 x 3 tensors of float64 that the driver has at that line. What
-    they add there has values of about the size of one, so that long chains do not overflow.
+    Parts may take any of `tensors`: expressions for 3 x 3 tensors of float64 that the driver has at that line. Tensors
+    that they add have values of about the size of one, so that long chains do not overflow.
     """
 
     def __init__(self, seed: int, names: Sequence[str]) -> None:
