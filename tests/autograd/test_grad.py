@@ -1,4 +1,4 @@
-"""`telegrad.autograd.grad` beside `torch.autograd.grad` in one process, and what torch's own would leave out."""
+"""`telegrad.autograd.grad` in contexts and `torch.autograd.grad` in one process, which alone misses remote parts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def end_of_a_group(rank: int) -> bool:
         autograd.backward(context, net(batch(rank)).sum())
     sys.setswitchinterval(PATIENCE)
     try:
-        torch.distributed.all_reduce(torch.zeros(1 << 24), group=group_of_its_own, async_op=True)  # 64 MB: on its way
+        torch.distributed.all_reduce(torch.zeros(1 << 24), group=group_of_its_own, async_op=True)  # 64 MB
         torch.distributed.destroy_process_group(group_of_its_own)
         del group_of_its_own, net
     finally:
@@ -158,7 +158,7 @@ def in_another_order(rank: int) -> bool:
         return allreduce_hook(groups[number], bucket)
 
     def gradients(number: int) -> list[torch.Tensor]:
-        modules[number].register_comm_hook(number, lambda number, bucket: reduce(number, bucket))  # no annotations
+        modules[number].register_comm_hook(number, lambda number, bucket: reduce(number, bucket))  # not annotated
         assert number == rank or begun.wait(PATIENCE)
         with autograd.context() as context:
             autograd.backward(context, modules[number](batch(rank)).sin().sum())
