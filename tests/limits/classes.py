@@ -238,7 +238,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def scheduled(name: str, made: Any, backward: Any, optimizer: Any) -> Any:
-    """Learning rates and states of a model that is trained on a schedule, half of it by a scheduler from its state."""
+    """Return learning rates and states of a model; a scheduler that was loaded from a state does half of the work."""
     module = made(nn.Linear, 3, 3, dtype=torch.float64)
     steps = optimizer(torch.optim.SGD, module, lr=0.1, momentum=0.9)
     scheduler = SCHEDULERS[name](steps.own)
