@@ -1,4 +1,4 @@
-"""In a process that was forked from a worker, each public function and method raises the documented error."""
+"""Public functions and methods raise the documented error in a process that was forked from a worker."""
 
 from __future__ import annotations
 

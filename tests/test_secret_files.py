@@ -199,7 +199,7 @@ def owned_by_eve(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", ["file", "folder", "link", "link to the folder", "up"])
 def test_a_folder_of_another_user_is_refused(way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, also if it only holds a symlink, which that user can replace."""
+    """The folder is refused even if it only holds a symlink, which that user can replace."""
     theirs, own = tmp_path / "theirs", tmp_path / "own"
     for folder in (theirs / "below", own):
         folder.mkdir(parents=True)

@@ -457,7 +457,7 @@ def test_an_error_in_a_backward_function_on_another_worker(trio: list[Worker]) -
 
 
 def test_system_exit_in_a_backward_function(trio: list[Worker]) -> None:
-    """It ends the program on the caller's worker, and is an error on another one."""
+    """SystemExit ends the program on the caller's worker, and is an error on another one."""
     x = leaf()
     with autograd.context() as context:
         here = failing(rpc_sync("w1", torch.sin, (x,)), SystemExit(7)).sum()
@@ -521,7 +521,7 @@ def test_fast_mode_names_unused_sends() -> None:
 
 
 def test_early_gradients_do_not_wait_for_other_branches() -> None:
-    """While one branch on w1 still runs, w0 already uses the gradients of the other."""
+    """The gradients of one branch are used on w0 while the other branch still runs on w1."""
     x = leaf()
     x.register_hook(lambda gradient: GATE.set())
     with autograd.context() as context:
@@ -611,7 +611,7 @@ def graph_of_its_own() -> torch.Tensor:
 
 
 def test_a_reference_from_before_the_context_as_root() -> None:
-    """Its owner joins the context by the pass alone, and still learns of its end."""
+    """The owner joins the context by the pass alone, and still learns of its end."""
     reference = remote("w1", graph_of_its_own)
     with autograd.context() as context:
         reference.backward(context)

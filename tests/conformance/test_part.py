@@ -1,4 +1,4 @@
-"""Some quick tests of each suite of PyTorch's own tests, run against Telegrad."""
+"""Quick tests of each suite of PyTorch's own tests, run against Telegrad."""
 
 from __future__ import annotations
 

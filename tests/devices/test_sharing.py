@@ -114,7 +114,7 @@ def test_a_block_is_refilled_only_after_it_was_read(kind: str) -> None:
 @pytest.mark.parametrize("kind", [SIM])
 @apart
 def test_a_copy_to_the_host_outlives_its_connection(kind: str) -> None:
-    """Its memory is not reused while the device still copies."""
+    """The memory is not reused while the device still copies."""
     staging = Staging(Streams())
     departure = staging.depart(DeviceBlob(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
     assert not departure.over

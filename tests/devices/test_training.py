@@ -343,7 +343,7 @@ def train(state: dict[str, Any], device: str | torch.device) -> list[float]:
 @pytest.mark.parametrize("wait", [True, False])
 @on_host_and_devices
 def test_training_resumes_from_a_checkpoint(kind: str, wait: bool) -> None:
-    """It resumes on other workers and other devices, which need no map for that."""
+    """Other workers and other devices need no map for that."""
     here, there = places(kind)
     with tempfile.TemporaryDirectory() as folder:
         with group(kind, 3):

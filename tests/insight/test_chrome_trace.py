@@ -312,7 +312,7 @@ def profile(marks: bool) -> dict[str, Any]:
 
 
 def test_a_profile_without_marks_is_left_out() -> None:
-    """Its clock is unknown, so its events would be years away from the others."""
+    """The clock of such a profile is unknown, so its events would be years away from the others."""
     traces = {
         "a": WorkerTrace([CALL], HERE, profile(marks=False)),
         "b": WorkerTrace([RUN], BESIDE, profile(marks=True)),

@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Party:
-    """One end, with the bytes that it has sent and received."""
+    """An end of a handshake, with the bytes that it has sent and received."""
 
     def __init__(self, end: Initiator | Acceptor, claim: Hello, key: Keyring, wanted: Hello | None = None) -> None:
         self.end, self.claim, self.key, self.wanted = end, claim, key, wanted

@@ -169,7 +169,7 @@ def test_a_crowd_that_comes_and_goes_does_not_stop_the_listener(doors: Doors, li
 
 
 def test_a_connection_that_completed_its_handshake_late_is_kept(doors: Doors) -> None:
-    """One of two late ends completes its handshake while the timer closes the other."""
+    """The timer closes one of two late connections while the other completes its handshake."""
     socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
     ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
     proofs = {port: end.start() for port, end in ends.items()}

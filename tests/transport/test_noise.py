@@ -70,7 +70,7 @@ def test_the_published_vector() -> None:
 
 
 class OfNoiseprotocol:
-    """One end of a handshake, made with the package noiseprotocol."""
+    """An end of a handshake, made with the package noiseprotocol."""
 
     def __init__(self, initiates: bool, psk: bytes, prologue: bytes) -> None:
         self._of = NoiseConnection.from_name(noise.NAME)

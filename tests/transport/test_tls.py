@@ -72,7 +72,7 @@ class Authority:
 
 
 class End:
-    """One end of a connection in memory."""
+    """An end of a connection in memory."""
 
     def __init__(self, context: ssl.SSLContext, server_side: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -409,7 +409,7 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_request_to_a_closing_subscriber_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its memory is freed, and the reader that asked gets another source."""
+    """The subscriber's memory is freed, and the reader that asked gets another source."""
     hear = SubscriberEndpoint.take
 
     def late(endpoint: SubscriberEndpoint, sender: EndpointAddress, message: Any, tensors: Any) -> None:
