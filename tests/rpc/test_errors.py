@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -19,7 +19,7 @@ from telegrad._core.calls.futures import Future
 from telegrad.errors import TelegradError, WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_stream, rpc_sync
 from tests.cluster import PATIENCE, agents_here, wait_until
 from tests.links import cut
 from tests.wire.test_failures import HIDDEN, Nameless, hides
@@ -131,6 +131,60 @@ def test_a_simple_error_takes_few_lines_all_of_the_user(function: Callable[..., 
     text = "".join(traceback.format_exception(raised.value))
     assert set(re.findall(r'File "([^"]+)"', text)) == {__file__}
     assert len(text.splitlines()) <= 15 + (function is by_proxy)  # which has a frame more
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        raise ValueError("boom")
+
+
+def yields() -> Iterator[int]:
+    yield 1
+    raise ValueError("boom")
+
+
+def run_backward(begin: Callable[[int, torch.Tensor, torch.Tensor], object]) -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        begin(context_id, rpc_sync("w1", FailsBackward.apply, (x,)).sum(), x)
+
+
+async def read_stream() -> None:
+    async for _ in rpc_stream("w1", yields):
+        pass
+
+
+USES: dict[str, Callable[[], object]] = {
+    "await": lambda: asyncio.run(awaited(1)),
+    "stream": lambda: list(rpc_stream("w1", yields)),
+    "async stream": lambda: asyncio.run(read_stream()),
+    "backward": lambda: run_backward(lambda context_id, loss, x: autograd.backward(context_id, loss)),
+    "backward_async": lambda: run_backward(lambda *given: autograd.backward_async(*given[:2]).wait()),
+    "grad": lambda: run_backward(autograd.grad),
+    "RemoteModule": lambda: RemoteModule("w1", Fails).eval()(torch.ones(2)),
+    "forward_async": lambda: RemoteModule("w1", Fails).eval().forward_async(torch.ones(2)).wait(),
+    "module_cls": lambda: RemoteModule("w1", nested, (0,)),  # type: ignore[arg-type]
+    "pipeline": lambda: Pipeline([RemoteModule("w1", Fails)], chunks=2).eval()(torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_use_shows_lines_of_the_package(use: str) -> None:
+    with pytest.raises(ValueError, match="boom") as raised:
+        USES[use]()
+    text = "".join(traceback.format_exception(raised.value))
+    assert "/telegrad/" not in text.replace(__file__, "")
+    assert "During handling" not in text
 
 
 def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest.MonkeyPatch) -> None:
