@@ -54,7 +54,7 @@ def test_an_address_of_ip_version_6_is_shown_in_brackets() -> None:
 
 
 @given(st.text(), st.integers(0), st.text(), st.integers(0, 65535))
-def test_a_member_survives_the_way_through_json(name: str, id_: int, unix: str, port: int) -> None:
+def test_a_member_survives_conversion_to_json(name: str, id_: int, unix: str, port: int) -> None:
     sent = Member(name, id_, "i", "p", "h", unix, ("::1", port))
     assert Member.from_json(sent.to_json()) == sent
 

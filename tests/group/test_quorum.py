@@ -154,7 +154,7 @@ def test_the_reason_of_waiting_is_reported(limits: GroupSize) -> None:
     assert "'a', 'b'; more may join" in quorum(limits, new("a"), new("b")).lacks()
 
 
-def test_arrivals_and_generations_survive_the_way_through_json() -> None:
+def test_arrivals_and_generations_survive_conversion_to_json() -> None:
     arrival = again("a", 3, without=("b",))
     assert Arrival.from_json(arrival.to_json()) == arrival
     formed = generation(3, "a", "b")._replace(survivors=1, limits="2", has_ended=True)
