@@ -1,4 +1,4 @@
-"""What a schedule tells a worker, over its pipe; each function gets the worker's number first."""
+"""The orders of a schedule to a worker, sent over its pipe; each function gets the worker's number first."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HOSTS = 3  # for which those are taken that are reached over TCP
 PIECE = 1 << 14  # bytes of a version of weights that travel at a time
 STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
 
-_before: leaks.Holding  # the worker joined
-_meshed: leaks.Holding  # once all were connected with all
+_before: leaks.Holding  # when the worker joined
+_meshed: leaks.Holding  # when all were connected with all
 _board: Board
 _load: Load
 
@@ -35,7 +35,7 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     leaks.keep_briefly()
     extra_streams.STRIPE_FROM = STRIPE_FROM
     publisher.PIECE = PIECE
-    if transport == "tcp":  # as workers of several hosts have it
+    if transport == "tcp":  # like workers of several hosts
         cluster.host_identity = lambda: f"host{rank % HOSTS}"  # type: ignore[attr-defined]
     gc.collect()
     _before = leaks.holding()
@@ -61,13 +61,13 @@ def stop_load(_: int) -> Tally:
 
 
 def let_go(_: int) -> None:
-    """Forget what others left here."""
+    """Forget the references and publishers that others left here."""
     functions.clear_shelf()
     gc.collect()
 
 
 def call_all(rank: int, others: list[int], timeout: float) -> None:
-    """Each connection is there, and works; so does each event loop."""
+    """Check that each connection and each event loop works."""
     for other in others:
         token = rank << 20 | other
         asked = f"worker{rank}", token, "", timeout
@@ -77,7 +77,7 @@ def call_all(rank: int, others: list[int], timeout: float) -> None:
 
 
 def reach_all(rank: int, others: list[int], timeout: float) -> None:
-    """As `call_all`, but with as many tries as it takes to replace connections that are broken."""
+    """Do the same as `call_all`, with as many attempts as needed to replace broken connections."""
 
     def failure() -> errors.PeerError | None:
         try:
