@@ -185,7 +185,7 @@ def test_a_write_to_an_argument_during_the_calls_causes_a_warning() -> None:
 
 
 def test_all_calls_are_sent_before_any_answer_is_waited_for() -> None:
-    """One worker has no room until another has been called."""
+    """A worker has no room until another has been called."""
     may_end.clear()
     with agents(3) as workers:
         agent = workers[0].agent

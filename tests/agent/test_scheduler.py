@@ -88,7 +88,7 @@ def test_callers_are_served_in_turn() -> None:
     assert "".join(str(begin(scheduler)) for _ in range(6)) == "ax-byc"
 
 
-def test_another_caller_gets_no_second_slot_where_there_is_one() -> None:
+def test_a_single_slot_is_not_doubled_for_another_caller() -> None:
     scheduler = full(1, WorkQueue())
     add(scheduler, WorkQueue(), "a")
     assert begin(scheduler) is None

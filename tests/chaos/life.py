@@ -18,7 +18,7 @@ from tests.chaos.operations import Wrong
 from tests.chaos.proxy import Address, stand_behind_proxy
 from tests.cluster import init
 
-HOSTS = 3  # for which those are taken that are reached over TCP
+HOSTS = 3  # number of simulated hosts of workers that are reached over TCP
 PIECE = 1 << 14  # bytes of a version of weights that travel at a time
 STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
 
@@ -51,7 +51,7 @@ def note_connected(_: int) -> None:
 
 def start_load(rank: int, seed: int, clients: int, timeout: float, squeezed: bool, record: str) -> None:
     global _load
-    if squeezed:  # torch does it at the first optimizer, and where memory ends then, half of it stays for good
+    if squeezed:  # else the first optimizer imports it; a lack of memory then leaves half of it for good
         import torch._dynamo  # noqa: F401
     _load = Load(rank, _board, seed, clients, timeout, squeezed, record)
 

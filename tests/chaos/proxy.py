@@ -193,7 +193,7 @@ class Connection:
 
 
 class Pipe:
-    """One direction of a connection."""
+    """A direction of a connection."""
 
     def __init__(self, connection: Connection, source: socket.socket, sink: socket.socket, first: bool) -> None:
         self.budget: int | None = None  # bytes after which the connection ends

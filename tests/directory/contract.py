@@ -270,7 +270,7 @@ class Contract(Fixtures):
 
     # Several at once
 
-    def test_one_of_several_simultaneous_claims_succeeds(self, make: Make, place: str) -> None:
+    def test_simultaneous_claims_have_a_single_winner(self, make: Make, place: str) -> None:
         clients = [make() for _ in range(6)]
         barrier = threading.Barrier(len(clients))
 

@@ -63,7 +63,7 @@ class Naive:
             self.events.append(Event(self.revision, key, None))
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int) -> Swap | None:
-        """Return None where the lease has ended."""
+        """Return None if the lease has ended."""
         if lease and lease not in self.leases:
             return None
         found = self.entries.get(key)

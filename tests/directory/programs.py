@@ -185,7 +185,7 @@ class Programs(Fixtures):
     """Tests of programs made from a seed."""
 
     @pytest.mark.parametrize("seed", SEEDS)
-    def test_one_client_gets_the_results_of_the_model(self, client: Directory, place: str, seed: int) -> None:
+    def test_a_client_gets_the_results_of_the_model(self, client: Directory, place: str, seed: int) -> None:
         beside = Beside(client, place, seed)
         for _ in range(120):
             beside.step()

@@ -186,7 +186,7 @@ def test_large_changes_are_forgotten_sooner() -> None:
     assert 5 <= len(table.changes("", table.compacted)[1]) <= 10
 
 
-def test_one_client_does_not_fill_the_table() -> None:
+def test_a_client_cannot_fill_the_table() -> None:
     table = LeaseTable(limits=Limits(keys=4, keys_of_one=2))
     for key in "ab":
         table.swap(key, b"", client="one")
@@ -232,7 +232,7 @@ def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
         table.renew(lease, latest)
 
 
-def test_one_client_may_have_as_many_keys_as_the_page_says() -> None:
+def test_a_client_may_have_as_many_keys_as_the_page_says() -> None:
     table = LeaseTable()
     for n in range(8192):
         table.swap(f"{n}", b"", ABSENT, 0, "one")

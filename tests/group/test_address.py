@@ -60,7 +60,7 @@ def test_a_store_host_that_cannot_be_resolved_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("route", "published"), [("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")])
-def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(
+def test_a_host_named_as_loopback_publishes_an_address_of_use_to_others(
     monkeypatch: pytest.MonkeyPatch, route: str | None, published: str
 ) -> None:
     names(monkeypatch, node0="127.0.1.1", localhost="127.0.0.1")

@@ -109,7 +109,7 @@ def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], 
 
 @pytest.mark.parametrize("pause", [0.0, AGAIN])
 def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
-    """Its silence shows at once, as where no route leads to it, or by answers that do not come."""
+    """The silence shows by an error at once, as without a route, or by answers that do not come."""
     fate: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
     now = 0.0
     while isinstance(fate, Suspect):

@@ -127,7 +127,7 @@ def test_any_worker_starts_the_directory_of_a_store_that_no_worker_serves(finder
     assert finder.find(store).keeping is None
 
 
-def test_one_of_the_workers_that_come_first_starts_the_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
+def test_workers_that_come_at_once_start_a_single_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
     stores = [dist.FileStore(f"{tmp_path}/store", -1) for _ in range(4)]
     found = in_threads(*[partial(finder.find, store) for store in stores])
     (keeping,) = [each.keeping for each in found if each.keeping is not None]

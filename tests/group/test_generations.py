@@ -167,7 +167,7 @@ def test_the_next_worker_decides_if_the_first_has_died(place: Place) -> None:
     assert all(len(names(future.result(WAIT))) == 3 for future in coming)
 
 
-def test_one_of_two_workers_of_the_same_name_is_refused(place: Place) -> None:
+def test_two_workers_of_the_same_name_do_not_both_join(place: Place) -> None:
     limits = GroupSize(2, 2)
     coming = [place.come("same", limits), place.come("same", limits, life=1)]
     wait_until(lambda: len(look(place.directory).arrivals) == 2)

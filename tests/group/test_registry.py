@@ -133,7 +133,7 @@ def claims_in(registry: Registry, since: int) -> list[Claimed]:
     return [change for _, change in registry.watch(since, 0)[1] if isinstance(change, Claimed)]
 
 
-def test_one_worker_has_the_claim_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
+def test_a_worker_has_the_claim_alone_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
     first, second = directory.grant(LONG), directory.grant(LONG)
     claim = registry.claim("x", "a", first)
     assert claim.life == "a"

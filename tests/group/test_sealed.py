@@ -68,7 +68,7 @@ def test_a_sealed_value_does_not_help_to_forge_another(raw: Directory, directory
         directory.list("b")
 
 
-def test_a_forged_value_raises_where_it_is_read(raw: Directory, directory: SealedDirectory, forged: bytes) -> None:
+def test_reading_a_forged_value_raises_an_error(raw: Directory, directory: SealedDirectory, forged: bytes) -> None:
     raw.swap("a", forged)
     for read in (lambda: directory.list("a"), lambda: directory.list(""), lambda: directory.swap("a", b"mine")):
         with pytest.raises(errors.StoreUntrusted, match="'a'"):

@@ -60,7 +60,7 @@ class Call(PendingCall):
 
 
 class Link:
-    """One connection, seen from both ends."""
+    """A connection with both of its ends."""
 
     def __init__(self, world: World) -> None:
         self.number = len(world.links)

@@ -75,7 +75,7 @@ class Post:
         pass
 
     def notify(self, to: str | int, message: tuple[Any, ...]) -> None:
-        """Connect to a worker, whose end this worker will hear of."""
+        """Connect to a worker, so that this worker will hear of its end."""
         found = self._worker.find(to)
         if found is not None:
             self._worker.connected.add(found)
@@ -134,7 +134,7 @@ class Worker:
         for each in postponed:
             self.world.after(0.0, each)
 
-    # Joining, as `joining.py` does
+    # Joining, as `join.py` does
 
     def join(self) -> None:
         world = self.world

@@ -21,7 +21,7 @@ def name_of(key: str) -> str:
 
 
 class Worker:
-    """One machine, its post, and the handles that its program holds."""
+    """A machine, its post, and the handles that its program holds."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -34,7 +34,7 @@ def test_the_patience_counts_for_each_line() -> None:
     assert lines.due == 0.9 + PATIENCE
 
 
-def test_of_a_line_that_is_overwritten_the_last_state_is_shown() -> None:
+def test_the_last_state_of_an_overwritten_line_is_shown() -> None:
     lines = LineBuffer()
     assert lines.feed(b" 1%\r 2%\r", 0.0) == []
     assert lines.look(2.0) == [b" 2%"]

@@ -24,9 +24,9 @@ HANGS = 6.0, 8.0  # seconds that the worker with the store is stopped: longer th
 
 
 class Event(NamedTuple):
-    """`kind` befalls a worker: who keeps the store where it is "store" or "hang", a new one where it is "join".
+    """An event: `kind` happens to a worker: the keeper of the store for "store" and "hang", a new one for "join".
 
-    "again" kills it, and once more as it comes back.
+    "again" kills a worker, and once more as it comes back.
     """
 
     kind: str
