@@ -197,7 +197,6 @@ def test_all_workers_get_the_same_orders(faults: bool) -> None:
 
 
 def test_an_impatient_worker_moves_alone_if_the_leader_is_silent() -> None:
-    """The leader does not answer the impatient worker."""
     machine = GenerationBarrier(1, [0, 1, 2])
     assert machine.give_up() == [], "it is within a step"
     assert machine.stand(HERE) == [(0, StepReport(HERE, 0, False))]
