@@ -30,7 +30,7 @@ Address = tuple[str, int]
 HOST = "127.0.0.1"
 CHUNK = 1 << 18
 FULL = 1 << 22  # bytes that a direction keeps at most before it stops reading
-HAS_GRAPH = 4096  # first bytes of each connection, which a stranger will send again
+OPENING = 4096  # first bytes of each connection, which a stranger will send again
 PATIENCE = 30.0
 
 
@@ -229,8 +229,8 @@ class Pipe:
         except OSError:
             self._connection.end(reset=True)
             return
-        if self._first and len(self._connection.opening) < HAS_GRAPH:
-            self._connection.opening += data[: HAS_GRAPH - len(self._connection.opening)]
+        if self._first and len(self._connection.opening) < OPENING:
+            self._connection.opening += data[: OPENING - len(self._connection.opening)]
         if not data:
             self._ended = True
         elif not self._weather.silent:

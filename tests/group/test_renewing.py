@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -242,7 +241,7 @@ def test_a_renewal_that_fails_is_repeated(file: KeyFile) -> None:
     for place in ("telegrad/a", "telegrad/b"):
         KeyValueStore(store).write(place, "value")
     file.put(NEW, OLD)
-    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(1):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(store, "look_up", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.renew()
