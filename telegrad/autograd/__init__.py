@@ -13,6 +13,7 @@ from telegrad._core import checks, forks
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
@@ -157,10 +158,14 @@ def backward(
         if ride is not None:
             ride.end(driven.rode)
 
-    if profiling.enabled():
-        profiling.recorded(BACKWARD_EVENT, run)
-    else:
-        run()
+    try:
+        if profiling.enabled():
+            profiling.recorded(BACKWARD_EVENT, run)
+        else:
+            run()
+    except BaseException as error:
+        fold(error)
+        raise
 
 
 @not_compiled
@@ -236,6 +241,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 @not_compiled
+@folded
 def grad(
     context_id: int,
     outputs: Tensor | Sequence[Tensor],

@@ -20,6 +20,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
 from telegrad._core.modules.module_tree import Model, RemotePart, branches
 from telegrad._core.modules.remote_module import RemoteModule
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.restorable import ensure_present
@@ -221,6 +222,7 @@ class DistributedOptimizer(Optimizer):
     # Stepping
 
     @not_compiled
+    @folded
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Make all owners apply the gradients of a context concurrently. Parameters without a gradient do not change.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from telegrad.autograd import backward
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, check_timeout, known_as, not_compiled, remote
+from telegrad.ext.calls import DEFAULT, check_timeout, folded, known_as, not_compiled, remote
 from telegrad.ext.graphs import Inside, Step, check_step, entered_id
 from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, hint_at_context, parse_place
 from telegrad.ext.references import Restore, RRef, check_restore
@@ -228,6 +228,7 @@ class Pipeline(nn.Module, Recoverable):
         return parts
 
     @not_compiled
+    @folded
     def forward(self, inputs: Any) -> Any:
         """Return the outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
@@ -245,6 +246,7 @@ class Pipeline(nn.Module, Recoverable):
         return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.stations_of[-1]].outputs)
 
     @not_compiled
+    @folded
     def forward_backward(
         self,
         context_id: int,

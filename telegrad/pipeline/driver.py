@@ -102,6 +102,7 @@ class PipelineDriver:
             try:
                 future.wait()
             except Exception as error:
+                error.__context__ = None  # what the thread handled that completed the future
                 errors.append(error)
                 if errors[0] is error:
                     self._stop(number)

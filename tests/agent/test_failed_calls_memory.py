@@ -1,4 +1,4 @@
-"""A failed call's exception is freed without the garbage collector, also where stacks are looked at meanwhile."""
+"""Tests of a failed call's exception: it is freed without the garbage collector, also while stacks are inspected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _look: list[Callable[[], object]] = []
 
 class Refused(Exception):
     def __str__(self) -> str:
-        for look in _look:  # where the callee describes it
+        for look in _look:  # the callee describes the error here
             look()
         return "no"
 

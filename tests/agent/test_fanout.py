@@ -1,4 +1,4 @@
-"""One call to many workers: encoded once, sent before anything is waited for, with an outcome for each."""
+"""Tests of one call to many workers: encoded once, sent before waiting for any answer, with an outcome for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, T
 from tests.cluster import PATIENCE, agents, in_threads
 
 MB = 1 << 20
-LARGE = 1 << 18  # for these tests
+LARGE = 1 << 18  # a low limit for these tests
 OTHERS = ("w1", "w2", "w3")
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
@@ -61,10 +61,10 @@ def scribble(value: torch.Tensor) -> float:
     return float(value.sum())
 
 
-# What is said
+# Encodings and copies
 
 
-def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_another_program_get_a_separate_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telegrad._core.agent.agent.program", lambda: "this one")
     with agents(4) as workers:
         agent = workers[0].agent
@@ -74,7 +74,7 @@ def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: p
         assert agent._fanout.encodings == 2
 
 
-def test_large_arguments_cross_to_all_and_are_each_ones_own(workers: list[Worker]) -> None:
+def test_each_worker_has_its_own_copy_of_large_arguments(workers: list[Worker]) -> None:
     agent = workers[0].agent
     tensor = torch.ones(LARGE)
     for _ in range(3):
@@ -83,7 +83,7 @@ def test_large_arguments_cross_to_all_and_are_each_ones_own(workers: list[Worker
 
 
 @needs_sharing
-def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
+def test_several_workers_of_one_host_share_a_copy_of_the_arguments() -> None:
     with agents(4, transport="unix") as workers:
         agent = workers[0].agent
         pool = agent._connections._pool
@@ -96,21 +96,21 @@ def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
         ready.fill_(2)
         before = len(pool._common)
         futures = call_each(agent, total, ready)
-        assert len(pool._common) == before  # no copy of what lies there already
+        assert len(pool._common) == before  # no copy of a tensor that lies in common memory already
         assert values(futures) == [2 * LARGE] * 3
         made = pool._bytes.total()
         assert values(call_each(agent, total, tensor, to=("w1", "w0"))) == [LARGE] * 2
-        assert pool._bytes.total() > made  # a block of its own
+        assert pool._bytes.total() > made  # a separate block
         assert total(ready) == 2 * LARGE
 
 
-def test_memory_that_is_short_is_no_hindrance() -> None:
+def test_a_call_with_too_little_shared_memory_succeeds() -> None:
     with agents(4, transport="unix", shared_memory=MB) as workers:
         tensor = torch.ones(MB)
         assert values(call_each(workers[0].agent, total, tensor)) == [MB] * 3
 
 
-# What fails
+# Failures
 
 
 def raise_on(name: str) -> str:
@@ -119,7 +119,7 @@ def raise_on(name: str) -> str:
     return here()
 
 
-def test_who_cannot_be_called_keeps_no_other_from_it(workers: list[Worker]) -> None:
+def test_unknown_workers_and_failures_do_not_affect_other_workers(workers: list[Worker]) -> None:
     futures = call_each(workers[0].agent, raise_on, "w2", to=("nobody", "w1", "w2", "w3", 17))
     assert [futures[1].wait(), futures[3].wait()] == ["w1", "w3"]
     for at in (0, 4):
@@ -130,7 +130,7 @@ def test_who_cannot_be_called_keeps_no_other_from_it(workers: list[Worker]) -> N
     assert isinstance(caught.value, ValueError | RemoteError)
 
 
-def test_what_fails_for_all_is_raised_once(workers: list[Worker]) -> None:
+def test_an_argument_that_cannot_be_encoded_is_raised_once(workers: list[Worker]) -> None:
     agent = workers[0].agent
     futures: list[Future[Any]] = [Future() for _ in OTHERS]
     for argument in (threading.Lock(), freed()):
@@ -146,7 +146,7 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-def test_where_the_caller_has_left_each_is_told() -> None:
+def test_each_call_fails_after_the_caller_has_left() -> None:
     with agents(3) as workers:
         agent = workers[0].agent
         values(call_each(agent, here, to=("w1", "w2")))
@@ -163,7 +163,7 @@ def consume(value: Any = None) -> None:
     assert may_end.wait(PATIENCE)
 
 
-def test_time_runs_out_for_each() -> None:
+def test_each_call_has_its_timeout() -> None:
     may_end.clear()
     with agents(3) as workers:
         futures = call_each(workers[0].agent, consume, to=("w1", "w2"), timeout=0.05)
@@ -173,7 +173,7 @@ def test_time_runs_out_for_each() -> None:
         may_end.set()
 
 
-def test_writing_underway_is_told_of() -> None:
+def test_a_write_to_an_argument_during_the_calls_causes_a_warning() -> None:
     may_end.clear()
     with agents(3) as workers:
         tensor = torch.zeros(1 << 16)
@@ -184,8 +184,8 @@ def test_writing_underway_is_told_of() -> None:
             values(futures)
 
 
-def test_all_are_sent_before_anybody_is_waited_for() -> None:
-    """One worker has no room until another has been called."""
+def test_all_calls_are_sent_before_any_answer_is_waited_for() -> None:
+    """A worker has no room until another has been called."""
     may_end.clear()
     with agents(3) as workers:
         agent = workers[0].agent

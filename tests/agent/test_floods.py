@@ -1,6 +1,6 @@
-"""One caller that sends without end: the others are served, and what it costs the callee has a bound.
+"""Tests of a caller that sends without end: the others are served, and the costs of the callee are limited.
 
-The flood leaves over the connection of a worker, past the limits that a caller sets itself.
+The flood is sent over the connection of a worker, past the limits that a caller sets itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def big(size: int) -> bytes:
 
 @pytest.fixture
 def three() -> Iterator[tuple[Worker, Worker, Worker]]:
-    """The callee, who floods it, and another caller."""
+    """Yield the callee, the worker that floods it, and another caller."""
     gate.clear()
     ran.clear()
     with agents(3, num_worker_threads=4) as (callee, flooder, other):
@@ -89,8 +89,8 @@ def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, W
     wait_until(lambda: len(ran) >= 4)
     start = time.monotonic()
     assert other.agent.call("w0", operator.add, (1, 2), None, timeout=20) == 3
-    assert time.monotonic() - start < 10  # the slots are not free for 30
-    wait_until(lambda: len(caller_of(callee, "w1").queue) > 100)  # they are read little by little
+    assert time.monotonic() - start < 10  # the slots are not free for 30 s
+    wait_until(lambda: len(caller_of(callee, "w1").queue) > 100)  # the calls are read little by little
 
 
 def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tuple[Worker, Worker, Worker]) -> None:
@@ -109,7 +109,7 @@ def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tupl
     assert flooder.agent.call("w0", operator.add, (1, 2), None) == 3
 
 
-def test_what_cancels_calls_is_read_though_too_many_wait(three: tuple[Worker, Worker, Worker]) -> None:
+def test_cancellations_are_read_though_too_many_calls_wait(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, _ = three
     for number in range(MOST + 100):
         links.link_to(flooder, "w0").send(call(number, hold, number))
@@ -120,7 +120,7 @@ def test_what_cancels_calls_is_read_though_too_many_wait(three: tuple[Worker, Wo
     wait_until(lambda: not is_held(callee, "w1"))
 
 
-def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_caller_that_is_not_read_sees_that_the_callee_lives(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, _ = three
     for number in range(MOST + 100):
         links.link_to(flooder, "w0").send(call(number, hold, number))
@@ -131,7 +131,7 @@ def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Work
 
 
 def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) -> None:
-    """As when reading goes on for a while though nothing ends."""
+    """Reading may go on for a while though no call ends."""
     callee = three[0]
     callee.agent._server.intake._most_calls = 20
     caller = caller_of(callee, "w1")
@@ -152,13 +152,13 @@ def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) ->
     assert len(caller.calls) == 40
 
 
-def test_results_that_nobody_reads_end_the_beginning_of_calls(
+def test_no_calls_begin_while_their_results_are_not_read(
     three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callee, flooder, other = three
     monkeypatch.setattr(writer, "MOST_BYTES", 1024 * KIB)
     link = links.link_to(flooder, "w0")
-    count, size = 200, 200 * KIB  # which is part of the frame; larger values travel in shared memory
+    count, size = 200, 200 * KIB  # part of the frame; larger values travel in shared memory
     accepted = next(link for link in links.accepted(callee) if link.peer == "w1")
     with links.unread(link):
         for number in range(count):
@@ -168,7 +168,7 @@ def test_results_that_nobody_reads_end_the_beginning_of_calls(
         assert latency(other) < 1.0
         assert caller.queue.is_held_up
         waiting = sum(len(chunk.data) for chunk in accepted._writer.outbox.copy() if isinstance(chunk, Chunk))
-        assert waiting <= 1024 * KIB + 6 * size  # and what ran as the limit was reached
+        assert waiting <= 1024 * KIB + 6 * size  # and the calls that ran as the limit was reached
         wait_until(lambda: len(caller.queue) > count / 2)
     link.reading.watch()
     flooder.agent.expect("w0")
@@ -186,7 +186,7 @@ def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Wo
     assert latency(other) < 1.0
 
 
-def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, Worker]) -> None:
+def test_control_messages_do_not_delay_calls_of_others(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, other = three
     stop = threading.Event()
     callee.agent.on(Word, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Who follows calls: what it surrounds, and what travels for it."""
+"""Tests of a follower of calls: it surrounds them, and sends baggage with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _inside: ContextVar[str] = ContextVar("inside", default="")
 
 
 class Notes:
-    """A follower that writes down what it is asked for; what travels is the way of the call."""
+    """A follower that notes its calls; its baggage is the path of the call."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -84,7 +84,7 @@ def stop_following(to: str) -> Any:
     return rpc_sync(to, call_context.baggage)
 
 
-def test_it_surrounds_calls_at_both_ends(notes: Notes) -> None:
+def test_a_follower_surrounds_calls_at_both_ends(notes: Notes) -> None:
     assert rpc_sync("w1", way, ("w2", "w1")) == "w0>w1>w2>"
     assert notes.lines == ["w0 calls way on w1", "w1 calls way on w2", "w2 calls way on w1"]
     del notes.lines[:]
@@ -94,11 +94,11 @@ def test_it_surrounds_calls_at_both_ends(notes: Notes) -> None:
     assert notes.lines == ["w2 is done", "w2 is done", "w0 calls to_here on w2"]
 
 
-def test_what_travels_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
+def test_baggage_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
     assert rpc_sync("w1", carried_on, ("w2",)) == [{"way": "w0>"}] * 2
     assert rpc_sync("w1", carried) == [{}] * 2
 
 
-def test_who_does_not_follow_passes_on_what_came(notes: Notes) -> None:
+def test_a_worker_without_a_follower_passes_the_baggage_on(notes: Notes) -> None:
     assert rpc_sync("w1", rpc_sync, ("w2", stop_following, ("w3",))) == {"way": "w0>"}
     assert call_context.baggage() == {}

@@ -1,4 +1,4 @@
-"""What counts as a sign of life of another worker, and who is told that there is none."""
+"""Tests of the signs of life of other workers, and of reports that there are none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 10.0
 
 
 class Connection:
-    """What is looked at of a `Link`."""
+    """The part of a `Link` that is watched."""
 
     peer = "w1"
 
@@ -40,7 +40,7 @@ class Connection:
 
 
 class Watch:
-    """A worker that looks at one other whenever it wants to."""
+    """A worker that watches another one at the times that it chooses."""
 
     def __init__(self, link: Connection, silence: float = 0.0, heartbeat: float = 0.0) -> None:
         self.now = 0.0
@@ -59,10 +59,10 @@ class Watch:
             meanwhile()
 
 
-def test_who_does_not_answer_is_told_of_after_the_limit() -> None:
+def test_a_worker_that_does_not_answer_is_reported_after_the_limit() -> None:
     link = Connection()
     watch = Watch(link, heartbeat=LIMIT)
-    watch.until(100.0, lambda: setattr(link, "taken", 40 * link.asked))  # each answered
+    watch.until(100.0, lambda: setattr(link, "taken", 40 * link.asked))  # each heartbeat is answered
     assert not watch.told
     assert 20 < link.asked < 60
     watch.until(200.0)
@@ -71,7 +71,7 @@ def test_who_does_not_answer_is_told_of_after_the_limit() -> None:
     assert "worker 'w1' is silent: it has not answered for 10 s" in why
 
 
-def test_one_question_is_asked_of_who_is_quiet() -> None:
+def test_a_quiet_worker_gets_one_heartbeat() -> None:
     link = Connection()
     watch = Watch(link, heartbeat=LIMIT)
     watch.until(200.0)
@@ -79,7 +79,7 @@ def test_one_question_is_asked_of_who_is_quiet() -> None:
     assert link.asked == 1
 
 
-def test_who_takes_what_is_sent_lives() -> None:
+def test_a_worker_that_takes_data_is_alive() -> None:
     link = Connection()
     watch = Watch(link, heartbeat=LIMIT)
     link.is_sending = True
@@ -93,7 +93,7 @@ def test_who_takes_what_is_sent_lives() -> None:
     assert watch.told
 
 
-def test_what_has_come_and_was_not_read_is_a_sign() -> None:
+def test_unread_data_is_a_sign_of_life() -> None:
     link = Connection()
     link.unread = True
     watch = Watch(link, heartbeat=LIMIT)
@@ -101,7 +101,7 @@ def test_what_has_come_and_was_not_read_is_a_sign() -> None:
     assert not watch.told
 
 
-def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_on_this_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {7: ("S", 5)}
     monkeypatch.setattr(processes, "state_of", told.get)
     watch = Watch(Connection(process=7), silence=LIMIT)
@@ -114,7 +114,7 @@ def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.Monke
     assert "kill -CONT 7" in why
 
 
-def test_a_process_that_went_on_between_two_looks_was_not_stopped_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ran_between_two_looks_was_not_always_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {7: ("T", 5)}
     monkeypatch.setattr(processes, "state_of", told.get)
     watch = Watch(Connection(process=7), silence=LIMIT)
@@ -126,13 +126,13 @@ def test_a_process_that_went_on_between_two_looks_was_not_stopped_all_the_time(m
     assert watch.told
 
 
-def test_a_process_that_cannot_be_seen_is_none() -> None:
+def test_a_process_that_cannot_be_seen_is_not_reported_as_stopped() -> None:
     watch = Watch(Connection(), silence=LIMIT)
     watch.until(100.0)
     assert not watch.told
 
 
-def test_who_has_gone_is_not_looked_at() -> None:
+def test_a_connection_that_has_gone_is_not_watched() -> None:
     link = Connection()
     watch = Watch(link, heartbeat=LIMIT)
     watch.until(12.0)
@@ -141,7 +141,7 @@ def test_who_has_gone_is_not_looked_at() -> None:
     assert not watch.told
 
 
-def test_without_limits_nobody_is_looked_at() -> None:
+def test_without_limits_no_connection_is_watched() -> None:
     link = Connection(process=1)
     watch = Watch(link)
     assert watch.health.tick(0.0, watch.links) == float("inf")
@@ -150,12 +150,12 @@ def test_without_limits_nobody_is_looked_at() -> None:
     assert not link.asked
 
 
-# A worker looks at itself; that it tells of a stop is in tests/rpc/test_losses.py
+# The watch of a worker over itself; tests/rpc/test_losses.py tests the report of a stop
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is known of one thread")
 def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A C function that keeps the interpreter while it sleeps uses no processor time, as a stopped process."""
+    """A C function that keeps the interpreter while it sleeps uses no processor time, like a stopped process."""
     monkeypatch.setattr(health, "TICKS", 0.1)
     monkeypatch.setattr(health, "LATEST", 20)  # 0.1 s
     watch, ticks, over = Health(0.1, 0.0, lambda *_: None), list[float](), threading.Event()

@@ -1,4 +1,4 @@
-"""What a waiting thread does itself, and what it leaves to others."""
+"""Tests of the work that a waiting thread does itself, and of the work that it leaves to others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telegrad._core.transport.reading import ReadOwner, ReadRight
 
 
 class Reactor:
-    """Only notes what it is asked."""
+    """A reactor that only notes its work."""
 
     def __init__(self) -> None:
         self.given: list[str] = []
@@ -25,7 +25,7 @@ class Reactor:
 
 
 class Link:
-    """Brings something at each read, as long as there is any."""
+    """A link that brings something at each read, until nothing is left."""
 
     def __init__(self, *reads: Callable[[], object]) -> None:
         self.watched = False
@@ -48,7 +48,7 @@ def reactor() -> Reactor:
     return Reactor()
 
 
-# With these in place of the agent's own
+# Stand-ins for the agent's own functions
 
 
 def submit(reactor: Any, work: Work) -> None:
@@ -67,7 +67,7 @@ def errand(reactor: Reactor, done: list[str], name: str, then: Callable[[], None
     return lambda: submit(reactor, Work(act, name))
 
 
-def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None:
+def test_a_waiting_thread_does_what_it_reads_and_what_follows(reactor: Reactor) -> None:
     done: list[str] = []
     future: Future[None] = Future()
     second = errand(reactor, done, "second", lambda: future.set_result(None))
@@ -79,7 +79,7 @@ def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None
     assert link.reading.owner is ReadOwner.LEADER
 
 
-def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor: Reactor) -> None:
+def test_a_waiting_thread_leaves_further_work_to_others(reactor: Reactor) -> None:
     done: list[str] = []
     future: Future[None] = Future()
     several = [errand(reactor, done, name) for name in "abc"]
@@ -88,7 +88,7 @@ def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor: Reactor) ->
     assert reactor.given == ["b", "c"]
 
 
-def test_only_for_a_moment(reactor: Reactor) -> None:
+def test_work_after_the_wait_is_left_to_others(reactor: Reactor) -> None:
     done: list[str] = []
     run_for(Future(), [Link()], reactor)
     errand(reactor, done, "later")()
@@ -96,20 +96,20 @@ def test_only_for_a_moment(reactor: Reactor) -> None:
     assert reactor.given == ["later"]
 
 
-def test_does_not_take_a_connection_from_one_who_reads_it(reactor: Reactor) -> None:
+def test_a_waiting_thread_takes_no_connection_from_its_reader(reactor: Reactor) -> None:
     link = Link(lambda: pytest.fail("read by two"))
     assert link.reading.take()
     run_for(Future(), [link], reactor)
     assert link.reading.owner is ReadOwner.WAITER
 
 
-def test_a_connection_that_ends_is_forgotten(reactor: Reactor) -> None:
+def test_a_connection_that_ends_during_a_wait_is_forgotten(reactor: Reactor) -> None:
     link: Link = Link(lambda: link.reading.end())
     run_for(Future(), [link], reactor)
     assert not link.watched
 
 
-def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor: Reactor, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_work_done_while_waiting_is_only_logged(reactor: Reactor, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: None) -> NoReturn:
         raise KeyError("inside")
 

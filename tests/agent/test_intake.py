@@ -1,4 +1,4 @@
-"""How much of a caller is read, with a simulated clock: callers that send without end, beside others."""
+"""Tests of how much of a caller is read, with a simulated clock: callers that send without end, and others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 16
 
 
 class FakeLink(Link):
-    """A connection of which only the right to read it is asked for."""
+    """A connection of which only the right to read is used."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -71,7 +71,7 @@ class Simulation:
         self.scheduler.hold_up(queue, is_held_up)
 
     def read(self) -> None:
-        """One look at all connections."""
+        """Look at all connections once."""
         for caller, link in self.links.items():
             count = min(READ, self.sends[caller])
             if link.is_held or not count:
@@ -85,14 +85,14 @@ class Simulation:
             self.most = max(self.most, len(caller.queue))
 
     def run(self, takes: float) -> None:
-        """As the leader: works, one of each queue in turn, between two looks at the connections."""
+        """Work as the leader does: run a work of each queue in turn, between two looks at the connections."""
         until = self.now + TURN
         while self.now <= until:
             work, _ = self.scheduler.next(self.scheduler.ready)
             if work is None:
                 return
             caller, number, since = work.argument
-            if takes > STUCK_AFTER:  # by threads of their own
+            if takes > STUCK_AFTER:  # run by other threads
                 self.running.append((self.now + takes, caller, number))
                 continue
             self.now += takes
@@ -132,16 +132,16 @@ def test_few_quick_calls_of_a_flood_wait_at_a_time(two: Simulation) -> None:
         if not len(other.queue) and chance.random() < 0.3:
             two.sends[other] = 1
         two.step(RUNS)
-    assert two.most <= 2 * (AHEAD + READ)  # of which the garbage collector does not even hear
+    assert two.most <= 2 * (AHEAD + READ)  # few enough not to start the garbage collector
     assert max(two.took[other]) < 5e-3
     assert len(two.took[other]) > 100
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_who_does_not_flood_waits_for_a_turn_and_a_call_of_each_caller(
+def test_a_call_waits_only_for_a_turn_and_a_call_of_each_other_caller(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """However many flood, and however long their calls take."""
+    """The number of floods and the duration of their calls do not matter."""
     chance = random.Random(seed)
     simulation = Simulation(monkeypatch, chance.randint(2, 6))
     *flooders, other = simulation.callers
@@ -151,7 +151,7 @@ def test_who_does_not_flood_waits_for_a_turn_and_a_call_of_each_caller(
     took = simulation.took[other]
     while all(simulation.sends[flooder] for flooder in flooders):
         came = simulation.now
-        simulation.step(takes)  # it has come as a turn began
+        simulation.step(takes)  # the call has come as a turn began
         read, count = simulation.now, len(took)
         simulation.sends[other] = 1
         for _ in range(len(simulation.callers) + 2):  # a turn holds one call at least
@@ -162,10 +162,10 @@ def test_who_does_not_flood_waits_for_a_turn_and_a_call_of_each_caller(
     assert len(took) > 10
 
 
-def test_slow_calls_are_read_on(two: Simulation) -> None:
-    """So that what follows them is found: a CANCEL, or the call that opens a gate."""
+def test_reading_goes_on_while_calls_are_slow(two: Simulation) -> None:
+    """A message behind them must be found: a CANCEL, or the call that opens a gate."""
     flooder = two.callers[0]
-    count = two.sends[flooder] = 32_768  # as many as a caller has in flight that limits itself
+    count = two.sends[flooder] = 32_768  # as many as a caller with limits has in flight
     while two.sends[flooder] and two.now < 10:
         two.step(60.0)
     assert not two.sends[flooder]
@@ -173,7 +173,7 @@ def test_slow_calls_are_read_on(two: Simulation) -> None:
     assert len(flooder.queue) == count - SLOTS
 
 
-def test_the_connection_is_read_again_once_they_were_quick(two: Simulation) -> None:
+def test_a_connection_is_read_again_after_quick_calls(two: Simulation) -> None:
     flooder = two.callers[0]
     for _ in range(3):
         two.sends[flooder] = 10_000
@@ -193,7 +193,7 @@ def test_calls_that_are_held_up_are_read_slowly(two: Simulation) -> None:
     assert len(flooder.queue) <= 2 * 2 * 2 * (AHEAD + READ)
 
 
-def test_who_does_not_read_its_answers_is_held_up_until_it_does(two: Simulation) -> None:
+def test_a_caller_that_does_not_read_its_answers_is_held_up(two: Simulation) -> None:
     flooder, other = two.callers
     for caller in (flooder, other):
         link = two.links[caller]
@@ -210,7 +210,7 @@ def test_who_does_not_read_its_answers_is_held_up_until_it_does(two: Simulation)
     assert not flooder.queue.is_held_up
 
 
-def test_nothing_is_kept_of_a_caller_that_has_gone(two: Simulation) -> None:
+def test_all_state_of_a_caller_that_has_gone_is_removed(two: Simulation) -> None:
     flooder = two.callers[0]
     two.sends[flooder] = 10_000
     two.read()

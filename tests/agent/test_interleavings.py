@@ -1,4 +1,4 @@
-"""Agents whose threads are held up at the edges of the locks, at random, so that orders come up that are rare else."""
+"""Tests of agents whose threads pause at the edges of the locks, at random, so that rare orders come up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS = 60  # of each thread
 
 @pytest.fixture(params=range(SEEDS))
 def chance(request: pytest.FixtureRequest) -> Iterator[random.Random]:
-    """Threads stop for a moment at one edge of three."""
+    """Let threads pause for a moment at one edge of three."""
     chance = random.Random(request.param)
 
     def hold_up() -> None:
@@ -39,7 +39,7 @@ def chance(request: pytest.FixtureRequest) -> Iterator[random.Random]:
 
 
 def in_place(caller: Worker, offset: int) -> int:
-    """Whether each call gives its own value, or fails with its connection: how many failed."""
+    """Check that each call gives its own value or fails with its connection; return how many failed."""
     failed = 0
     for number in range(offset, offset + CALLS):
         try:
@@ -62,7 +62,7 @@ def at_once(caller: Worker, offset: int) -> int:
 
 
 def left_alone(caller: Worker, offset: int) -> int:
-    """Nobody waits in place: the leader reads."""
+    """Call without a thread that waits in place, so that the leader reads; return how many failed."""
     numbers = range(offset, offset + CALLS)
     futures = [caller.agent.call_async("w1", operator.add, (number, 1), None) for number in numbers]
     done = threading.Semaphore(0)
@@ -85,7 +85,7 @@ WAYS = (in_place, at_once, left_alone)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_calls_that_are_cancelled_end_and_no_others(transport: str, chance: random.Random) -> None:
+def test_cancelled_calls_end_and_no_others(transport: str, chance: random.Random) -> None:
     with agents(2, transport=transport) as (a, b):
 
         def call(offset: int) -> int:
@@ -103,7 +103,7 @@ def test_calls_that_are_cancelled_end_and_no_others(transport: str, chance: rand
             return len(ended)
 
         assert sum(in_threads(*(lambda at=at: call(1000 * at) for at in range(3)))) >= 3 * CALLS // 2
-        # What was cancelled at once may be on its way still.
+        # Calls that were cancelled at once may still be on their way.
         wait_until(lambda: a.agent.idle and b.agent.idle and not any(caller.calls for caller in callers_of(b)))
 
 
@@ -145,7 +145,7 @@ def test_every_call_ends_while_connections_break(chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("amid", ["before the connections end", "as they end"])
-def test_who_connects_as_another_leaves_early_is_told_so(amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_connects_to_one_that_leaves_early_learns_why(amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (a, b):
         connections = b.agent._connections
         ending = b.agent.layers.references if amid.startswith("before") else connections.listener
@@ -164,7 +164,7 @@ def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:
 
         def call(at: int) -> None:
             begun.release()
-            with contextlib.suppress(PeerError):  # it could not even begin
+            with contextlib.suppress(PeerError):  # the calls could not even begin
                 WAYS[at](a, 1000 * at)
 
         def close() -> None:

@@ -1,4 +1,4 @@
-"""Control messages of extensions that one worker has, and another has not."""
+"""Tests of control messages of extensions that one worker has, and another has not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pong(NamedTuple):
     number: int
 
 
-def test_a_worker_without_the_extension_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_without_the_extension_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with agents(2) as (one, other):
         got: list[int] = []
         other.agent.on(Pong, lambda _, message: got.append(message.number))
@@ -39,7 +39,7 @@ def test_two_classes_of_one_name_are_refused() -> None:
             one.agent.on(other, lambda _, message: None)
 
 
-def test_a_tick_that_fails_keeps_no_other_from_being_called() -> None:
+def test_a_tick_that_fails_does_not_prevent_others() -> None:
     with agents(1) as (one,):
         called: list[float] = []
 

@@ -1,4 +1,4 @@
-"""The threads of a worker begin and end."""
+"""Tests of the threads of a worker: their begin and end, the leader's turns, the timer, and the event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reactor_of(slots: int = 1) -> Reactor:
     return Reactor(slots, 1, lambda: None, TimerThread(lambda _: 0.0))
 
 
-def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reactor_may_be_closed_while_a_thread_is_about_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start, late, closed = threading.Thread.start, threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -51,7 +51,7 @@ def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: py
         assert not thread.is_alive()
 
 
-def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
+def test_closed_descriptors_of_a_worker_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     raised: list[object] = []
@@ -73,10 +73,10 @@ def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
+def test_the_leader_soon_looks_at_all_connections_despite_long_works(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """With a clock that goes on only as works run, so that no other thread counts."""
+    """The clock goes on only as works run, so that no other thread counts."""
     chance = random.Random(seed)
     longest = chance.choice([5e-6, 80e-6, 1e-3])
     now, looks, done = [0.0], [0.0], threading.Event()
@@ -104,7 +104,7 @@ def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
     finally:
         reactor.close()
     gaps = [later - earlier for earlier, later in itertools.pairwise(looks)]
-    # One work begins at the last moment, and it is seen as the next one begins.
+    # One work begins at the last moment, which is noticed as the next one begins.
     assert max(gaps) <= TURN + 2 * longest
     assert now[0] > 3 * longest
 
@@ -114,8 +114,8 @@ class Value:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(is_long: bool) -> None:
-    """For as long as the next one runs, a value that nobody wants any more would be kept."""
+def test_arguments_of_a_call_are_freed_before_its_thread_runs_the_next(is_long: bool) -> None:
+    """Otherwise an unused value would be kept for as long as the next call runs."""
     reactor = reactor_of()
     begun, goes_on, runs, ends = (threading.Event() for _ in range(4))
     threads: list[int] = []
@@ -152,10 +152,10 @@ def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(is_long: boo
 
 
 @pytest.mark.parametrize("takes", [1e-6, 1e-4, 1e-3])
-def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_more(
+def test_the_leader_soon_looks_at_all_connections_despite_a_busy_one(
     monkeypatch: pytest.MonkeyPatch, takes: float
 ) -> None:
-    """`takes`: seconds of each read, and of what it brings."""
+    """`takes`: seconds of each read, and of the work that it brings."""
     now, looks = [1.0], [1.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     reactor = reactor_of()
@@ -179,7 +179,7 @@ def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_mor
 
 
 def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
-    """As a finaliser does that makes a call, where the collector runs it under the lock."""
+    """A finalizer does so if it makes a call while the collector runs under the lock."""
     reactor = reactor_of()
     queue, ran = WorkQueue(), threading.Semaphore(0)
     reactor.start()
@@ -192,7 +192,7 @@ def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
         reactor.close()
 
 
-def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_during_a_busy_poll_ends_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     reactor = reactor_of()
     polling, closing = reactor._polling, threading.Event()
     spin = polling._spin
@@ -211,8 +211,8 @@ def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkey
     wait_until(lambda: not len(reactor._threads))
 
 
-def test_a_work_that_resumes_while_the_leader_sleeps_takes_no_works_out_of_its_sight() -> None:
-    """Two slots are then in use where one is allowed, and the works that wait for a slot are looked at anew."""
+def test_works_begin_after_another_resumes_while_the_leader_sleeps() -> None:
+    """Two slots are then in use though one is allowed, and the works that wait for a slot are looked at anew."""
     reactor = reactor_of(1)
     queue = WorkQueue()
     answered, released, begun, ran = (threading.Event() for _ in range(4))
@@ -240,11 +240,11 @@ def test_a_work_that_resumes_while_the_leader_sleeps_takes_no_works_out_of_its_s
         reactor.close()
 
 
-# The thread that knows the time
+# The timer's thread
 
 
 def ticks_of(act: Callable[[TimerThread, float, int], float], count: int) -> list[float]:
-    """When a timer has ticked, so many times; `act` is told of each, with its number, and says when the next is due."""
+    """Return the times of `count` ticks; `act` gets each tick with its number, and returns the time of the next."""
     ticks: list[float] = []
     enough = threading.Event()
 
@@ -264,7 +264,7 @@ def ticks_of(act: Callable[[TimerThread, float, int], float], count: int) -> lis
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept(fails: bool) -> None:
+def test_a_time_requested_during_a_tick_is_kept(fails: bool) -> None:
     def act(timer: TimerThread, now: float, number: int) -> float:
         if number == 1:
             timer.wake_by(now + 0.05)
@@ -276,17 +276,17 @@ def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept(fails: bool) -> None
     assert second - first < LONGEST_PAUSE / 2
 
 
-def test_it_comes_to_the_time_that_the_tick_told() -> None:
+def test_the_timer_ticks_at_the_time_that_the_tick_returned() -> None:
     start = monotonic()
     ticks = ticks_of(lambda timer, now, number: now + 0.05, 3)
     assert ticks[2] - start >= 0.1
 
 
-# The event loop, which keeps what runs on it
+# The event loop, which keeps its tasks alive
 
 
 class Waiting:
-    """Holds what it waits for, and is held by nobody else."""
+    """An object that holds the future that it awaits, and is held by no other."""
 
     def __init__(self) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -300,7 +300,7 @@ class Waiting:
             raise
 
 
-def test_what_waits_for_something_that_nobody_else_holds_goes_on() -> None:
+def test_a_task_that_awaits_an_unreferenced_future_goes_on() -> None:
     loop, began, ended = EventLoop(lambda: None), threading.Event(), list[BaseException]()
 
     async def begin() -> None:
@@ -338,7 +338,7 @@ async def called_soon(kind: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("act", [gathered, called_soon])
-def test_the_loop_goes_on_where_a_task_or_a_callback_would_end_the_program(
+def test_the_loop_goes_on_after_system_exit_or_an_interrupt_in_a_task(
     act: Callable[[type[BaseException]], Coroutine[Any, Any, None]],
     kind: type[BaseException],
     caplog: pytest.LogCaptureFixture,

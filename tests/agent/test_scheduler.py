@@ -1,4 +1,4 @@
-"""How many calls run at once, whose turn it is, and what becomes of those that find no slot."""
+"""Tests of the scheduler: how many calls run at once, whose turn it is, and calls that find no slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add(scheduler: Scheduler, queue: WorkQueue | None, *names: object, size: int
 
 
 def begin(scheduler: Scheduler) -> object:
-    """The argument of the work that begins; None if there is none."""
+    """Return the argument of the work that begins; None if there is none."""
     work, _ = scheduler.next(scheduler.ready)
     return None if work is None else work.argument
 
@@ -33,7 +33,7 @@ def full(count: int, queue: WorkQueue) -> Scheduler:
     return scheduler
 
 
-def test_works_that_find_no_slot_wait_and_come_in_order() -> None:
+def test_works_without_a_slot_wait_and_begin_in_order() -> None:
     queue = WorkQueue()
     scheduler = full(2, queue)
     add(scheduler, queue, "a", "b")
@@ -48,7 +48,7 @@ def test_works_that_find_no_slot_wait_and_come_in_order() -> None:
     assert scheduler.busy == 1
 
 
-def test_where_all_that_run_only_sleep_one_more_begins_until_a_call_ends() -> None:
+def test_a_slot_is_lent_if_all_running_works_only_sleep() -> None:
     queue = WorkQueue()
     scheduler = full(1, queue)
     add(scheduler, queue, "a", "b", "c")
@@ -62,17 +62,17 @@ def test_where_all_that_run_only_sleep_one_more_begins_until_a_call_ends() -> No
     assert [begin(scheduler), begin(scheduler)] == ["b", None]
 
 
-def test_no_slot_is_lent_while_calls_work_or_end_or_where_nobody_knows() -> None:
+def test_no_slot_is_lent_while_calls_work_or_end_or_times_are_unknown() -> None:
     queue = WorkQueue()
     scheduler = full(2, queue)
     assert not scheduler.lend(1.0, 0.0)
-    assert not scheduler.lend(2.0, 0.9)  # they have used the processor
+    assert not scheduler.lend(2.0, 0.9)  # the calls have used the processor
     scheduler.end(queue)
-    assert not scheduler.lend(3.0, 0.9)  # one has ended
+    assert not scheduler.lend(3.0, 0.9)  # a call has ended
     assert not scheduler.lend(4.0, None)
 
 
-def test_the_slots_that_are_lent_have_a_bound() -> None:
+def test_the_number_of_lent_slots_is_limited() -> None:
     scheduler = full(1, WorkQueue())
     assert sum(scheduler.lend(number, 0.0) for number in range(MOST_LENT + 10)) == MOST_LENT
 
@@ -88,7 +88,7 @@ def test_callers_are_served_in_turn() -> None:
     assert "".join(str(begin(scheduler)) for _ in range(6)) == "ax-byc"
 
 
-def test_one_slot_stays_one() -> None:
+def test_a_single_slot_is_not_doubled_for_another_caller() -> None:
     scheduler = full(1, WorkQueue())
     add(scheduler, WorkQueue(), "a")
     assert begin(scheduler) is None
@@ -128,7 +128,7 @@ def test_a_queue_knows_the_bytes_that_wait() -> None:
     assert [each.argument for each in queue.works] == [1, 4]
 
 
-def test_once_cleared_what_needs_no_slot_is_left_to_be_run() -> None:
+def test_a_cleared_scheduler_returns_works_that_need_no_slot() -> None:
     scheduler = Scheduler(9)
     add(scheduler, None, "a")
     add(scheduler, WorkQueue(), "b")
@@ -141,7 +141,7 @@ ARRIVE, END, TAKE_NEXT, PAUSE, RESUME, HOLD, RELEASE, DROP, LEND = range(9)
 
 
 class World:
-    """A scheduler, and the works that run, as the reactor keeps them."""
+    """A scheduler and the running works, as the reactor keeps them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -185,7 +185,7 @@ class World:
             assert scheduler.busy <= scheduler.count or is_first_beside_many
 
     def check(self) -> None:
-        """No slot is lost, none is idle while a queue waits for it, and no caller takes all."""
+        """Check that no slot is lost, none is idle while a queue waits for it, and no caller takes all."""
         scheduler = self.scheduler
         assert scheduler.busy == self.running.total()
         assert scheduler.count == self.count + self.lent
@@ -205,5 +205,5 @@ def live_at_random(seed: int) -> None:
         world.check()
 
 
-def test_any_events() -> None:
+def test_slots_are_shared_fairly_in_any_order_of_events() -> None:
     run_each(range(200), live_at_random)

@@ -1,4 +1,4 @@
-"""What users may give as a timeout."""
+"""Tests of the timeouts that users may give."""
 
 from __future__ import annotations
 

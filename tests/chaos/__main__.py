@@ -1,6 +1,6 @@
 """Workers under faults: `python -m tests.chaos [--seconds 60] [--seed N] [--workers 4] [--kinds cut,kill] [--soak]`.
 
-A seed that fails is printed as SEED=...; `--seed N --schedules 1` runs it alone. Ends with 1 after violations.
+A seed that fails is printed as SEED=...; `--seed N --schedules 1` runs it alone. The exit code is 1 after violations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.chaos.schedule import run
 from tests.chaos.supervised.plan import make_plan as make_supervised_plan
 from tests.chaos.supervised.schedule import run as run_supervised
 
-Lived = tuple[object, Report]  # a plan, and what came of it
+Lived = tuple[object, Report]  # a plan, and its report
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def _live_supervised(seed: int) -> Lived:
 
 
 def _run_all(first: int, chosen: argparse.Namespace, again: list[str], live: Callable[[int], Lived]) -> int:
-    """Schedule after schedule; the exit code. `again`: options with which a seed comes to the same."""
+    """Run schedule after schedule and return the exit code. `again`: options with which a seed gives the same plan."""
     total = Report()
     until = time.monotonic() + chosen.seconds
     while total.schedules < chosen.schedules if chosen.schedules else time.monotonic() < until:

@@ -1,16 +1,16 @@
-"""A few numbers that all processes of a schedule see: how far each client is, and who is dead."""
+"""Numbers that all processes of a schedule see: the progress of each client, and which workers are dead."""
 
 from __future__ import annotations
 
 import mmap
 from pathlib import Path
 
-WORDS = 2  # of one client: operations that ended, and those that succeeded
-MOST_CLIENTS = 8  # of one worker
+WORDS = 2  # of each client: operations that ended, and those that succeeded
+MOST_CLIENTS = 8  # of each worker
 
 
 class Board:
-    """Memory shared by way of a file; each number has one writer."""
+    """Memory that is shared through a file; each number has one writer."""
 
     def __init__(self, path: str, workers: int) -> None:
         self.path, self.workers = path, workers
@@ -24,7 +24,7 @@ class Board:
         return self.workers + (worker * MOST_CLIENTS + client) * WORDS
 
     def note(self, worker: int, client: int, succeeded: bool) -> None:
-        """An operation has ended."""
+        """Note that an operation has ended."""
         at = self._at(worker, client)
         self._numbers[at] += 1
         self._numbers[at + 1] += succeeded
@@ -33,7 +33,7 @@ class Board:
         return sum(self._numbers[self._at(worker, client)] for client in range(MOST_CLIENTS))
 
     def successes(self, worker: int) -> list[int]:
-        """By client."""
+        """Return the number of successes of each client."""
         return [self._numbers[self._at(worker, client) + 1] for client in range(MOST_CLIENTS)]
 
     def bury(self, worker: int) -> None:

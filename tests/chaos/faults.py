@@ -1,4 +1,4 @@
-"""How each kind of fault is begun and ended."""
+"""The begin and the end of each kind of fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_DELAY = 0.2  # seconds
 MOST_MORSEL = 40  # bytes
 TRUNCATE_WITHIN = 200_000  # bytes
 # Bytes that a squeezed worker may still take. With next to none, CPython's own Thread.start waits for ever for a thread
-# that found no memory to begin with, which nobody but CPython could mend.
+# that found no memory at its start, which only CPython could mend.
 LEAST_SPARE, MOST_SPARE = 4 << 20, 64 << 20
 PATIENCE = 2.0  # seconds that a replay waits for an answer: its worker may be stopped
 
@@ -25,11 +25,11 @@ Undo = Callable[[], None]
 
 
 class ReplayAccepted(AssertionError):
-    """A worker let in somebody who repeated what another had said."""
+    """A worker accepted a stranger that repeated the bytes of another worker."""
 
 
 def begin(fault: Fault, proxy: Proxy, group: list[Process]) -> Undo:
-    """Make it go wrong; the function that ends it."""
+    """Begin a fault and return the function that ends it."""
     victim = group[fault.victim]
     if not is_alive(victim):
         return _nothing
@@ -48,10 +48,10 @@ def is_alive(process: Process) -> bool:
 
 
 def _nothing() -> None:
-    """Where a fault ends by itself."""
+    """End a fault that ends by itself."""
 
 
-# The network; on the proxy's thread
+# Faults of the network; on the proxy's thread
 
 
 def _cut(door: Door, fault: Fault) -> Undo:
@@ -64,7 +64,7 @@ def _cut(door: Door, fault: Fault) -> Undo:
 
 
 def _truncate(door: Door, fault: Fault) -> Undo:
-    """End a connection somewhere in what it carries."""
+    """End a connection within its data."""
     if not door.connections:
         return _nothing
     connection = _one_of(door, fault)
@@ -83,7 +83,7 @@ def _delay(door: Door, fault: Fault) -> Undo:
 
 
 def _trickle(door: Door, fault: Fault) -> Undo:
-    """Bytes come a few at a time."""
+    """Pass on a few bytes at a time."""
     door.weather.morsel = 1 + int(MOST_MORSEL * fault.amount**2)
 
     def undo() -> None:
@@ -93,7 +93,7 @@ def _trickle(door: Door, fault: Fault) -> Undo:
 
 
 def _drop(door: Door, _: Fault) -> Undo:
-    """Nothing arrives any more, and nobody is told."""
+    """Swallow all bytes, without an error for either side."""
     door.weather.silent = True
 
     def undo() -> None:
@@ -128,7 +128,7 @@ _TO_DOOR: dict[str, Callable[[Door, Fault], Undo]] = {
 
 
 def _replay(proxy: Proxy, door: Door) -> None:
-    """Say to the worker what others said when they connected: no stream carries bytes twice, but a stranger may."""
+    """Send the first bytes of others' connections to the worker: no stream carries bytes twice, but a stranger may."""
     for opening in proxy.do(lambda: [connection.opening for connection in door.connections]):
         with suppress(OSError), socket.create_connection(door.target, PATIENCE) as sock:
             sock.sendall(opening)
@@ -141,7 +141,7 @@ def _replay(proxy: Proxy, door: Door) -> None:
 
 
 def _kinds(said: bytes) -> bytes:
-    """The kinds of the handshake's messages in what a worker said: each has its length before it."""
+    """Return the kinds of the handshake's messages of a worker, each of which has its length before it."""
     kinds = b""
     while len(said) > 2:
         kinds += said[2:3]
@@ -149,7 +149,7 @@ def _kinds(said: bytes) -> bytes:
     return kinds
 
 
-# The processes
+# Faults of processes
 
 
 def _kill(victim: Process, _: Fault) -> Undo:
@@ -164,7 +164,7 @@ def _stop(victim: Process, _: Fault) -> Undo:
 
 
 def _squeeze(victim: Process, fault: Fault) -> Undo:
-    """Let it have hardly any more memory."""
+    """Leave a process hardly any more memory."""
     with open(f"/proc/{victim.pid}/statm") as file:
         pages = int(file.read().split()[0])
     before = resource.prlimit(victim.pid, resource.RLIMIT_AS)
@@ -172,7 +172,7 @@ def _squeeze(victim: Process, fault: Fault) -> Undo:
     resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, before[1]))
 
     def undo() -> None:
-        with suppress(ProcessLookupError):  # it did not survive
+        with suppress(ProcessLookupError):  # the process did not survive
             resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
 
     return undo

@@ -1,4 +1,4 @@
-"""What runs on the workers that are called."""
+"""The functions that run on workers that are called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Deliberate(Exception):
 
 
 class Counter:
-    """Counts each call once."""
+    """A counter that counts each call once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Counter:
 
 
 def mirror(token: int, value: Any) -> tuple[int, Any]:
-    """What came, under the number with which it was asked for."""
+    """Return the value with the number of the call."""
     return token, value
 
 
@@ -62,7 +62,7 @@ async def relay_awaiting(to: str, token: int, value: Any, timeout: float) -> tup
 
 
 def pattern(token: int, size: int) -> Tensor:
-    """What a tensor of that number holds: each element tells where it belongs."""
+    """Return the tensor of a number: each element tells its position."""
     return torch.arange(token % 1000, token % 1000 + size, dtype=torch.float32)
 
 
@@ -76,7 +76,7 @@ def put(token: int, reference: Any) -> None:
 
 
 def fetch(token: int, timeout: float) -> Any:
-    """The value of a reference that was put here, which leaves."""
+    """Take a reference off the shelf and return its value."""
     return _shelf.pop(token).to_here(timeout)
 
 
@@ -87,26 +87,26 @@ def clear_shelf() -> None:
             _publishers.pop().close()
 
 
-# Weights that are published
+# Published weights
 
 _publishing = threading.Lock()  # guards _publishers, so that the number in a version is its own
 _publishers: list[Publisher] = []
 
 
 def weights(number: int) -> dict[str, Any]:
-    """Whose every value tells which version it is of."""
+    """Return weights of which every value tells their version."""
     return {"large": torch.full((WEIGHTS,), float(number)), "small": torch.full((3,), number), "number": number}
 
 
 def publish() -> int:
-    """Publish another version; its number."""
+    """Publish another version and return its number."""
     with _publishing:
         if not _publishers:
             _publishers.append(Publisher("weights", lambda: weights(_publishers[0].version + 1)))
         return _publishers[0].publish()
 
 
-# What is trained
+# Training
 
 
 def square(x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def cube_by(to: str, x: Tensor, timeout: float) -> Tensor:
 
 
 def make_layer(seed: int, inputs: int, outputs: int) -> nn.Module:
-    """The same layer for the same seed, wherever it is made."""
+    """Return the same layer for the same seed on any worker."""
     chance = torch.Generator().manual_seed(seed)
     layer = nn.Linear(inputs, outputs)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a worker holds, and whether it lets go of it: run on the worker itself."""
+"""The resources that a worker holds, and a check that it releases them; this runs on the worker itself."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from telegrad._core.worker import current
 T = TypeVar("T")
 PATIENCE = 30.0
 GLANCE = 0.02
-KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
+KEEP = 0.3  # seconds for which unused memory stays warm, in place of the usual ones
 POOL = 17  # threads that a worker keeps for later
 MEMORY_FILE = "memfd:telegrad"
 TRANSIENT = "telegrad-connect"  # threads that end when their connection is made
 
 
 class Holding(NamedTuple):
-    """What the process has open."""
+    """The resources that the process has open."""
 
-    sockets: int  # but for those of wakers
+    sockets: int  # without those of wakers
     wakers: int  # each thread that has waited may have one
     memory_files: int
-    others: Counter[str]  # descriptors, by what they lead to
+    others: Counter[str]  # descriptors, by their targets
     maps: int  # of memory files
     threads: int
 
@@ -58,12 +58,12 @@ def holding() -> Holding:
 
 
 def keep_briefly() -> None:
-    """Before joining: do not let what is only kept warm look like a leak."""
+    """Keep unused memory warm for a short time only, so that it does not look like a leak. Call this before joining."""
     warm_memory.KEEP = KEEP
 
 
 def left(before: Holding, dead: int) -> dict[str, int]:
-    """What is there that was not `before` in a group that was just made, of which so many have died."""
+    """Return resources that are new since `before`, when the group was made, of which `dead` workers have died."""
     gc.collect()
     now = holding()
     agent = current.agent()
@@ -84,7 +84,7 @@ def left(before: Holding, dead: int) -> dict[str, int]:
 
 
 def _lanes(agent: Agent) -> int:
-    """The further streams of those connections that live; each has a socket and a thread."""
+    """Return the number of further streams of the open connections; each has a socket and a thread."""
     connections = agent._connections
     links = [*connections._accepted, *(peer.link for peer in connections._peers.values())]
     lanes = [each for link in links if isinstance(link, Link) for each in (link.lanes_in, link.lanes_out)]
@@ -92,7 +92,7 @@ def _lanes(agent: Agent) -> int:
 
 
 def wait_for_nothing(look: Callable[[], T]) -> T:
-    """Look until there is nothing, or for so long; return what there was last."""
+    """Look until nothing is found, or until the time is over; return what was found last."""
     deadline = time.monotonic() + PATIENCE
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(GLANCE)
@@ -100,12 +100,12 @@ def wait_for_nothing(look: Callable[[], T]) -> T:
 
 
 def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:
-    """What is left although there was time to let go of it."""
+    """Return the resources that are left although there was time to release them."""
     return wait_for_nothing(lambda: left(before, dead))
 
 
 def wait_until_closed(before: Holding) -> dict[str, int]:
-    """After the shutdown: the descriptors that are still open, and were not before the worker joined."""
+    """Return the descriptors that are still open after the shutdown, and were not before the worker joined."""
 
     def look() -> dict[str, int]:
         gc.collect()

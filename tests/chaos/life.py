@@ -1,4 +1,4 @@
-"""What a schedule tells a worker, over its pipe; each function gets the worker's number first."""
+"""The orders of a schedule to a worker, sent over its pipe; each function gets the worker's number first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.chaos.operations import Wrong
 from tests.chaos.proxy import Address, stand_behind_proxy
 from tests.cluster import init
 
-HOSTS = 3  # for which those are taken that are reached over TCP
+HOSTS = 3  # number of simulated hosts of workers that are reached over TCP
 PIECE = 1 << 14  # bytes of a version of weights that travel at a time
 STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
 
-_before: leaks.Holding  # the worker joined
-_meshed: leaks.Holding  # once all were connected with all
+_before: leaks.Holding  # when the worker joined
+_meshed: leaks.Holding  # when all were connected with all
 _board: Board
 _load: Load
 
@@ -35,7 +35,7 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     leaks.keep_briefly()
     extra_streams.STRIPE_FROM = STRIPE_FROM
     publisher.PIECE = PIECE
-    if transport == "tcp":  # as workers of several hosts have it
+    if transport == "tcp":  # like workers of several hosts
         cluster.host_identity = lambda: f"host{rank % HOSTS}"  # type: ignore[attr-defined]
     gc.collect()
     _before = leaks.holding()
@@ -51,7 +51,7 @@ def note_connected(_: int) -> None:
 
 def start_load(rank: int, seed: int, clients: int, timeout: float, squeezed: bool, record: str) -> None:
     global _load
-    if squeezed:  # torch does it at the first optimizer, and where memory ends then, half of it stays for good
+    if squeezed:  # else the first optimizer imports it; a lack of memory then leaves half of it for good
         import torch._dynamo  # noqa: F401
     _load = Load(rank, _board, seed, clients, timeout, squeezed, record)
 
@@ -61,13 +61,13 @@ def stop_load(_: int) -> Tally:
 
 
 def let_go(_: int) -> None:
-    """Forget what others left here."""
+    """Forget the references and publishers that others left here."""
     functions.clear_shelf()
     gc.collect()
 
 
 def call_all(rank: int, others: list[int], timeout: float) -> None:
-    """Each connection is there, and works; so does each event loop."""
+    """Check that each connection and each event loop works."""
     for other in others:
         token = rank << 20 | other
         asked = f"worker{rank}", token, "", timeout
@@ -77,7 +77,7 @@ def call_all(rank: int, others: list[int], timeout: float) -> None:
 
 
 def reach_all(rank: int, others: list[int], timeout: float) -> None:
-    """As `call_all`, but with as many tries as it takes to replace connections that are broken."""
+    """Do the same as `call_all`, with as many attempts as needed to replace broken connections."""
 
     def failure() -> errors.PeerError | None:
         try:

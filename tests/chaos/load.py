@@ -1,4 +1,4 @@
-"""The load of one worker: clients on threads of their own, and what became of what they did."""
+"""The load of one worker: clients on their own threads, and the results of their operations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.chaos.board import Board
 from tests.chaos.functions import Deliberate
 from tests.chaos.operations import OPERATIONS, Client, Wrong
 
-GRACE = 10.0  # seconds that an operation may take beyond its timeouts, on a machine that has other things to do
+GRACE = 10.0  # seconds that an operation may take beyond its timeouts, on a busy machine
 NAMED = (errors.PeerError, errors.CallTimeout, errors.RRefError, errors.ContextLost, Deliberate)
 NO_MEMORY = ("can't allocate memory", "can't start new thread", "Cannot allocate memory", "std::bad_alloc")
-TO_THE_DEAD = 0.1  # how often a client calls whom it knows to be dead
+TO_THE_DEAD = 0.1  # how often a client calls a worker that it knows to be dead
 
 
 class Tally(NamedTuple):
-    """What a worker's clients did."""
+    """The results of a worker's clients."""
 
     operations: Counter[str]
     errors: Counter[str]
@@ -41,14 +41,14 @@ class Load:
     def __init__(
         self, rank: int, board: Board, seed: int, clients: int, timeout: float, squeezed: bool, record: str
     ) -> None:
-        """`squeezed`: memory may run out anywhere. Violations are written to the file `record` at once, too."""
+        """`squeezed`: memory may run out at any place. Violations are also written to the file `record` at once."""
         self._rank = rank
         self._board = board
         self._timeout = timeout
         self._squeezed = squeezed
         self._record = record
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all fields below
         self._operations: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._longest = 0.0
@@ -63,7 +63,7 @@ class Load:
             thread.start()
 
     def stop(self) -> Tally:
-        """Wait for the clients; whoever does not come to an end is a violation."""
+        """Wait for the clients; a client that does not end is a violation."""
         self._ended.set()
         deadline = time.monotonic() + 2 * self._timeout + GRACE
         for thread in self._threads:
@@ -74,7 +74,7 @@ class Load:
             return Tally(self._operations, self._errors, self._longest, self._violations)
 
     def _others(self, chance: random.Random) -> list[str]:
-        """Whom a client may call: everybody, this worker too; the dead now and then."""
+        """Return the workers that a client may call: all living ones, this one included; sometimes dead ones, too."""
         dead_too = chance.random() < TO_THE_DEAD
         workers = range(self._board.workers)
         return [f"worker{rank}" for rank in workers if dead_too or not self._board.is_dead(rank)]
@@ -103,7 +103,7 @@ class Load:
         client.forget()
 
     def _judge(self, operation: str, error: BaseException) -> str:
-        """The name of an error; a violation, where it is none that may be."""
+        """Return the name of an error, and note a violation if it is not an expected one."""
         if isinstance(error, Wrong):
             self.violation(f"wrong result of {operation}: {error}")
         elif not self._may_be(error):
@@ -127,25 +127,25 @@ class Load:
             file.write(f"worker{self._rank}: {text}\n\0")
 
     def _internal(self, what: str, error: BaseException | None) -> None:
-        """Something went wrong where nobody waits for it."""
+        """Note an error on a thread for whose result nobody waits."""
         if error is None or not (self._squeezed and out_of_memory(error)):
             self.violation(f"{what}:\n{told(error)}" if error else what)
 
 
 class Errors(logging.Handler):
-    """What Telegrad logs as an error is told."""
+    """A handler that passes on all errors that Telegrad logs."""
 
     def __init__(self, tell: Callable[[str, BaseException | None], None]) -> None:
         super().__init__(logging.ERROR)
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.pathname != futures.__file__:  # of references that a client drops without a look
+        if record.pathname != futures.__file__:  # of references that a client drops without reading them
             self._tell(record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, as Python, torch or the system say it."""
+    """Return True if Python, torch or the system report a lack of memory."""
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)

@@ -1,4 +1,4 @@
-"""What clients do: each operation checks what it gets, and raises Wrong where that is not what it must be.
+"""The operations of clients: each one checks its result, and raises Wrong if that is not the expected one.
 
 An operation ends with the right result, with an error of `telegrad.errors`, or with the remote function's own.
 """
@@ -25,7 +25,7 @@ from tests.chaos.functions import Counter, Deliberate, pattern
 
 BURST = 20
 LARGE = 400_000  # elements of a large tensor, at most: 1.6 MB
-MEDIUM = 50_000  # of one that stays where it was made
+MEDIUM = 50_000  # elements of a tensor that stays where it was made
 HELD = 4  # references that a client keeps
 STEPS = 3
 OFTEN, SELDOM, IMPATIENCE = 0.9, 0.1, 0.3
@@ -35,7 +35,7 @@ _tokens = itertools.count(1)
 
 
 class Wrong(Exception):
-    """A result that must not be."""
+    """A result is wrong."""
 
 
 def expect(what: str, got: Any, wanted: Any) -> None:
@@ -45,20 +45,20 @@ def expect(what: str, got: Any, wanted: Any) -> None:
 
 
 class Client:
-    """One thread's worth of operations on the others of a group."""
+    """The operations of one thread on the workers of a group."""
 
     def __init__(self, me: int, others: Callable[[], list[str]], chance: random.Random, timeout: float) -> None:
         self._chance = chance
         self._others = others
         self._patience = timeout
-        self._base = me << 40  # tokens are different on all workers
+        self._base = me << 40  # tokens differ on all workers
         self._held: list[tuple[int, int, Any]] = []  # token and size of the value, its reference
-        self._shared: list[tuple[str, int, int, int]] = []  # who holds it, under which token; token and size of it
+        self._shared: list[tuple[str, int, int, int]] = []  # (holder, token of the place, token of the value, its size)
         self._readers: dict[str, tuple[Subscriber, int]] = {}  # by worker, with the last version that was read
         self._counters: dict[str, tuple[Any, int, int]] = {}  # by worker: reference, calls begun, and answered
 
     def forget(self) -> None:
-        """Let go of every reference."""
+        """Drop all references."""
         self._held.clear()
         self._shared.clear()
         self._counters.clear()
@@ -67,7 +67,7 @@ class Client:
 
     @property
     def _timeout(self) -> float:
-        """Of the next call: now and then too short for a fault that lasts a while."""
+        """Return the timeout of the next call: sometimes too short for a fault that lasts a while."""
         return self._patience if self._chance.random() < OFTEN else IMPATIENCE
 
     def _token(self) -> int:
@@ -152,7 +152,7 @@ class Client:
             raise
 
     def share(self) -> None:
-        """Have a third worker keep a reference, and later say what it stands for."""
+        """Let a third worker keep a reference, or fetch the value of one that it keeps."""
         if self._held and len(self._shared) < HELD:
             token, size, reference = self._chance.choice(self._held)
             holder, place = self._one(), self._token()
@@ -166,7 +166,7 @@ class Client:
             self.create()
 
     def count(self) -> None:
-        """No call runs twice, and none that was answered has not run."""
+        """Check that no call runs twice, and that each answered call has run."""
         to = self._one()
         if to not in self._counters:
             made = rpc.remote(to, Counter, timeout=self._timeout)
@@ -176,7 +176,7 @@ class Client:
         begun += 1
         try:
             value = counter.rpc_sync(self._timeout).add()
-        except RRefError:  # it has gone, and will not come back
+        except RRefError:  # the counter has gone, and will not come back
             raise
         except Exception:
             self._counters[to] = counter, begun, answered
@@ -187,7 +187,7 @@ class Client:
         self._counters[to] = counter, begun, answered
 
     def read_weights(self) -> None:
-        """A version is whole, and no older than one that was read before."""
+        """Check that a version is whole, and no older than one that was read before."""
         to = self._one()
         published = rpc.rpc_sync(to, functions.publish, timeout=self._timeout)
         reader, last = self._readers.pop(to, (None, 0))
@@ -195,7 +195,7 @@ class Client:
             reader = Subscriber(to, "weights", self._timeout)
         try:
             version = reader.at_least(published, self._timeout) if self._chance.random() < OFTEN else reader.newest()
-        except PublisherLost:  # it may come back, and others may have it then
+        except PublisherLost:  # the publisher may come back, and others may have its name then
             reader.close()
             raise
         except Exception:
@@ -224,7 +224,7 @@ class Client:
             raise Wrong(f"a gradient: {gradients[x]} at {x}")
 
     def train(self) -> None:
-        """A few steps of a model on two workers, beside the same model here."""
+        """Compare a few steps of a model on two workers with the same model on this one."""
         seed = self._chance.randrange(1 << 30)
         shapes = (seed, INPUTS, HIDDEN), (seed + 1, HIDDEN, 1)
         model = nn.Sequential(

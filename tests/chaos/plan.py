@@ -1,4 +1,4 @@
-"""What shall go wrong, and when: a plan is made of its seed alone."""
+"""The faults of a schedule and their times: a plan is made of its seed alone."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import NamedTuple
 NETWORK = ("cut", "truncate", "delay", "trickle", "drop", "refuse", "replay")
 PROCESS = ("kill", "stop")
 MEMORY = ("squeeze",)
-KINDS = NETWORK + PROCESS + MEMORY  # the last only where it is asked for: see `faults.LEAST_SPARE`
+KINDS = NETWORK + PROCESS + MEMORY  # the last one only if it is asked for: see `faults.LEAST_SPARE`
 
 MOST_ROUNDS = 4
 AT_ONCE = 3  # faults of one round, at most
 SPREAD = 0.3  # seconds within which the faults of a round begin
 LONGEST = 1.0  # seconds that a fault lasts
-SURVIVORS = 2  # of a schedule, at least
+SURVIVORS = 2  # workers that live at the end of a schedule, at least
 
 
 class Fault(NamedTuple):
-    """One thing that goes wrong: `kind` happens to worker number `victim`."""
+    """A fault: `kind` happens to worker number `victim`."""
 
     kind: str
     victim: int
     start: float  # seconds after the round's beginning
     duration: float
-    amount: float  # between 0 and 1: how much of it
+    amount: float  # between 0 and 1: the strength of the fault
 
     def __str__(self) -> str:
         return f"{self.kind} worker{self.victim} at {self.start:.2f} for {self.duration:.2f} s ({self.amount:.2f})"
 
 
 class Plan(NamedTuple):
-    """Rounds of faults; after each the workers must go on."""
+    """Rounds of faults; after each round the workers must go on."""
 
     seed: int
     workers: int
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(seed: int, workers: int, kinds: Sequence[str] = (), rounds: int = 0) -> Plan:
-    """The plan of a seed, with faults of these kinds, else of some."""
+    """Return the plan of a seed, with faults of these kinds, or of kinds that the seed decides."""
     chance = random.Random(seed)
     kinds = kinds or chance.choice((NETWORK, PROCESS, NETWORK + PROCESS))
     by_proxy = any(kind in NETWORK for kind in kinds)

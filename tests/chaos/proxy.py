@@ -1,10 +1,10 @@
-"""A TCP proxy that stands between workers and can be told to be a bad network.
+"""A TCP proxy between workers that can behave like a bad network.
 
-A worker registers the address on which it listens and is given the one to publish (`stand_behind_proxy`): the address
-of a door of the proxy's, one door per worker. Everything runs on one thread; `Proxy.do` runs a function there.
+A worker registers the address on which it listens and gets the one to publish (`stand_behind_proxy`): the address of a
+door of the proxy, one door per worker. Everything runs on one thread; `Proxy.do` runs a function there.
 
-TCP delivers bytes in order, once, or not at all; so does the proxy. What it swallows is never followed by what came
-later: such a connection stays silent until it is cut.
+TCP delivers bytes in order, once, or not at all; so does the proxy. Swallowed bytes are never followed by later ones:
+such a connection stays silent until it is cut.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Address = tuple[str, int]
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 18
-FULL = 1 << 22  # bytes that a direction keeps at most before it reads no more
-HAS_GRAPH = 4096  # first bytes of each connection, to be sent again by a stranger
+FULL = 1 << 22  # bytes that a direction keeps at most before it stops reading
+OPENING = 4096  # first bytes of each connection, which a stranger will send again
 PATIENCE = 30.0
 
 
 class Weather:
-    """How the ways to one worker are just now."""
+    """The current state of the network to one worker."""
 
     def __init__(self) -> None:
         self.delay = 0.0  # seconds for which bytes are held back
@@ -112,7 +112,7 @@ class Proxy:
 
 
 class Door:
-    """Where others reach one worker."""
+    """The address at which others reach one worker."""
 
     def __init__(self, selector: selectors.BaseSelector, target: Address) -> None:
         self.target = target
@@ -134,7 +134,7 @@ class Door:
             return
         try:
             server = socket.create_connection(self.target, PATIENCE)
-        except OSError:  # its process has ended
+        except OSError:  # the worker's process has ended
             _reset(client)
             return
         self.connections.append(Connection(self, self._selector, client, server))
@@ -156,7 +156,7 @@ class Connection:
         self, door: Door, selector: selectors.BaseSelector, client: socket.socket, server: socket.socket
     ) -> None:
         self.door = door
-        self.opening = b""  # the first bytes that the client said
+        self.opening = b""  # the first bytes of the client
         self.open = True
         self._sockets = client, server
         self._selector = selector
@@ -167,7 +167,7 @@ class Connection:
             selector.register(sock, selectors.EVENT_READ, _both(coming, leaving))
 
     def watch(self) -> None:
-        """Ask for what the pipes can use."""
+        """Wait for the events that the pipes can use."""
         for sock, coming, leaving in zip(self._sockets, self.pipes, self.pipes[::-1], strict=True):
             mask = selectors.EVENT_READ * coming.wants_to_read | selectors.EVENT_WRITE * leaving.wants_to_write
             key = self._selector.get_map().get(sock)
@@ -193,7 +193,7 @@ class Connection:
 
 
 class Pipe:
-    """One direction of a connection."""
+    """A direction of a connection."""
 
     def __init__(self, connection: Connection, source: socket.socket, sink: socket.socket, first: bool) -> None:
         self.budget: int | None = None  # bytes after which the connection ends
@@ -201,7 +201,7 @@ class Pipe:
         self._weather = connection.door.weather
         self._source, self._sink = source, sink
         self._first = first
-        self._held: deque[tuple[float, memoryview]] = deque()  # when to pass on, what
+        self._held: deque[tuple[float, memoryview]] = deque()  # (time to pass on, data)
         self._size = 0
         self._ended = False  # nothing more comes
         self._blocked = False  # the sink takes nothing now
@@ -216,7 +216,7 @@ class Pipe:
 
     @property
     def due(self) -> float | None:
-        """When `pump` will have something to do that no socket tells of."""
+        """The time at which `pump` will have work of which no socket tells."""
         return self._held[0][0] if self._held and not self._blocked else None
 
     def on_readable(self) -> None:
@@ -229,8 +229,8 @@ class Pipe:
         except OSError:
             self._connection.end(reset=True)
             return
-        if self._first and len(self._connection.opening) < HAS_GRAPH:
-            self._connection.opening += data[: HAS_GRAPH - len(self._connection.opening)]
+        if self._first and len(self._connection.opening) < OPENING:
+            self._connection.opening += data[: OPENING - len(self._connection.opening)]
         if not data:
             self._ended = True
         elif not self._weather.silent:
@@ -241,7 +241,7 @@ class Pipe:
         self._blocked = False
 
     def pump(self) -> None:
-        """Pass on what is due."""
+        """Pass on the data that is due."""
         if not self._connection.open:
             return
         try:
@@ -278,7 +278,7 @@ class Pipe:
 
 
 def _both(coming: Pipe, leaving: Pipe) -> Callable[[int], None]:
-    """What to do at events of a socket that one pipe reads and the other writes."""
+    """Return the handler for events of a socket that one pipe reads and the other writes."""
 
     def act(mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -297,13 +297,13 @@ def _listen() -> socket.socket:
 
 
 def _reset(sock: socket.socket) -> None:
-    """Close without a farewell."""
+    """Close a socket with a reset."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
 
 
 def stand_behind_proxy(proxy: Address) -> None:
-    """In a worker's process, before it joins: it publishes the address of a door of the proxy's in place of its own."""
+    """Let the worker of this process, which has not joined yet, publish the address of one of the proxy's doors."""
     from telegrad._core.agent.agent import Agent
 
     describe = Agent.describe

@@ -1,4 +1,4 @@
-"""What came of schedules: counted, added up, and shown as a table."""
+"""Results of schedules: counted, added up, and shown as a table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.chaos.load import Tally
 
 @dataclass
 class Report:
-    """What came of one schedule, or of many."""
+    """The results of one schedule, or of many."""
 
     schedules: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     operations: int = 0
-    by_kind: Counter[str] = field(default_factory=Counter)  # as far as their clients lived to tell
+    by_kind: Counter[str] = field(default_factory=Counter)  # of clients that lived long enough to report
     errors: Counter[str] = field(default_factory=Counter)
     longest: float = 0.0
     squeezed_to_death: int = 0

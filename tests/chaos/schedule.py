@@ -1,4 +1,4 @@
-"""One schedule: a group under load, rounds of faults, and what must hold after each and at the end.
+"""A schedule: a group under load, rounds of faults, and checks after each round and at the end.
 
 after each round    every client of every living worker soon succeeds at something
 at the end          every operation has ended, all workers reach one another, nothing is left, all can shut down
@@ -42,7 +42,7 @@ class Schedule:
         self._board = Board(f"{folder}/board", plan.workers)
         self._squeezed: set[int] = set()
         self._order = itertools.count()
-        self._undo: list[tuple[float, int, faults.Undo]] = []  # when to end which fault
+        self._undo: list[tuple[float, int, faults.Undo]] = []  # (time to end a fault, order, function that ends it)
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> Report:
         """Live through the plan, or do something else under the load."""
@@ -57,12 +57,12 @@ class Schedule:
         return self.report
 
     def told(self) -> list[str]:
-        """What the workers' clients have found wrong so far."""
+        """Return the violations that the workers' clients have found so far."""
         texts = self._record.read_text().split("\0")[:-1] if self._record.exists() else []
         return [text.strip() for text in texts]
 
     def living(self) -> dict[int, int]:
-        """The process ids of those who live."""
+        """Return the process ids of the living workers."""
         return {rank: self._group[rank].pid for rank in self._alive}
 
     def _run(self, meanwhile: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class Schedule:
 
     @property
     def _alive(self) -> list[int]:
-        """Who lives; a death that no fault explains is a violation."""
+        """The ranks of living workers; a death that no fault explains is a violation."""
         for rank, process in enumerate(self._group):
             if not self._board.is_dead(rank) and not faults.is_alive(process):
                 self._board.bury(rank)
@@ -116,7 +116,7 @@ class Schedule:
         self.report.violations += [f"{what} on worker{rank}: {counts}" for rank, counts in found.items() if counts]
 
     def _wait_for_successes(self, more: int) -> None:
-        """Every client succeeds that many times."""
+        """Wait until every client has succeeded that many times more."""
         wanted = {rank: [done + more for done in self._board.successes(rank)[:CLIENTS]] for rank in self._alive}
         deadline = time.monotonic() + LONGER
         while late := [
@@ -157,7 +157,7 @@ class Schedule:
         heapq.heappush(self._undo, (time.monotonic() + fault.duration, next(self._order), undo))
 
     def _end_faults(self, until: float) -> None:
-        """Sleep until then, ending faults at their times; at the latest until none is left."""
+        """Sleep until then and end faults at their times; without a limit, until no fault is left."""
         while self._undo and self._undo[0][0] <= until:
             when, _, undo = heapq.heappop(self._undo)
             pause(when - time.monotonic())
@@ -168,7 +168,7 @@ class Schedule:
 
 @contextlib.contextmanager
 def prepared(plan: Plan) -> Iterator[Schedule]:
-    """A schedule with the processes that it needs."""
+    """Yield a schedule with the processes that it needs."""
     with tempfile.TemporaryDirectory() as folder, Proxy() as proxy, processes(plan.workers) as made:
         yield Schedule(plan, proxy, made, folder)
 

@@ -1,4 +1,4 @@
-"""Load without faults for a long time: memory must stay as it is after the warm-up.
+"""Load without faults for a long time: memory must not grow after the warm-up.
 
 Descriptors and threads come and go with the load. They are shown meanwhile, and compared at rest: the schedule ends
 with a count of everything that is open, by its kind.
@@ -22,7 +22,7 @@ SPARE_MEMORY = 16 << 20  # bytes that come and go anyway
 
 
 class Sample(NamedTuple):
-    """What one worker holds at one moment."""
+    """The resources of one worker at one moment."""
 
     memory: int  # resident bytes
     descriptors: int
@@ -36,7 +36,7 @@ def sample(pid: int) -> Sample:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """How memory has grown beyond its bound. The least of each half is compared: what comes and goes is no leak."""
+    """Describe growth of memory beyond the limit. The least of each half is compared: passing peaks are no leak."""
     half = len(samples) // 2
     before, after = (min(sample.memory for sample in part) for part in (samples[:half], samples[half:]))
     if after - before <= before * MORE_MEMORY + SPARE_MEMORY:
@@ -45,7 +45,7 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 
 
 def run(seconds: float, workers: int, seed: int, transport: str = "auto") -> int:
-    """Print what the workers hold over time; 1 where anything grew or went wrong, else 0."""
+    """Print the resources of the workers over time; return 1 if anything grew or failed, else 0."""
     plan = Plan(seed, workers, transport, [])
     with prepared(plan) as schedule:
         samples: dict[int, list[Sample]] = {rank: [] for rank in range(workers)}

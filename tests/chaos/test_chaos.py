@@ -1,4 +1,4 @@
-"""A short part of the chaos for every run: a few seeds of each kind of fault, and proof that violations are seen.
+"""A short run of the chaos tests: a few seeds of each kind of fault, and a check that violations are found.
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/chaos/test_chaos.py` runs that one alone, and
 `python -m tests.chaos` runs as many as you like.
@@ -34,7 +34,7 @@ SQUEEZED = [
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="faults and leaks are made and seen by way of /proc"),
-    pytest.mark.timeout(300),  # a schedule that goes wrong waits for each of its bounds before it tells
+    pytest.mark.timeout(300),  # a schedule that fails waits for each of its limits before it reports
 ]
 
 
@@ -42,7 +42,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     "weather", [pytest.param(name, marks=SQUEEZED if name == "memory" else []) for name in WEATHER]
 )
-def test_faults(weather: str, seed: int) -> None:
+def test_a_group_goes_on_after_faults(weather: str, seed: int) -> None:
     plan = make_plan(seed, WORKERS, WEATHER[weather], rounds=1)
     report = run(plan)
     print(f"SEED={seed}", plan, report, *report.violations, sep="\n")
@@ -58,7 +58,7 @@ def test_plans_come_from_their_seeds() -> None:
 
 
 def sabotage(rank: int) -> None:
-    """One worker gives answers to the wrong questions, the other forgets to close a file."""
+    """Let one worker give wrong answers, and the other keep a file open."""
     leaks.PATIENCE = 1.0
     if rank:
         vars(life)["kept"] = open(os.devnull)  # noqa: SIM115
@@ -66,7 +66,7 @@ def sabotage(rank: int) -> None:
         functions.mirror.__code__ = (lambda token, value: (token + 1, value)).__code__
 
 
-def test_violations_are_seen() -> None:
+def test_violations_are_found() -> None:
     with prepared(Plan(1, 2, "auto", [])) as schedule:
 
         def spoil() -> None:
@@ -78,7 +78,7 @@ def test_violations_are_seen() -> None:
     assert any(os.devnull in violation for violation in report.violations)
 
 
-# What the soak takes for growth
+# Growth in a soak
 
 
 def samples(*memory: int) -> list[Sample]:

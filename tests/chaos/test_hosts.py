@@ -1,4 +1,4 @@
-"""Workers on three hosts: network namespaces joined by a bridge, which are parted, healed, and lost."""
+"""Tests with workers on three hosts: network namespaces joined by a bridge, which are separated, joined, and lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.nightly
 
 HOSTS = 3
 SILENCE = 2.0  # seconds, the option
-NOTICED = 3 * SILENCE  # within which a silent host is taken for lost
-TOLD = SILENCE + 2.0  # within which on_lost tells of it
+NOTICED = 3 * SILENCE  # within which a silent host is declared lost
+TOLD = SILENCE + 2.0  # within which on_lost reports it
 PORT = 29555
 
 
@@ -32,7 +32,7 @@ def net() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def hosts(net: Network) -> Iterator[list[Process]]:
-    """Three hosts with a worker each, in one group; a test leaves it whole, but for the last one."""
+    """Three hosts with a worker each, in one group; a test leaves it whole, except for the last one."""
     with processes(HOSTS) as made:
         for process, namespace in zip(made, net.namespaces, strict=True):
             process.run(enter, namespace)
@@ -56,7 +56,7 @@ def hear_losses() -> None:
 
 
 def loss_of(name: str) -> float:
-    """Return when it was told."""
+    """Return the time at which the loss was reported."""
     told = ("", 0.0)
     while told[0] != name:
         told = _losses.get(timeout=PATIENCE)
@@ -68,7 +68,7 @@ def call_all(numbers: Any) -> list[int]:
 
 
 def lose(to: str) -> tuple[str, float]:
-    """How a call ends whose callee is busy, and after how long."""
+    """Return how a call ends whose callee is busy, and after how long."""
     began = time.monotonic()
     try:
         rpc.rpc_sync(to, time.sleep, (PATIENCE,), timeout=0)
@@ -90,8 +90,8 @@ def call_until_it_works(to: str) -> bool:
 # The tests
 
 
-def test_a_partition_that_heals(net: Network, hosts: list[Process]) -> None:
-    """One host is cut off from the others, which go on; then all reach one another again."""
+def test_a_group_survives_a_partition_that_heals(net: Network, hosts: list[Process]) -> None:
+    """One host is separated from the others, which go on; then all reach one another again."""
     hosts[0].begin(lose, "worker1")
     hosts[1].begin(lose, "worker0")
     net.cable(1, "down")
@@ -107,8 +107,8 @@ def test_a_partition_that_heals(net: Network, hosts: list[Process]) -> None:
             assert host.run(call_until_it_works, other.name)
 
 
-def test_a_host_that_vanishes(net: Network, hosts: list[Process]) -> None:
-    """Without a word, as when its power fails: those who wait for it are told, the others go on."""
+def test_a_host_that_vanishes_is_reported(net: Network, hosts: list[Process]) -> None:
+    """Its power fails, so to speak: callers that wait for it get errors, the others go on."""
     for host in hosts[:2]:
         host.run(hear_losses)
         host.begin(lose, "worker2")
@@ -119,6 +119,6 @@ def test_a_host_that_vanishes(net: Network, hosts: list[Process]) -> None:
         assert told.startswith("PeerLost")
         assert "'worker2'" in told
         assert seconds < NOTICED
-        assert host.run(loss_of, "worker2") - gone < TOLD + SILENCE / 4  # the kernel's time has whole seconds
+        assert host.run(loss_of, "worker2") - gone < TOLD + SILENCE / 4  # the kernel's timeout has whole seconds
     assert hosts[0].run(call_all, [0, 1]) == [1, 2]
     assert hosts[1].run(call_all, [0, 1]) == [1, 2]

@@ -1,4 +1,4 @@
-"""What chaos has found, each by its shortest way."""
+"""Tests of bugs that chaos has found, each in its shortest form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT = 8.0  # seconds for what should take milliseconds
 
 @pytest.fixture
 def behind_proxy(tmp_path: pathlib.Path) -> Iterator[tuple[Proxy, list[Process]]]:
-    """Three workers that reach each other by way of a proxy."""
+    """Three workers that reach each other through a proxy."""
     board = f"{tmp_path}/board"
     Board(board, WORKERS)
     with Proxy() as proxy, processes(WORKERS) as group:
@@ -64,7 +64,7 @@ def contexts() -> int:
     return len(current.conductor().contexts)
 
 
-def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy: tuple[Proxy, list[Process]]) -> None:
+def test_a_context_ends_on_a_worker_that_a_dead_one_brought_into_it(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     _, group = behind_proxy
     group[0].run(enter_context, "worker1", "worker2")
     assert group[2].run(contexts) == 1
@@ -75,7 +75,7 @@ def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy: tuple[Pr
 
 
 def call_in_vain(to: str) -> None:
-    """Until no connection can be made any more."""
+    """Call until no connection can be made any more."""
     while True:
         try:
             rpc.rpc_sync(to, int)
@@ -112,12 +112,12 @@ def open_again(proxy: Proxy, worker: Process) -> None:
     proxy.do(act)
 
 
-def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy: tuple[Proxy, list[Process]]) -> None:
+def test_a_context_ends_also_on_a_worker_out_of_reach(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     proxy, group = behind_proxy
     group[0].run(enter_context, "worker0", "worker1")
     assert group[1].run(contexts) == 1
     shut(proxy, group[1], silent=True)
-    assert group[1].run(call_until_it_works, "worker0") == 0  # and before that it has asked whether the context lives
+    assert group[1].run(call_until_it_works, "worker0") == 0  # before that it has asked if the context lives
     group[0].run(leave_context)
     shut(proxy, group[1])
     group[0].run(call_in_vain, "worker1")
@@ -141,13 +141,13 @@ def owned() -> int:
     return rpc.debug_info()["owners"]
 
 
-def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy: tuple[Proxy, list[Process]]) -> None:
+def test_a_reference_ends_although_its_owner_was_out_of_reach(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     proxy, group = behind_proxy
     group[0].run(hold, "worker1")
     assert group[1].run(owned) == 1
     shut(proxy, group[1], silent=True)
     assert group[1].run(call_until_it_works, "worker0") == 0
-    assert group[1].run(owned) == 1  # by now it has asked whether the reference came, and learned that it did
+    assert group[1].run(owned) == 1  # by now it has asked if the reference came, and learned that it did
     assert group[1].run(call_until_it_works, "worker0") == 0
     shut(proxy, group[1])
     group[0].run(call_in_vain, "worker1")
@@ -167,7 +167,7 @@ def left() -> dict[str, int]:
     return {name: count for name, count in rpc.debug_info().items() if count}
 
 
-def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_moment(
+def test_a_passed_reference_ends_although_its_sender_was_out_of_reach(
     behind_proxy: tuple[Proxy, list[Process]],
 ) -> None:
     proxy, group = behind_proxy
@@ -182,12 +182,12 @@ def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_momen
     assert [process.run(wait_for_nothing, left) for process in group] == [{}, {}, {}]
 
 
-# Threads that cannot be started: the first thing that fails where memory is short
+# Threads that cannot be started: the first failure when memory is short
 
 
 @pytest.fixture
 def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of names of threads, each of which fails to start once."""
+    """Return a list for the names of threads, each of which fails to start once."""
     start = threading.Thread.start
     fails: list[str] = []
 
@@ -201,7 +201,7 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return fails
 
 
-def test_a_connection_for_which_there_was_no_thread(no_more_threads: list[str]) -> None:
+def test_a_call_works_after_a_connection_without_a_thread(no_more_threads: list[str]) -> None:
     with agents(2) as (worker, _):
         no_more_threads.append("telegrad-connect")
         with pytest.raises((RuntimeError, errors.PeerError)):
@@ -210,7 +210,7 @@ def test_a_connection_for_which_there_was_no_thread(no_more_threads: list[str]) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lead_for_which_there_was_no_thread(no_more_threads: list[str]) -> None:
+def test_a_call_works_after_a_leader_without_a_thread(no_more_threads: list[str]) -> None:
     with agents(2) as (worker, _):
         no_more_threads.append("telegrad-worker")
         with suppress(errors.TelegradError, RuntimeError):
@@ -219,13 +219,13 @@ def test_a_lead_for_which_there_was_no_thread(no_more_threads: list[str]) -> Non
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
 
 
-# Memory that is not there: nobody waits for ever, and the next call works
+# Lack of memory: no call waits for ever, and the next one works
 
 
 def fails_once(
     monkeypatch: pytest.MonkeyPatch, where: object, name: str, when: Callable[..., bool] = lambda *_: True
 ) -> list[bool]:
-    """Have a function find no memory, the next time that its arguments are such; a list of how often it did."""
+    """Let the next call of a function with such arguments find no memory; return a list that says if it did."""
     function = getattr(where, name)
     failed: list[bool] = []
 
@@ -239,7 +239,7 @@ def fails_once(
     return failed
 
 
-def test_an_answer_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_works_after_an_answer_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
         failed = fails_once(monkeypatch, link, "encode", lambda message, *_: message.kind == messages.RESULT)
@@ -249,7 +249,7 @@ def test_an_answer_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch)
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
 
 
-def test_a_leader_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_work_after_a_poll_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, callee):
         failed = fails_once(monkeypatch, callee.agent._reactor.poller, "poll")
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
@@ -257,7 +257,7 @@ def test_a_leader_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert failed
 
 
-def test_a_clock_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_works_after_a_watch_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
         failed = fails_once(monkeypatch, worker.agent._reactor, "watch")
         with pytest.raises(errors.CallTimeout):
@@ -265,7 +265,7 @@ def test_a_clock_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert failed
 
 
-def test_references_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_ends_despite_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, owner):
         current.enter(worker)
         held = rpc.remote("w1", torch.ones, (2,))

@@ -1,4 +1,4 @@
-"""A short part of the chaos under `telegrad run`, and proof that what must not be is seen.
+"""A short run of chaos under `telegrad run`, and a check that violations are found.
 
 `python -m tests.chaos --supervised` runs as many schedules as you like.
 """
@@ -16,7 +16,7 @@ from tests.chaos.supervised.record import Life, Note
 from tests.chaos.supervised.schedule import run
 
 A, B = Life("a", 1), Life("b", 2)
-AGAIN = Life("b", 3)  # who has b's name after it
+AGAIN = Life("b", 3)  # has b's name after it
 KILL = Blow("kill", "b", B.pid, 20.0, float("inf"))
 KILL_AGAIN = Blow("kill", "b", AGAIN.pid, 21.5 + LONG / 2, float("inf"))
 
@@ -81,7 +81,7 @@ def ran(operation: str, *lives: Life) -> list[Note]:
         ([note(20.2, A, "late", B, 20.0, 0.2)], [KILL], ""),
     ],
 )
-def test_violations_are_seen(notes: list[Note], blows: list[Blow], seen: str) -> None:
+def test_violations_are_found(notes: list[Note], blows: list[Blow], seen: str) -> None:
     found = violations(notes, blows)
     assert bool(found) == bool(seen)
     assert all(seen in text for text in found)

@@ -316,3 +316,13 @@ def test_a_worker_without_references_does_not_search_for_them(run: Run) -> None:
         live([])
         assert not looks
     """)
+
+
+@pytest.mark.parametrize("program", ["def f():\n    1 / 0\nf()\n", "x = (\n"])
+def test_a_failing_program_prints_what_python_prints(program: str, tmp_path: pathlib.Path) -> None:
+    (script := tmp_path / "program.py").write_text(program)
+    for_torch, for_python = (
+        subprocess.run([sys.executable, *way, str(script)], capture_output=True, text=True, timeout=50)
+        for way in (["-m", "telegrad"], [])
+    )
+    assert (for_torch.returncode, for_torch.stderr) == (for_python.returncode, for_python.stderr)

@@ -1,4 +1,4 @@
-"""What several files of tests are given."""
+"""Fixtures that several files of tests use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Connect = Callable[..., EtcdDirectory]
 
 @pytest.fixture
 def connected() -> Iterator[Connect]:
-    """Make a client of etcd that is closed behind the test."""
+    """Yield a function that makes etcd clients, which are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def connect(url: str, patience: float = 10.0) -> EtcdDirectory:

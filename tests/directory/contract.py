@@ -1,4 +1,4 @@
-"""What each engine of the directory must do: `class TestEtcd(Contract, Programs, Faults)` with a fixture `engine`.
+"""The tests of each engine: `class TestEtcd(Contract, Programs, Faults)` with a fixture `engine`.
 
 The fixture may have the scope of a class: each test writes under a prefix of its own. Nothing in here knows an engine.
 """
@@ -32,7 +32,7 @@ from tests.directory.harness import LONG, PATIENCE, SOON, Engine, Fixtures, Make
 
 
 class Contract(Fixtures):
-    """How a server behaves that runs."""
+    """Tests of a server that runs."""
 
     # Compare-and-set
 
@@ -114,7 +114,7 @@ class Contract(Fixtures):
                 act()
             assert time.monotonic() - started < SOON
 
-    def test_ttls(self, client: Directory) -> None:
+    def test_the_limits_of_a_ttl(self, client: Directory) -> None:
         for ttl in (SHORTEST_TTL, LONGEST_TTL):
             client.revoke(client.grant(ttl))
         for ttl in (0.0, -1.0, SHORTEST_TTL / 2, LONGEST_TTL + 1, float("inf"), float("nan")):
@@ -132,7 +132,7 @@ class Contract(Fixtures):
             assert client.list(place + name).entries[0] == entry
             assert all(each.key.startswith(place + name) for each in client.list(place + name).entries)
 
-    def test_keys_and_values_that_are_refused(self, client: Directory, place: str) -> None:
+    def test_invalid_keys_and_long_values_are_refused(self, client: Directory, place: str) -> None:
         for key in ("", f"{place}\0", f"{place}\ud800", "x" * (KEY_BYTES + 1), place + "ä" * (KEY_BYTES // 2)):
             with pytest.raises(InvalidArgument):
                 client.swap(key, b"1")
@@ -147,7 +147,7 @@ class Contract(Fixtures):
         assert read(client, f"{place}a") == entry
         assert client.swap(f"{place}a", b"other") == Swap(False, entry)
 
-    def test_the_largest_value(self, client: Directory, place: str) -> None:
+    def test_the_largest_value_is_kept(self, client: Directory, place: str) -> None:
         value = random.Random(1).randbytes(VALUE_BYTES)
         since = client.list(place).revision
         entry = written(client.swap(f"{place}a", value))
@@ -156,11 +156,11 @@ class Contract(Fixtures):
 
     # Lists
 
-    def test_a_list_of_512(self, client: Directory, place: str) -> None:
+    def test_a_list_may_have_512_entries(self, client: Directory, place: str) -> None:
         entries = [written(client.swap(f"{place}{n:03}", b"x" * 200)) for n in range(512)]
         assert client.list(place) == Listing(entries[-1].revision, tuple(entries))
 
-    def test_what_one_client_has_written_all_others_see(self, make: Make, place: str) -> None:
+    def test_a_client_sees_what_other_clients_have_written(self, make: Make, place: str) -> None:
         writer, reader = make(), make()
         for n in range(30):
             entry = written(writer.swap(f"{place}{n}", b""))
@@ -168,8 +168,8 @@ class Contract(Fixtures):
             assert listing.entries == (entry,)
             assert listing.revision >= entry.revision
 
-    def test_a_list_is_of_one_revision(self, make: Make, place: str) -> None:
-        """The writer counts in `a` before it does in `b`."""
+    def test_a_list_shows_the_state_of_one_revision(self, make: Make, place: str) -> None:
+        """The writer counts in `a` first, then in `b`."""
         writer, reader = make(), make()
         stop = threading.Event()
 
@@ -196,7 +196,7 @@ class Contract(Fixtures):
 
     # Watches
 
-    def test_a_watch_returns_what_has_changed_since(self, client: Directory, place: str) -> None:
+    def test_a_watch_returns_the_changes_since_a_revision(self, client: Directory, place: str) -> None:
         client.swap(f"{place}a", b"0")
         since = client.list(place).revision
         other = written(client.swap("elsewhere" + place, b""))
@@ -230,7 +230,7 @@ class Contract(Fixtures):
         assert timeout - 0.02 <= time.monotonic() - started < timeout + SOON
         assert (events, next_ >= since) == ([], True)
 
-    def test_other_calls_of_a_client_that_watches(self, client: Directory, place: str) -> None:
+    def test_other_calls_of_a_client_go_on_while_it_watches(self, client: Directory, place: str) -> None:
         since = client.list(place).revision
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(client.watch, f"{place}{n}", since, PATIENCE) for n in range(3)]
@@ -256,7 +256,7 @@ class Contract(Fixtures):
             with pytest.raises(DirectoryLost):
                 waiting.result(2 * SOON)
 
-    def test_a_watch_of_what_was_forgotten(self, client: Directory, place: str, engine: Engine) -> None:
+    def test_a_watch_from_a_forgotten_revision_is_an_error(self, client: Directory, place: str, engine: Engine) -> None:
         since = client.list(place).revision
         for n in range(3):
             client.swap(f"{place}{n}", b"")
@@ -270,7 +270,7 @@ class Contract(Fixtures):
 
     # Several at once
 
-    def test_one_of_those_that_race_for_a_claim_gets_it(self, make: Make, place: str) -> None:
+    def test_simultaneous_claims_have_a_single_winner(self, make: Make, place: str) -> None:
         clients = [make() for _ in range(6)]
         barrier = threading.Barrier(len(clients))
 
@@ -289,7 +289,7 @@ class Contract(Fixtures):
             assert {swap.entry for swap in swaps} == {swaps[winners[0]].entry}
             assert swaps[winners[0]].entry.value == b"%d" % winners[0]
 
-    def test_the_next_owner_comes_behind_the_end_of_the_lease(self, make: Make, place: str, engine: Engine) -> None:
+    def test_the_next_owner_comes_after_the_end_of_the_lease(self, make: Make, place: str, engine: Engine) -> None:
         """Owners do not renew here: the client that waits gets the claim when they have stopped, and a higher token."""
         here, there = make(), make()
         lease = here.grant(engine.ttl)

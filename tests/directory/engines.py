@@ -1,4 +1,4 @@
-"""The embedded directory, as its tests start it: a process that a keeper starts, or a thread of this process."""
+"""The embedded directory for its tests: a process that a keeper starts, or a thread of this process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from telegrad._core.sockets import shut
 from tests.cluster import KEYS
 from tests.directory.harness import PATIENCE, written
 
-CHANGES = 4000  # that the tests' server remembers
+CHANGES = 4000  # kept by the server of the tests
 
 
 class ProcessEngine:
-    """An engine of the contract: a process of its own."""
+    """An engine of the contract in its own process."""
 
     ttl, slack, survives = 0.3, 0.3, True
 
     def __init__(self) -> None:
         self.keeper = ServerProcess(KEYS, limits=Limits(changes=CHANGES))
         with contextlib.closing(self.client(PATIENCE)) as client:
-            client.list("")  # some tests wait for less than a process takes to start
+            client.list("")  # some tests wait for less time than a process takes to start
 
     def client(self, patience: float = 10.0) -> EmbeddedDirectory:
         return EmbeddedDirectory(self.keeper.address, KEYS, patience)
@@ -59,7 +59,7 @@ class ProcessEngine:
 
 
 class ThreadEngine:
-    """An engine of the contract: a thread of this process."""
+    """An engine of the contract in a thread of this process."""
 
     ttl, slack, survives = 0.3, 0.3, False
 
@@ -77,7 +77,7 @@ class ThreadEngine:
         return self._clients[-1]
 
     def session(self, client: EmbeddedDirectory | None = None) -> EmbeddedSession:
-        """Return a connection behind its handshake, which no client uses."""
+        """Return a connection after its handshake, which no client uses."""
         session = (client or self.client())._sessions._make(0)
         session.open(time.monotonic() + PATIENCE)
         return session
@@ -96,7 +96,7 @@ class ThreadEngine:
         for client in self._clients:
             client.close()
         self.server.stopped = True
-        with contextlib.suppress(OSError):  # it has seen that already
+        with contextlib.suppress(OSError):  # the server has stopped already
             socket.create_connection(self.address).close()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
@@ -108,12 +108,12 @@ class ThreadEngine:
 
 
 class Middleman:
-    """What is on the path to servers, which get one connection each in turn, and can alter what a server sends."""
+    """A proxy for servers, which get one connection each in turn; it can alter the replies."""
 
     def __init__(self, *targets: tuple[str, int]) -> None:
         self.targets = itertools.cycle(targets)
         self.altered = 0  # pieces that were altered
-        self.to_alter: float = 0  # of those that follow
+        self.to_alter: float = 0  # pieces that will be altered
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._socks = [self._listener]
@@ -139,7 +139,7 @@ class Middleman:
             shut(each)
 
     def cut(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for each in self._socks[1:]:
             shut(each)
 

@@ -1,4 +1,4 @@
-"""Real servers of etcd for tests, from Debian's package etcd-server: killed, started again, stopped, cut off."""
+"""Real servers of etcd for tests, from Debian's package etcd-server: killed, restarted, stopped, disconnected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_etcd = pytest.mark.skipif(not ETCD, reason="there is no etcd: apt-get inst
 
 
 class Node:
-    """One server of a cluster, whose data outlives its process."""
+    """A server of a cluster, whose data outlives its process."""
 
     def __init__(self, name: str, folder: pathlib.Path, options: Sequence[str] = (), scheme: str = "http") -> None:
         self.name, self.folder, self.options, self.scheme = name, folder, options, scheme
@@ -38,7 +38,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The place where a group meets that has its directory here."""
+        """Return the URL for a group that has its directory here."""
         return f"etcd://127.0.0.1:{self.port}/tests"
 
     def start(self, cluster: str = "") -> None:
@@ -64,7 +64,7 @@ class Node:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def post(self, path: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
-        """Ask the gateway by other means than the engine's."""
+        """Send a request to the gateway without the engine's client."""
         headers = {"Authorization": token} if token else {}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=5) as response:
@@ -82,7 +82,7 @@ class Node:
 
 
 class Cluster:
-    """Servers of one cluster: what the contract calls an engine."""
+    """Servers of a cluster: an engine of the contract."""
 
     ttl, slack, survives = 2.0, 2.0, True
 

@@ -1,4 +1,4 @@
-"""Servers that are killed, started again, and stopped, under clients that work."""
+"""Tests of servers that are killed, restarted, and stopped while clients work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.directory.harness import (
 )
 from tests.directory.programs import Replica
 
-PATIENT = 1.0  # seconds for which these clients wait where nobody shall answer
+PATIENT = 1.0  # seconds for which these clients wait if no server shall answer
 
 
 def until_answered(ask: Callable[[], object]) -> None:
@@ -41,14 +41,14 @@ def until_answered(ask: Callable[[], object]) -> None:
 
 
 def fail(engine: Engine, how: str, seconds: float) -> None:
-    """Have the server be away for a while."""
+    """Let the server be away for a while."""
     engine.kill() if how == "kill" else engine.pause()
     threading.Event().wait(seconds)
     engine.start() if how == "kill" else engine.resume()
 
 
 def count(client: Directory, key: str, until: threading.Event) -> int:
-    """Count up at a key that nobody else writes, by one for each write, whatever errors come; return the last."""
+    """Count up at a key that has one writer, by one for each write, despite errors; return the last number."""
     number, revision = 0, ABSENT
     while not until.is_set():
         number += 1
@@ -66,7 +66,7 @@ def count(client: Directory, key: str, until: threading.Event) -> int:
                     continue
             if entry and entry.value == value:
                 break
-            # It was not written yet: then what stands there is what was written before.
+            # The value was not written yet: the entry has the value that was written before.
             assert (int(entry.value) if entry else 0) == number - 1, "a write was lost, or was done twice"
             assert (entry.revision if entry else ABSENT) == revision
         assert entry.revision > revision
@@ -75,7 +75,7 @@ def count(client: Directory, key: str, until: threading.Event) -> int:
 
 
 class Faults(Fixtures):
-    """A server that fails. Each test leaves it running."""
+    """Tests of a server that fails. Each test leaves it running."""
 
     @pytest.fixture(autouse=True)
     def _runs_again(self, engine: Engine, make: Make) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Faults(Fixtures):
 
     @pytest.fixture
     def killed(self, engine: Engine) -> Iterator[Callable[[], None]]:
-        """Kill the server; it is started again at the end of the test."""
+        """Yield a function that kills the server, which is restarted at the end of the test."""
         down: list[bool] = []
 
         def kill() -> None:
@@ -119,13 +119,13 @@ class Faults(Fixtures):
             lambda: client.watch(place, since, 0.5),
         ]
         started = time.monotonic()
-        with ThreadPoolExecutor(len(acts)) as pool:  # the patience is not spent by one thread behind another
+        with ThreadPoolExecutor(len(acts)) as pool:  # each act has its own thread, so that each has its whole patience
             errors = [each.exception(PATIENCE) for each in [pool.submit(act) for act in acts]]
         assert time.monotonic() - started < PATIENT + 0.5 + 2 * SOON
         assert [type(error) for error in errors] == [DirectoryLost] * len(acts)
         assert min(len(str(error)) for error in errors) > 20
 
-    def test_a_close_ends_what_waits_for_a_lost_server(
+    def test_a_close_ends_calls_that_wait_for_a_lost_server(
         self, make: Make, place: str, killed: Callable[[], None]
     ) -> None:
         client = make(PATIENCE)
@@ -133,7 +133,7 @@ class Faults(Fixtures):
         killed()
         with ThreadPoolExecutor(2) as pool:
             watching, listing = pool.submit(client.watch, place, since, PATIENCE), pool.submit(client.list, place)
-            with pytest.raises(TimeoutError):  # both have found out that nobody answers
+            with pytest.raises(TimeoutError):  # both have found out that no server answers
                 listing.result(0.3)
             client.close()
             assert isinstance(watching.exception(2 * SOON), DirectoryLost)
@@ -152,12 +152,12 @@ class Faults(Fixtures):
                 engine.resume()
             try:
                 entry = written(swapping.result(PATIENCE))
-            except DirectoryLost:  # an engine may say so as soon as a connection breaks
+            except DirectoryLost:  # an engine may report it as soon as a connection breaks
                 return
         assert read(client, f"{place}a") == entry
         client.renew(lease)
 
-    def test_a_server_that_was_started_again_has_its_state(self, make: Make, place: str, engine: Engine) -> None:
+    def test_a_restarted_server_has_its_state(self, make: Make, place: str, engine: Engine) -> None:
         if not engine.survives:
             pytest.skip("this engine loses its state with its server")
         client = make()
@@ -180,7 +180,7 @@ class Faults(Fixtures):
         client.revoke(lease)
         assert client.list(place).entries == (again,)
 
-    def test_a_lease_ends_also_when_its_server_was_started_again(self, make: Make, place: str, engine: Engine) -> None:
+    def test_a_lease_also_ends_after_a_restart_of_its_server(self, make: Make, place: str, engine: Engine) -> None:
         client = make()
         lease = client.grant(engine.ttl)
         entry = written(client.swap(f"{place}a", b"1", lease=lease))
@@ -194,7 +194,7 @@ class Faults(Fixtures):
         assert found[-1].key == f"{place}a"
         assert time.monotonic() >= lease.ends
 
-    def test_a_watch_goes_on_with_the_server(self, make: Make, place: str, engine: Engine) -> None:
+    def test_a_watch_goes_on_after_a_restart(self, make: Make, place: str, engine: Engine) -> None:
         watcher, writer = make(), make()
         since = watcher.list(place).revision
         with ThreadPoolExecutor(1) as pool:
@@ -206,7 +206,7 @@ class Faults(Fixtures):
             entry = written(writer.swap(f"{place}a", b""))
             try:
                 events = following.result(PATIENCE)
-            except DirectoryLost:  # an engine may say so as soon as a connection breaks
+            except DirectoryLost:  # an engine may report it as soon as a connection breaks
                 events = wait_for(watcher, place, since, lambda event: True, SOON)
         assert events == [Event(entry.revision, f"{place}a", entry)]
 
@@ -227,7 +227,7 @@ class Faults(Fixtures):
             try:
                 counting = [pool.submit(count, client, f"{place}{n}", stop) for n, client in enumerate(clients)]
                 for _ in range(outages):
-                    stop.wait(chance.uniform(0.1, 0.4))  # of work
+                    stop.wait(chance.uniform(0.1, 0.4))  # time to work
                     fail(engine, how, chance.uniform(0.0, 0.3))
                     until_answered(lambda: watcher.list(place))
             finally:
@@ -251,7 +251,7 @@ class Faults(Fixtures):
             owning = [pool.submit(contend, make(2.0), f"{place}a", engine.ttl, n, until) for n in range(4)]
             try:
                 for _ in range(4):
-                    until.wait(2 * engine.ttl)  # of work
+                    until.wait(2 * engine.ttl)  # time to work
                     fail(engine, how, chance.uniform(0.0, 2 * engine.ttl))
                     until_answered(lambda: make().list(place))
             finally:

@@ -1,4 +1,4 @@
-"""What tests of any engine need: a server that can fail, clients that are closed, waits that end."""
+"""Helpers for tests of any engine: a server that can fail, clients that are closed, waits that end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     ttl: float  # seconds of the shortest lease that the tests ask for
     slack: float  # seconds by which a key may outlive the end of its lease
-    survives: bool  # whether a server that was killed has its state when it is started again
+    survives: bool  # a killed server has its state when it is restarted
 
     def client(self, patience: float = 10.0) -> Directory: ...
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
         """End the server as SIGKILL does."""
 
     def start(self) -> None:
-        """Start the server that was killed again: with its state where it survives, at the same address."""
+        """Restart the killed server at the same address, with its state if it survives."""
 
     def pause(self) -> None:
         """Stop the server as SIGSTOP does."""
@@ -44,18 +44,18 @@ class Engine(Protocol):
     def resume(self) -> None: ...
 
     def forget(self) -> None:
-        """Have the engine forget all changes until now."""
+        """Let the engine forget all changes until now."""
 
 
 Make = Callable[..., Directory]
 
 
 class Fixtures:
-    """What the tests of `Contract` and `Faults` are given."""
+    """Fixtures for the tests of `Contract` and `Faults`."""
 
     @pytest.fixture
     def make(self, engine: Engine) -> Iterator[Make]:
-        """Make a client that is closed behind the test."""
+        """Yield a function that makes clients, which are closed after the test."""
         made: list[Directory] = []
 
         def make(patience: float = PATIENCE) -> Directory:
@@ -72,12 +72,12 @@ class Fixtures:
 
     @pytest.fixture
     def place(self) -> str:
-        """The prefix of the test's own keys."""
+        """Return the prefix of the test's own keys."""
         return f"test-{secrets.token_hex(6)}/"
 
 
 def read(client: Directory, key: str) -> Entry | None:
-    """Return what stands under one key."""
+    """Return the entry of a key."""
     return next((entry for entry in client.list(key).entries if entry.key == key), None)
 
 
@@ -88,7 +88,7 @@ def written(swap: Swap) -> Entry:
 
 
 def wait_for(client: Directory, prefix: str, since: int, wanted: Callable[[Event], bool], limit: float) -> list[Event]:
-    """Watch until a change is `wanted`; return all until then."""
+    """Watch until a change is `wanted`; return all changes until then."""
     seen: list[Event] = []
     ends = time.monotonic() + limit
     while not any(map(wanted, seen)):
@@ -100,7 +100,7 @@ def wait_for(client: Directory, prefix: str, since: int, wanted: Callable[[Event
 
 
 class Act(NamedTuple):
-    """An owner has acted, between two times of one clock."""
+    """An act of an owner between two times of one clock."""
 
     token: int
     start: float
@@ -108,7 +108,7 @@ class Act(NamedTuple):
 
 
 def contend(client: Directory, key: str, ttl: float, seed: int, until: threading.Event) -> list[Act]:
-    """Claim a key again and again, own it for a while, and let the lease end or revoke it; return what was owned."""
+    """Claim a key again and again, own it for a while, and let the lease end or revoke it; return the acts."""
     chance, acts = random.Random(seed), []
     while not until.is_set():
         try:
@@ -118,7 +118,7 @@ def contend(client: Directory, key: str, ttl: float, seed: int, until: threading
                 client.revoke(lease)
                 client.watch(key, swap.entry.revision, ttl)
                 continue
-        except (DirectoryLost, LeaseLost):  # whether it is owned is unknown: then it is not
+        except (DirectoryLost, LeaseLost):  # a claim with an unknown outcome is not used
             continue
         start = time.monotonic()
         for _ in range(chance.randrange(4)):
@@ -138,7 +138,7 @@ def contend(client: Directory, key: str, ttl: float, seed: int, until: threading
 
 
 def check_acts(acts: list[Act]) -> None:
-    """Two owners have never acted at once, and later ones have higher tokens."""
+    """Check that two owners have never acted at once, and that later ones have higher tokens."""
     acts = sorted(act for act in acts if act.stop > act.start)
     for act, next_ in itertools.pairwise(acts):
         assert act.token < next_.token
@@ -146,7 +146,7 @@ def check_acts(acts: list[Act]) -> None:
 
 
 def altered(value: Any, data: st.DataObject, values: st.SearchStrategy[Any]) -> Any:
-    """Return an answer of which one part is another one, or is missing."""
+    """Return an answer with one part replaced or removed."""
     if not isinstance(value, dict | list) or not value or data.draw(st.integers(0, 3)) == 0:
         return data.draw(values)
     changed = value.copy()
@@ -163,7 +163,7 @@ def is_gone(event: Event) -> bool:
 
 
 def assert_refused_in_a_child(client: Directory) -> None:
-    """A process that this one forks may not ask, and may close the client."""
+    """Check that a forked process may not use the client, but may close it."""
     child = os.fork()
     if not child:
         status = 1

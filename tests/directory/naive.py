@@ -1,4 +1,4 @@
-"""A directory in so few lines that one can see it is right: the model that engines are compared with."""
+"""A directory in few lines, which are plainly right: the model that engines are compared with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
 
 class Naive:
-    """All that was ever written, looked through from the start each time."""
+    """A directory that keeps all that was ever written, and searches it from the start each time."""
 
     def __init__(self) -> None:
         self.revision = 0
@@ -63,7 +63,7 @@ class Naive:
             self.events.append(Event(self.revision, key, None))
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int) -> Swap | None:
-        """Return None where the lease has ended."""
+        """Return None if the lease has ended."""
         if lease and lease not in self.leases:
             return None
         found = self.entries.get(key)
@@ -100,7 +100,7 @@ class Naive:
 
 
 class NaiveEngine:
-    """A naive directory that threads share; the contract's own test."""
+    """A naive directory that threads share; it tests the contract itself."""
 
     ttl, slack, survives = 0.3, 0.5, True
 
@@ -135,7 +135,7 @@ class NaiveClient:
         self._state, self._changed = engine.state, engine.changed
 
     def _enter(self, patience: float) -> None:
-        """Wait until the server is there."""
+        """Wait until the server runs."""
         self._changed.wait_for(lambda: self._engine.is_up or self._closed, patience)
         if not self._engine.is_up or self._closed:
             raise DirectoryLost("the naive server is down, or its client was closed")

@@ -1,4 +1,4 @@
-"""Programs made from seeds: one thread beside the naive model, and several threads whose watches must miss nothing."""
+"""Programs made from seeds: one thread compared with the naive model, and several threads with complete watches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NAMES = ("a", "a/b", "b", "ba")
 
 
 class Beside:
-    """An engine and the model, which get the same calls; what both return must agree."""
+    """An engine and the model, which get the same calls; their results must agree."""
 
     def __init__(self, client: Directory, place: str, seed: int) -> None:
         self.client, self.place, self.random = client, place, random.Random(seed)
         self.model = Naive()
-        self.leases: list[tuple[Lease, int]] = []  # of the engine, and of the model
-        self.revisions = {ABSENT: ABSENT}  # those of the engine, by those of the model
+        self.leases: list[tuple[Lease, int]] = []  # (lease of the engine, lease of the model)
+        self.revisions = {ABSENT: ABSENT}  # revisions of the engine, by those of the model
         self.since = client.list(place).revision
         self.seen: Events = []
 
@@ -59,7 +59,7 @@ class Beside:
         except LeaseLost:
             assert modelled is None
             return
-        if modelled is None:  # both would have been true; nothing was written
+        if modelled is None:  # both refusals are right; nothing was written
             assert expected != right
             modelled = Swap(False, found)
         assert swap.done == modelled.done
@@ -111,7 +111,7 @@ class Beside:
         assert len(self.seen) == len(self.model.events)
 
         assert [event.revision for event in self.seen] == sorted(event.revision for event in self.seen)
-        # The keys of one lease may be deleted in any order: there alone the model has several changes at one revision.
+        # The keys of one lease may be deleted in any order: only then has the model several changes at one revision.
         ordered = self.model.events
         start = 0
         while start < len(ordered):
@@ -125,7 +125,7 @@ class Beside:
 
 
 class Replica:
-    """What a watcher knows: the entries of a list, and each change since."""
+    """The knowledge of a watcher: the entries of a list, and each change since."""
 
     def __init__(self, client: Directory, place: str) -> None:
         self.client, self.place = client, place
@@ -140,7 +140,7 @@ class Replica:
             assert time.monotonic() < ends
             try:
                 self.since, events = self.client.watch(self.place, self.since, PATIENCE)
-            except DirectoryLost:  # where a test ends the server
+            except DirectoryLost:  # some tests kill the server
                 continue
             for event in events:
                 self.apply(event)
@@ -162,7 +162,7 @@ class Replica:
 
 
 def write(client: Directory, place: str, seed: int, count: int) -> list[Entry]:
-    """Write, delete, grant and revoke at random; return what was written."""
+    """Write, delete, grant and revoke at random; return the written entries."""
     chance = random.Random(seed)
     known: dict[str, int] = {}
     lease, entries = client.grant(LONG), []
@@ -182,10 +182,10 @@ def write(client: Directory, place: str, seed: int, count: int) -> list[Entry]:
 
 
 class Programs(Fixtures):
-    """Programs made from a seed."""
+    """Tests of programs made from a seed."""
 
     @pytest.mark.parametrize("seed", SEEDS)
-    def test_one_client_sees_what_the_model_says(self, client: Directory, place: str, seed: int) -> None:
+    def test_a_client_gets_the_results_of_the_model(self, client: Directory, place: str, seed: int) -> None:
         beside = Beside(client, place, seed)
         for _ in range(120):
             beside.step()
@@ -217,7 +217,7 @@ class Programs(Fixtures):
         until = threading.Event()
         with ThreadPoolExecutor(4) as pool:
             owning = [pool.submit(contend, make(), f"{place}a", engine.ttl, 10 * seed + n, until) for n in range(4)]
-            until.wait(8 * engine.ttl)  # of work
+            until.wait(8 * engine.ttl)  # time to work
             until.set()
             acts = [act for each in owning for act in each.result(PATIENCE)]
         assert len(acts) > 3

@@ -1,4 +1,4 @@
-"""A real Redis server of a test, in a folder of its own."""
+"""A real Redis server for tests, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def where(self) -> str:
-        """The place where a group meets that has its directory here."""
+        """Return the URL for a group that has its directory here."""
         return self.url
 
     @property

@@ -1,4 +1,4 @@
-"""The model and each engine keep the contract. `test_etcd_cluster.py` has etcd with three members."""
+"""The contract, for the model and for each engine. `test_etcd_cluster.py` has etcd with three members."""
 
 from __future__ import annotations
 

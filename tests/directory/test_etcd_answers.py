@@ -1,4 +1,4 @@
-"""A gateway that the test plays: servers that are no etcd, and answers that a real etcd gives once in a thousand."""
+"""Tests with a fake gateway: servers other than etcd, and rare answers of a real etcd."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_write_without_an_answer_is_sent_once(played: Play, connected: Connect
         (8, "etcdserver: too many requests", True),
     ],
 )
-def test_a_write_is_sent_again_where_etcd_turned_it_away(
+def test_a_write_is_sent_again_only_if_etcd_certainly_did_not_do_it(
     played: Play, connected: Connect, code: int, message: str, is_sent_again: bool
 ) -> None:
     def answer(path: str, body: dict[str, Any]) -> Any:
@@ -157,7 +157,7 @@ def test_a_renewal_by_a_former_leader_does_not_count(played: Play, connected: Co
         (200, b"[1]", DirectoryLost, "majority"),
     ],
 )
-def test_answers_of_other_servers(
+def test_answers_of_other_servers_are_errors(
     played: Play, connected: Connect, status: int, body: bytes, error: type[Exception], text: str
 ) -> None:
     server = played(lambda *_: (status, body))
@@ -166,8 +166,8 @@ def test_answers_of_other_servers(
 
 
 @pytest.mark.parametrize("sends", [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
-def test_a_server_that_does_not_answer_whole(connected: Connect, sends: bytes) -> None:
-    """It sends some bytes now and then, for ever."""
+def test_a_server_that_never_completes_its_answer_is_lost(connected: Connect, sends: bytes) -> None:
+    """The server sends some bytes now and then, without end."""
     closed = threading.Event()
 
     def serve() -> None:
@@ -188,7 +188,7 @@ def test_a_server_that_does_not_answer_whole(connected: Connect, sends: bytes) -
         thread.join()
 
 
-def test_a_watch_that_is_refused(played: Play, connected: Connect) -> None:
+def test_a_watch_that_is_refused_is_an_error(played: Play, connected: Connect) -> None:
     refusal = {"error": {"grpc_code": 7, "http_code": 403, "message": "etcdserver: permission denied"}}
     server = played(lambda *_: json.dumps(refusal).encode() + b"\n")
     with pytest.raises(DirectoryRefused, match="permission denied"):
@@ -196,7 +196,7 @@ def test_a_watch_that_is_refused(played: Play, connected: Connect) -> None:
 
 
 def test_a_watch_that_ends_again_and_again_is_lost(played: Play, connected: Connect) -> None:
-    """With a pause between, that grows."""
+    """The client tries again with growing pauses."""
     created = json.dumps({"result": {**header(), "created": True}}).encode() + b"\n"
     server = played(lambda *_: created)
     began = time.monotonic()
@@ -206,7 +206,7 @@ def test_a_watch_that_ends_again_and_again_is_lost(played: Play, connected: Conn
     assert 3 < len(server.asked) < 20
 
 
-def test_a_version_that_ends_leases_is_told_once(
+def test_a_version_that_ends_leases_causes_one_warning(
     played: Play, connected: Connect, recwarn: pytest.WarningsRecorder
 ) -> None:
     server = played(lambda *_: {**header(), "ID": "7", "TTL": "9", "version": "3.4.30"})
@@ -229,7 +229,7 @@ def test_a_forked_process_leaves_the_connections_alone(played: Play, connected: 
     assert len(server.asked) == 2
 
 
-def test_what_was_written_is_what_etcd_says(played: Play, connected: Connect) -> None:
+def test_the_entry_of_a_write_has_the_revisions_that_etcd_reports(played: Play, connected: Connect) -> None:
     found = {"key": base64.b64encode(b"telegrad/a").decode(), "mod_revision": "9", "create_revision": "4", "lease": "7"}
     responses = [{"response_put": {}}, {"response_range": {"kvs": [found]}}]
     server = played(lambda *_: {**header(), "succeeded": True, "responses": responses})
@@ -238,7 +238,7 @@ def test_what_was_written_is_what_etcd_says(played: Play, connected: Connect) ->
 
 
 @pytest.mark.parametrize("entry", [{"key": "YQ=="}, "junk", {"key": "YQ==", "mod_revision": "x"}, None])
-def test_an_answer_that_no_etcd_gives_is_not_trusted(played: Play, connected: Connect, entry: Any) -> None:
+def test_an_invalid_answer_is_not_trusted(played: Play, connected: Connect, entry: Any) -> None:
     def answer(path: str, body: dict[str, Any]) -> Any:
         if path == "/v3/watch":
             messages = {**header(), "created": True}, {**header(), "events": [{"kv": entry}]}

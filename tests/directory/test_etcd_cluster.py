@@ -1,4 +1,4 @@
-"""Three members of etcd, of which some fail; what a client of all three notices."""
+"""Tests of a client of three members of etcd, of which some fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Three(Fixtures):
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:etcd 3:telegrad.errors.TelegradWarning")
 class TestThree(Contract, Programs, Faults, Three):
-    """All three are killed and stopped at once."""
+    """The tests of the contract with three members, which are killed and stopped together."""
 
 
 @needs_etcd
@@ -57,14 +57,14 @@ class TestSomeFail(Three):
         engine.settle()
 
     def pinned(self, engine: Cluster, first: Node, others: bool = True, patience: float = PATIENCE) -> EtcdDirectory:
-        """Return a client that asks `first` until that fails, and the others then."""
+        """Return a client that asks `first` until that fails, and then the others."""
         rest = [each for each in engine.nodes if each is not first] if others else []
         client = etcd.connect(f"{engine.address([first, *rest])}/tests/group", patience)
         client._client.sessions.current = 0
         return client
 
     @pytest.mark.parametrize("asked", ["leader", "follower"])
-    def test_the_leader_is_killed(self, engine: Cluster, place: str, asked: str) -> None:
+    def test_clients_go_on_after_the_leader_is_killed(self, engine: Cluster, place: str, asked: str) -> None:
         leader = engine.leader()
         first = leader if asked == "leader" else followers(engine, leader)[0]
         with contextlib.closing(self.pinned(engine, first)) as client, ThreadPoolExecutor(1) as pool:
@@ -81,7 +81,7 @@ class TestSomeFail(Three):
             assert time.monotonic() - began < ELECTION
 
     @pytest.mark.nightly
-    def test_a_lease_that_is_renewed_outlives_its_leader(self, engine: Cluster, make: Make, place: str) -> None:
+    def test_a_renewed_lease_outlives_its_leader(self, engine: Cluster, make: Make, place: str) -> None:
         client = make()
         lease = client.grant(6)
         entry = written(client.swap(f"{place}a", b"", lease=lease))
@@ -94,7 +94,7 @@ class TestSomeFail(Three):
         assert read(client, f"{place}a") == entry
 
     @pytest.mark.nightly
-    def test_a_lease_that_nobody_renews_ends_without_its_leader(self, engine: Cluster, make: Make, place: str) -> None:
+    def test_a_lease_without_renewals_ends_without_its_leader(self, engine: Cluster, make: Make, place: str) -> None:
         client = make()
         lease = client.grant(2)
         entry = written(client.swap(f"{place}a", b"", lease=lease))
@@ -103,8 +103,8 @@ class TestSomeFail(Three):
         assert events == [Event(events[0].revision, f"{place}a", None)]
         assert time.monotonic() >= lease.ends
 
-    def test_a_follower_is_stopped(self, engine: Cluster, place: str) -> None:
-        """Reads go to the next endpoint. A write that was sent there has an unknown outcome; the next goes on."""
+    def test_clients_leave_a_stopped_follower(self, engine: Cluster, place: str) -> None:
+        """Reads go to the next endpoint. A write that was sent to it has an unknown outcome; the next write goes on."""
         first = followers(engine, engine.leader())[0]
         with contextlib.closing(self.pinned(engine, first)) as client:
             entry = written(client.swap(f"{place}a", b"1"))
@@ -135,16 +135,14 @@ class TestSomeFail(Three):
             assert client.watch(f"{place}b", since, 0.1)[1] == []
             first.pause()
             entries = [written(writer.swap(f"{place}{n}", b"")) for n in range(3)]
-            events = watching.result(SILENCE + 2 + ELECTION)[
-                1
-            ]  # the silence, what an answer may take, and a new stream
+            events = watching.result(SILENCE + 2 + ELECTION)[1]  # the silence, the time of an answer, and a new stream
             while len(events) < len(entries):
                 events += client.watch(place, events[-1].revision, LONG)[1]
             assert [event.entry for event in events] == entries
 
     @pytest.mark.nightly
-    def test_a_watch_leaves_a_member_that_is_cut_off(self, engine: Cluster, place: str) -> None:
-        """The one that is left answers, and its streams are open and silent; it has no majority."""
+    def test_a_watch_leaves_a_member_without_a_majority(self, engine: Cluster, place: str) -> None:
+        """The remaining member answers, and its streams are open and silent, but it has no majority."""
         leader = engine.leader()
         first, other = followers(engine, leader)
         with contextlib.closing(self.pinned(engine, first, others=False, patience=3.0)) as client:
@@ -160,7 +158,7 @@ class TestSomeFail(Three):
 
     @pytest.mark.nightly
     def test_a_watch_behind_a_load_balancer_leaves_a_stopped_member(self, engine: Cluster, place: str) -> None:
-        """The address is one, and each connection leads to another member."""
+        """Each connection to the single address leads to another member."""
         leader = engine.leader()
         one, other = followers(engine, leader)
         with (
@@ -215,11 +213,11 @@ class TestSomeFail(Three):
             owning = [pool.submit(contend, each, f"{place}a", 2.0, n, until) for n, each in enumerate(clients)]
             try:
                 for _ in range(5):
-                    until.wait(6.0)  # of work: each new leader counts all leases anew
+                    until.wait(6.0)  # time to work: each new leader counts all leases anew
                     leader = engine.leader()
                     leader.kill() if how == "killed" else leader.pause()
                     engine.leader(followers(engine, leader))
-                    until.wait(chance.uniform(0.0, 4.0))  # of an outage
+                    until.wait(chance.uniform(0.0, 4.0))  # time of an outage
                     engine.start() if how == "killed" else leader.resume()
                     engine.settle()
             finally:
@@ -231,7 +229,7 @@ class TestSomeFail(Three):
             each.close()
 
     @pytest.mark.parametrize("how", ["killed", "stopped"])
-    def test_the_majority_is_lost_and_comes_back(self, engine: Cluster, place: str, how: str) -> None:
+    def test_clients_wait_while_the_majority_is_lost(self, engine: Cluster, place: str, how: str) -> None:
         patient, client = engine.client(30.0), engine.client(2.0)
         lease = client.grant(LONG)
         entry = written(client.swap(f"{place}a", b"1", lease=lease))
@@ -258,12 +256,12 @@ class TestSomeFail(Three):
                     each.resume()
             listing = waiting.result(LONG)
         assert listing.entries[0].created == entry.created
-        assert listing.entries[0].value in (b"1", b"2")  # nobody said whether it was written
+        assert listing.entries[0].value in (b"1", b"2")  # the outcome of the write is unknown
         assert patient.renew(lease).id == lease.id
         client.close()
         patient.close()
 
-    def test_a_leader_that_goes_on_renews_nothing_that_has_ended(self, engine: Cluster, place: str) -> None:
+    def test_a_former_leader_that_goes_on_renews_no_ended_lease(self, engine: Cluster, place: str) -> None:
         leader = engine.leader()
         rest = followers(engine, leader)
         with (

@@ -1,4 +1,4 @@
-"""A real etcd: whole seconds, prefixes, watches, lost data, users, TLS, restarts."""
+"""Tests with a real etcd: whole seconds, prefixes, watches, lost data, users, TLS, restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs_etcd
 
 @pytest.fixture
 def started(tmp_path: pathlib.Path) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster that ends with the test."""
+    """Yield a function that starts clusters, which end with the test."""
     clusters: list[Cluster] = []
 
     def start(options: Sequence[str] = (), waits: bool = True) -> Cluster:
@@ -67,20 +67,20 @@ def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(started: Start, c
             client._client.sessions.current = first
             began = time.monotonic()
             lease = client.renew(lease)
-            assert time.monotonic() - began < 2 / 3 * lease.ttl  # after a third it is due
+            assert time.monotonic() - began < 2 / 3 * lease.ttl  # a renewal is due after a third
 
 
-def test_groups_with_other_prefixes_are_apart(started: Start, connected: Connect) -> None:
+def test_groups_with_other_prefixes_see_nothing_of_each_other(started: Start, connected: Connect) -> None:
     address = started().address()
     one, other, longer = (connected(address + path) for path in ("", "/jobs/7", "/jobs/77"))
     entries = [written(client.swap("a", b"%d" % n)) for n, client in enumerate((one, other, longer))]
     for client, entry in zip((one, other, longer), entries, strict=True):
         assert client.list("").entries == (entry,)
         assert client.watch("", entries[0].revision - 1, SOON)[1][0].entry == entry
-    assert connected(address + "/telegrad/").list("").entries == (entries[0],)  # the prefix of an address without one
+    assert connected(address + "/telegrad/").list("").entries == (entries[0],)  # the default prefix
 
 
-def test_watches_leave_no_stream(started: Start, connected: Connect) -> None:
+def test_watches_leave_no_stream_behind(started: Start, connected: Connect) -> None:
     cluster = started()
     client = connected(cluster.address())
     since, revision = client.list("").revision, 0
@@ -92,7 +92,7 @@ def test_watches_leave_no_stream(started: Start, connected: Connect) -> None:
     wait_until(lambda: not cluster.nodes[0].watchers())  # etcd needs a moment to see that a stream was closed
 
 
-def test_a_watch_goes_on_behind_a_silence(started: Start, connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_goes_on_after_a_silence(started: Start, connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "SILENCE", 0.1)
     address = started().address()
     client, writer = connected(address), connected(address)
@@ -104,8 +104,8 @@ def test_a_watch_goes_on_behind_a_silence(started: Start, connected: Connect, mo
         assert watching.result(PATIENCE)[1] == [Event(entry.revision, "a", entry)]
 
 
-def test_data_that_was_lost(started: Start, connected: Connect) -> None:
-    """The tokens would be given a second time."""
+def test_lost_data_of_etcd_is_noticed(started: Start, connected: Connect) -> None:
+    """Otherwise tokens would be given a second time."""
     cluster = started()
     node = cluster.nodes[0]
     client, watching = connected(cluster.address()), connected(cluster.address())
@@ -124,7 +124,7 @@ def test_data_that_was_lost(started: Start, connected: Connect) -> None:
         watching.watch("", revision, LONG)
 
 
-def test_endpoints_of_two_clusters(started: Start, connected: Connect) -> None:
+def test_endpoints_of_two_clusters_are_refused(started: Start, connected: Connect) -> None:
     one, other = started(), started()
     client = connected(f"{one.address()},{other.address().removeprefix('etcd://')}")
     client.list("")
@@ -133,13 +133,13 @@ def test_endpoints_of_two_clusters(started: Start, connected: Connect) -> None:
         client.list("")
 
 
-def test_no_gateway(started: Start, connected: Connect) -> None:
+def test_etcd_without_its_gateway_is_refused(started: Start, connected: Connect) -> None:
     cluster = started(options=["--enable-grpc-gateway=false"], waits=False)
     with pytest.raises(DirectoryRefused, match="--enable-grpc-gateway"):
         connected(cluster.address()).list("")
 
 
-def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> None:
+def test_users_are_limited_to_their_prefix(started: Start, connected: Connect, tmp_path: pathlib.Path) -> None:
     cluster = started(options=["--auth-token-ttl", "1"])
     node, key = cluster.nodes[0], base64.b64encode(b"telegrad/").decode()
     file = tmp_path / "password"
@@ -161,7 +161,7 @@ def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> No
     lease = user.grant(LONG)
     entry = written(user.swap("a", b"1", lease=lease))
     assert user.watch("", entry.revision - 1, SOON)[1][0].entry == entry
-    cluster.kill()  # its tokens are gone
+    cluster.kill()  # the tokens of the server are gone
     cluster.start()
     assert user.list("").entries == (entry,)
     assert user.renew(lease).id == lease.id
@@ -177,7 +177,7 @@ def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> No
         connected(f"{cluster.address()}?user=worker&password_file={file}").list("")
 
 
-def test_tls(connected: Connect, tmp_path: pathlib.Path) -> None:
+def test_tls_with_client_certificates(connected: Connect, tmp_path: pathlib.Path) -> None:
     authority = Authority(tmp_path, "authority")
     server, client = authority.files("server"), authority.files("client")
     options = ["--cert-file", server.certificate, "--key-file", server.private_key, "--client-cert-auth"]
@@ -192,7 +192,7 @@ def test_tls(connected: Connect, tmp_path: pathlib.Path) -> None:
             connected(cluster.address(), 1.0).list("")
         with pytest.raises(DirectoryRefused, match="not accepted"):
             connected(cluster.address() + "?ca=system").list("")
-        with pytest.raises(DirectoryLost):  # etcd asks for a certificate of the client
+        with pytest.raises(DirectoryLost):  # etcd requires a certificate of the client
             connected(cluster.address() + query.partition("&")[0], 1.0).list("")
         closes_while_watching(directory, entry.revision)
     finally:
@@ -214,8 +214,8 @@ def closes_while_watching(directory: EtcdDirectory, revision: int) -> None:
     waiting.join()
 
 
-def test_a_write_behind_a_restart_has_an_outcome(started: Start, connected: Connect) -> None:
-    """Connections that the server has closed are not used for it."""
+def test_a_write_after_a_restart_has_an_outcome(started: Start, connected: Connect) -> None:
+    """Connections that the server has closed are not used for the write."""
     cluster = started()
     directory = connected(cluster.address())
     revision = 0

@@ -1,4 +1,4 @@
-"""The addresses of etcd, its answers, and data that was lost; without a server."""
+"""Tests of etcd's addresses, answers, and lost data, without a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.directory.harness import altered
         ),
     ],
 )
-def test_addresses(url: str, settings: EtcdSettings) -> None:
+def test_addresses_are_read(url: str, settings: EtcdSettings) -> None:
     assert parse_url(url) == settings
 
 
@@ -63,13 +63,13 @@ def test_addresses(url: str, settings: EtcdSettings) -> None:
         ("etcd://a?user=x", "needs a name and a password file"),
     ],
 )
-def test_addresses_that_are_refused(url: str, text: str) -> None:
+def test_invalid_addresses_are_refused_without_showing_passwords(url: str, text: str) -> None:
     with pytest.raises(UsageError, match=text) as caught:
         parse_url(url)
     assert "hidden" not in str(caught.value)
 
 
-def test_files_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
+def test_unusable_files_are_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "bad").write_text("bad")
     (tmp_path / "bad").chmod(0o644)
     for query, text in (
@@ -84,26 +84,26 @@ def test_files_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.0", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"])
-def test_versions_that_end_leases(version: str) -> None:
+def test_versions_of_etcd_that_end_live_leases(version: str) -> None:
     assert ends_live_leases(version)
 
 
 @pytest.mark.parametrize("version", ["3.4.31", "3.4.40", "3.5.13", "3.6.0", "3.10.1", "4.0.0", "", "main"])
-def test_versions_that_do_not(version: str) -> None:
+def test_versions_of_etcd_that_keep_live_leases(version: str) -> None:
     assert not ends_live_leases(version)
 
 
-def test_revisions_that_go_back() -> None:
+def test_revisions_that_go_back_are_noticed() -> None:
     seen = Continuity()
     assert not seen.check(Header(1, 7, 5, 2), 0, True)
-    assert not seen.check(Header(1, 7, 3, 2), 5, False)  # of a member that is behind, which may answer so
-    assert not seen.check(Header(1, 7, 4, 2), 3, True)  # sent before the one with 5 had come
+    assert not seen.check(Header(1, 7, 3, 2), 5, False)  # a member that is behind may answer so
+    assert not seen.check(Header(1, 7, 4, 2), 3, True)  # sent before the answer with 5 had come
     assert seen.revision == 5
     assert "from revision 5 to 4" in seen.check(Header(1, 7, 4, 2), 5, True)
-    assert "from revision 5 to 4" in seen.check(Header(1, 7, 9, 2), 5, True)  # from now on
+    assert "from revision 5 to 4" in seen.check(Header(1, 7, 9, 2), 5, True)  # the error stays
 
 
-def test_another_cluster() -> None:
+def test_another_cluster_is_noticed() -> None:
     seen = Continuity()
     assert not seen.check(Header(10, 7, 5, 2), 0, True)
     assert not seen.check(Header(0, 0, 0, 0), 5, False)  # a message without a header
@@ -155,6 +155,6 @@ def test_the_key_of_an_entry_that_cannot_be_read_is_named() -> None:
         etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "mod_revision": "x"}]}, b"")
 
 
-def test_a_key_that_is_no_utf_8_is_listed() -> None:
+def test_a_key_that_is_not_utf_8_is_listed() -> None:
     (entry,) = etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "key": "/w=="}]}, b"").entries
     assert entry.key == "\\xff"

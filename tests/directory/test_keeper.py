@@ -1,4 +1,4 @@
-"""The process that serves an embedded directory, and its keeper."""
+"""Tests of the process that serves an embedded directory, and of its keeper."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_keeper_starts_the_process_when_it_has_ended(keeper: ServerProcess, cl
 
 
 def fill_disk(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
-    """Have the process end as it writes: none of its files may grow, nor its log."""
+    """Let the process end as it writes: none of its files may grow, nor its log."""
     client.list("")
     resource.prlimit(keeper.pid, resource.RLIMIT_FSIZE, (1, 1))
     with pytest.raises(DirectoryLost):
@@ -67,7 +67,7 @@ def fill_disk(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
+def test_a_process_that_cannot_write_is_reported_once_and_restarted_less_often(
     keeper: ServerProcess, client: EmbeddedDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill_disk(keeper, client)
@@ -80,12 +80,12 @@ def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
     wait_until(keeper.restart_if_ended)
     assert not caplog.text
     written(client.swap("a", b""))
-    end(keeper)  # for another reason
+    end(keeper)  # killed for another reason
     assert keeper.restart_if_ended()
     assert "SIGKILL" in caplog.text
 
 
-def test_a_keeper_leaves_a_process_that_could_not_be_started_again(
+def test_leaving_a_process_that_could_not_be_restarted_is_no_error(
     keeper: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -99,7 +99,7 @@ def test_a_keeper_leaves_a_process_that_could_not_be_started_again(
     keeper.leave()
 
 
-def test_a_server_on_ipv6() -> None:
+def test_a_server_on_ipv6_can_be_reached() -> None:
     try:
         keeper = ServerProcess(KEYS, "::1")
     except OSError:
@@ -110,12 +110,12 @@ def test_a_server_on_ipv6() -> None:
     keeper.close()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         ServerProcess(KEYS, port=taken.getsockname()[1])
 
 
-def test_a_directory_that_lost_its_state_is_another_one(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
+def test_a_directory_that_lost_its_state_is_noticed(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     client.swap("a", b"")
     end(keeper)
     remove(keeper.path)
@@ -139,7 +139,7 @@ def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: ServerProcess, clien
 
 
 def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
-    """Its holder could not renew it; it has stopped to act as an owner by its own clock, and may go on."""
+    """Its holder could not renew it; by its own clock it has stopped acting as an owner, and may go on now."""
     lease = client.grant(1.0)
     entry = written(client.swap("a", b"", lease=lease))
     os.kill(keeper.pid, signal.SIGSTOP)
@@ -166,12 +166,12 @@ def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(
     assert not os.path.exists(keeper.path)
 
 
-def test_a_keeper_leaves_a_process_that_was_killed(keeper: ServerProcess) -> None:
+def test_leaving_a_killed_process_is_no_error(keeper: ServerProcess) -> None:
     end(keeper)
     keeper.leave()
 
 
-def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: ServerProcess) -> None:
+def test_another_keeper_restarts_a_killed_server_with_its_entries(keeper: ServerProcess) -> None:
     client = EmbeddedDirectory(keeper.address, KEYS)
     entry = written(client.swap("a", b"1", lease=client.grant(30.0)))
     keeper.leave()

@@ -1,4 +1,4 @@
-"""The directory on a real Redis server, which the tests start, kill and stop."""
+"""Tests of the directory on a real Redis server, which is started, killed and stopped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = NEEDED
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """For tests that leave a server as it was; each has a group of its own."""
+    """Yield a server for tests that leave it as it was; each has a group of its own."""
     with running(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
@@ -68,7 +68,7 @@ def test_groups_see_nothing_of_each_other(shared: Server) -> None:
     assert one.list("").entries == (entry,)
 
 
-def test_a_group_in_another_database(shared: Server) -> None:
+def test_groups_in_two_databases_see_nothing_of_each_other(shared: Server) -> None:
     one, other = RedisDirectory(f"{shared.url}/0", "bases"), RedisDirectory(f"{shared.url}/3", "bases")
     one.swap("key", b"1")
     assert other.list("").entries == ()
@@ -78,7 +78,7 @@ def test_a_group_in_another_database(shared: Server) -> None:
 
 
 def test_all_watches_see_each_deletion_once_and_in_one_order(shared: Server) -> None:
-    """All of them come to the end of the lease at once."""
+    """All watches wait when the leases end."""
     clients = clients_of(shared, "many", 6)
     replicas = [Replica(client, "") for client in clients]
     leases = [clients[0].grant(0.5) for _ in range(5)]
@@ -106,7 +106,7 @@ def test_a_new_entry_of_a_short_lease_wakes_a_watch_that_sleeps_longer(shared: S
     assert time.monotonic() - lease.ends < 0.5  # less than the second after which each watch asks anyway
 
 
-def test_a_lease_takes_no_key_of_one_whose_number_begins_alike(shared: Server) -> None:
+def test_revoking_a_lease_leaves_leases_whose_number_begins_alike(shared: Server) -> None:
     (client,) = clients_of(shared, "alike", 1)
     leases = [client.grant(LONG) for _ in range(12)]
     entries = [written(client.swap(f"{lease.id:02}", b"", lease=lease)) for lease in leases]
@@ -135,7 +135,7 @@ def test_the_newest_changes_are_kept(shared: Server, monkeypatch: pytest.MonkeyP
 
 
 def test_no_key_of_a_group_has_an_expiry(shared: Server) -> None:
-    """So `volatile-*` evicts none."""
+    """Keys without expiry are not evicted by the `volatile-*` policies."""
     (client,) = clients_of(shared, "expiry", 1)
     client.swap("a", b"", lease=client.grant(LONG))
     keys = {f"telegrad:expiry:{name}" for name in on_redis._KEYS}
@@ -152,7 +152,7 @@ def test_a_server_that_forgot_the_script_gets_it_again(shared: Server) -> None:
 # Failures
 
 
-def test_leases_have_their_whole_time_again_when_the_server_is_started_anew(server: Server) -> None:
+def test_leases_have_their_whole_ttl_after_a_restart(server: Server) -> None:
     client = server.client()
     lease = client.grant(0.5)
     entry = written(client.swap("a", b"1", lease=lease))
@@ -166,7 +166,7 @@ def test_leases_have_their_whole_time_again_when_the_server_is_started_anew(serv
     assert client.list("").entries == ()
 
 
-def test_a_client_waits_for_a_server_that_is_started(server: Server) -> None:
+def test_a_client_waits_for_a_server_that_is_restarted(server: Server) -> None:
     client = server.client()
     server.kill()
     with ThreadPoolExecutor(3) as pool:
@@ -212,16 +212,16 @@ def test_a_server_that_has_lost_writes_is_noticed(server: Server, how: str, tmp_
     assert later.list("c").entries == ()
 
 
-def test_a_master_that_becomes_a_replica(server: Server) -> None:
+def test_a_master_that_becomes_a_replica_is_refused(server: Server) -> None:
     client = server.client()
     server.admin().replicaof("127.0.0.1", "1")
     with pytest.raises(DirectoryLost, match="read only replica"):
-        client.list("")  # which may be old there
+        client.list("")  # a replica's list may be old
     with pytest.raises(DirectoryRefused, match=r"it is a replica: use the address of its master at 127\.0\.0\.1:1"):
         client.list("")
 
 
-def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None:
+def test_a_server_without_memory_does_nothing_by_halves(server: Server) -> None:
     client = server.client()
     lease, short = client.grant(LONG), client.grant(0.2)
     kept = written(client.swap("kept", b"1", lease=lease))
@@ -244,8 +244,8 @@ def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None
     assert client.list("") == (4, ())
 
 
-def test_only_a_compare_and_set_is_not_sent_again(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks when the server has the command, and before its reply is there."""
+def test_all_but_a_compare_and_set_is_sent_again(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks after the server has the command, and before the reply has come."""
     (client,) = clients_of(shared, "again", 1)
     lease = client.grant(LONG)
     ask, cut = RedisSession.ask, threading.Event()
@@ -272,7 +272,7 @@ def test_a_forked_process_leaves_the_connections_alone(shared: Server) -> None:
     before = shared.admin().info("stats")["total_connections_received"]
     assert_refused_in_a_child(client)
     client.list("")
-    assert shared.admin().info("stats")["total_connections_received"] == before + 1  # that of the second question
+    assert shared.admin().info("stats")["total_connections_received"] == before + 1  # for the second request
 
 
 def test_connections_are_kept(shared: Server) -> None:
@@ -281,11 +281,11 @@ def test_connections_are_kept(shared: Server) -> None:
     for n in range(20):
         client.swap(str(n), b"")
     client.watch("", ABSENT, 1.0)
-    assert shared.admin().info("stats")["total_connections_received"] == before + 1  # that of the second question
+    assert shared.admin().info("stats")["total_connections_received"] == before + 1  # for the second request
 
 
-def test_a_close_lets_go_of_the_connections(shared: Server) -> None:
-    """Also of one that is in use."""
+def test_a_close_closes_all_connections(shared: Server) -> None:
+    """One of these connections is in use."""
     admin = shared.admin()
 
     def connected() -> set[str]:
@@ -303,11 +303,11 @@ def test_a_close_lets_go_of_the_connections(shared: Server) -> None:
     wait_until(lambda: not connected() & its)
 
 
-def test_a_host_that_does_not_answer() -> None:
+def test_a_host_that_does_not_answer_is_lost_in_time() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        waiting = [socket.socket() for _ in range(3)]  # more than its queue has places for
+        waiting = [socket.socket() for _ in range(3)]  # more than its queue has room for
         for each in waiting:
             each.setblocking(False)
             each.connect_ex(full.getsockname())
@@ -319,8 +319,8 @@ def test_a_host_that_does_not_answer() -> None:
             each.close()
 
 
-def test_crashes_in_the_middle_of_writes(server: Server) -> None:
-    """What was acknowledged is there after each crash, and no token is given twice."""
+def test_crashes_during_writes_lose_no_acknowledged_write(server: Server) -> None:
+    """Acknowledged writes are there after each crash, and no token is given twice."""
     tokens: dict[int, str] = {}
     stop = threading.Event()
 
@@ -340,7 +340,7 @@ def test_crashes_in_the_middle_of_writes(server: Server) -> None:
         claiming = [pool.submit(claim, thread) for thread in range(4)]
         try:
             for _ in range(4):
-                stop.wait(0.2)  # of work
+                stop.wait(0.2)  # time to work
                 server.kill()
                 known = dict(tokens)
                 server.start()
@@ -354,8 +354,8 @@ def test_crashes_in_the_middle_of_writes(server: Server) -> None:
     assert len(server.client().list("").entries) >= len(tokens)
 
 
-def test_a_second_owner_needs_the_end_of_the_first(shared: Server) -> None:
-    """Also where nobody watches, and where the one that asks has made the state see the end."""
+def test_a_second_owner_must_wait_for_the_end_of_the_first(shared: Server) -> None:
+    """No client watches, and the server notices the end only when the second owner asks."""
     first, second = clients_of(shared, "owners", 2)
     lease = first.grant(0.3)
     entry = written(first.swap("owner", b"first", lease=lease))
@@ -364,7 +364,7 @@ def test_a_second_owner_needs_the_end_of_the_first(shared: Server) -> None:
         assert time.monotonic() < lease.ends + SOON
     assert time.monotonic() >= lease.ends
     assert swap.done
-    assert written(swap).created == entry.created + 2  # the deletion is the revision between
+    assert written(swap).created == entry.created + 2  # the deletion has the revision between them
     with pytest.raises(LeaseLost, match="begin a new one"):
         first.swap("owner", b"first", entry.revision, lease)
     assert read(first, "owner") == swap.entry
@@ -374,7 +374,7 @@ def test_a_second_owner_needs_the_end_of_the_first(shared: Server) -> None:
 
 
 @pytest.mark.parametrize("junk", ["junk", "1 1 1", "999 x y z w"])
-def test_an_entry_that_was_spoilt_is_named(shared: Server, junk: str) -> None:
+def test_a_damaged_entry_is_named(shared: Server, junk: str) -> None:
     (client,) = clients_of(shared, "spoilt", 1)
     client.swap("good", b"")
     shared.admin().hset("telegrad:spoilt:entries", "good", junk)
@@ -390,7 +390,7 @@ def test_an_entry_that_was_spoilt_is_named(shared: Server, junk: str) -> None:
 
 @pytest.mark.parametrize("junk", ["junk", "-1", "9" * 30, "another type"])
 @pytest.mark.parametrize("key", on_redis._KEYS)
-def test_keys_that_were_spoilt_raise_nothing_else(shared: Server, key: str, junk: str) -> None:
+def test_damaged_keys_raise_only_errors_that_name_them(shared: Server, key: str, junk: str) -> None:
     group = f"{key}-{junk}"
     client, admin, name = RedisDirectory(shared.url, group), shared.admin(), f"telegrad:{group}:{key}"
     lease = client.grant(LONG)
@@ -418,5 +418,5 @@ def test_keys_that_were_spoilt_raise_nothing_else(shared: Server, key: str, junk
                 ask()
             except (StoreUntrusted, DirectoryReset) as error:
                 raised.append(str(error))
-    assert raised or key == "ttls"  # a number that is there, if not the one that was written
+    assert raised or key == "ttls"  # a damaged ttl may still be a number
     assert all(f"telegrad:{group}:" in each or "has lost writes" in each for each in raised)

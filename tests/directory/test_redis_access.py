@@ -1,4 +1,4 @@
-"""Which Redis servers a directory refuses, and how clients log in."""
+"""Tests of Redis servers that a directory refuses, and of logins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = NEEDED
         ("cluster_enabled", "yes", "Redis Cluster: use a standalone server"),
     ],
 )
-def test_a_server_that_cannot_hold_a_directory(tmp_path: pathlib.Path, setting: str, value: str, says: str) -> None:
+def test_a_server_with_unfit_settings_is_refused(tmp_path: pathlib.Path, setting: str, value: str, says: str) -> None:
     with running(tmp_path, **{setting: value}) as server:
         started = time.monotonic()
         with pytest.raises(DirectoryRefused, match=f"redis://127.0.0.1:{server.port}/0 cannot hold.*{says}"):
@@ -40,7 +40,7 @@ def test_a_server_that_cannot_hold_a_directory(tmp_path: pathlib.Path, setting: 
         assert server.admin().keys("*") == []
 
 
-def test_settings_that_were_changed_are_noticed_by_the_next_connection(tmp_path: pathlib.Path) -> None:
+def test_the_next_connection_notices_changed_settings(tmp_path: pathlib.Path) -> None:
     with running(tmp_path) as server:
         client = server.client()
         server.admin().config_set("appendfsync", "no")
@@ -54,7 +54,7 @@ def test_settings_that_were_changed_are_noticed_by_the_next_connection(tmp_path:
         assert len(client.list("").entries) == 1
 
 
-def test_a_password(tmp_path: pathlib.Path) -> None:
+def test_logins_are_checked_and_wrong_passwords_are_not_shown(tmp_path: pathlib.Path) -> None:
     with running(tmp_path, requirepass="right/word") as server:
         place = f"127.0.0.1:{server.port}"
         for login in ("", ":wrong@", "default:wrong@", "nobody:right%2Fword@"):
@@ -65,7 +65,7 @@ def test_a_password(tmp_path: pathlib.Path) -> None:
             assert RedisDirectory(f"redis://{login}{place}/2", "group").swap(login, b"").done
 
 
-def test_a_server_that_begins_to_refuse_raises_that_alone(tmp_path: pathlib.Path) -> None:
+def test_the_refusal_of_a_login_is_raised_without_other_errors(tmp_path: pathlib.Path) -> None:
     with running(tmp_path) as server:
         client, admin = server.client(), server.admin()
         admin.config_set("requirepass", "word")
@@ -81,7 +81,7 @@ def test_a_server_that_begins_to_refuse_raises_that_alone(tmp_path: pathlib.Path
         assert caught.value.__cause__ is caught.value.__context__ is None
 
 
-def test_a_user_needs_few_rights(tmp_path: pathlib.Path) -> None:
+def test_a_user_needs_only_the_documented_rights(tmp_path: pathlib.Path) -> None:
     with running(tmp_path) as server:
         rights = RIGHTS.replace("telegrad:*", "telegrad:mine:*").split()
         server.admin().execute_command("ACL", "SETUSER", "me", "on", ">word", *rights)
@@ -107,7 +107,7 @@ def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> No
         server.client()
 
 
-def test_tls(tmp_path: pathlib.Path) -> None:
+def test_tls_checks_the_server_and_the_files(tmp_path: pathlib.Path) -> None:
     authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
     served, own = authority.files("server"), authority.files("client")
     paths = {

@@ -1,4 +1,4 @@
-"""Replies of the script on Redis, which may hold anything where other programs write to the group's keys."""
+"""Tests of replies of the script on Redis, which may hold anything if other programs write to the group's keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REPLIES = [
 
 
 @pytest.mark.parametrize(("operation", "raw", "reply"), REPLIES)
-def test_replies(operation: str, raw: list[Any], reply: RedisReply) -> None:
+def test_replies_are_read(operation: str, raw: list[Any], reply: RedisReply) -> None:
     assert read_reply(operation, b"a", raw) == reply
 
 
@@ -70,13 +70,13 @@ def test_a_reply_of_any_shape_is_read_or_malformed(data: some.DataObject) -> Non
 
 
 @pytest.mark.parametrize("record", [b"junk", b"1 1 1", b"999 x y z w", b"-1 1 1 ", b"1_0 1 1 ", b"", None, 5])
-def test_the_entry_that_is_spoilt_is_named(record: Any) -> None:
+def test_a_damaged_entry_is_named(record: Any) -> None:
     for operation, reply in (("list", [[b"b", record]]), ("write", record or b"")):
         with pytest.raises(RedisMalformed) as caught:
             read_reply(operation, b"b", [b"done", 7, reply])
         assert (caught.value.key, caught.value.field) == ("entries", "b")
 
 
-def test_changes_that_the_revision_does_not_count_are_another_programs() -> None:
+def test_changes_after_the_revision_of_the_group_are_malformed() -> None:
     with pytest.raises(RedisMalformed, match="history"):
         read_reply("watch", b"", [b"done", 7, 8, [[8, b"a"]], -1])

@@ -1,4 +1,4 @@
-"""What the URL of a Redis server may say, and which replies to INFO and CONFIG GET are refused."""
+"""Tests of the URLs of Redis servers, and of refused replies to INFO and CONFIG GET."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INFO = {"redis_version": "7.0.15", "redis_mode": "standalone", "role": "master",
         ("rediss://host?ssl_ca_certs=/a/b.pem", Address("host", 6379, 0, (), {"ssl_ca_certs": "/a/b.pem"})),
     ],
 )
-def test_addresses(url: str, address: Address) -> None:
+def test_addresses_are_read(url: str, address: Address) -> None:
     assert parse(url) == address
 
 
@@ -42,7 +42,7 @@ def test_addresses(url: str, address: Address) -> None:
         ("rediss://:secret@host?socket_timeout=1&db=3", "cannot have db, socket_timeout"),
     ],
 )
-def test_urls_that_are_refused(url: str, says: str) -> None:
+def test_invalid_urls_are_refused_without_showing_passwords(url: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse(url)
     assert says in str(caught.value)
@@ -61,7 +61,7 @@ def test_info_is_read() -> None:
 
 @pytest.mark.parametrize("version", ["6.2.0", "6.10.1", "7.0.15", "255.255.255"])
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
-def test_what_is_fit(version: str, policy: str) -> None:
+def test_a_durable_server_has_no_faults(version: str, policy: str) -> None:
     assert find_faults({**INFO, "redis_version": version, "maxmemory_policy": policy}, DURABLE) == []
 
 
@@ -78,12 +78,12 @@ def test_what_is_fit(version: str, policy: str) -> None:
         ({}, {"no-appendfsync-on-rewrite": "yes"}, "set `no-appendfsync-on-rewrite no` in"),
     ],
 )
-def test_what_is_not_fit(info: dict[str, str], config: dict[str, str], says: str) -> None:
+def test_an_unfit_server_is_reported_with_a_remedy(info: dict[str, str], config: dict[str, str], says: str) -> None:
     (fault,) = find_faults({**INFO, **info}, {**DURABLE, **config})
     assert says in fault
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     faults = find_faults({}, {})
     assert len(faults) == 3
     assert "appendonly is unknown, appendfsync is unknown, no-appendfsync-on-rewrite is unknown" in faults[2]

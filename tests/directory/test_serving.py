@@ -1,4 +1,4 @@
-"""The server of an embedded directory: clients that misbehave, strangers, and keys."""
+"""Tests of the server of an embedded directory: clients that misbehave, strangers, and keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def thread() -> Iterator[ThreadEngine]:
 
 
 def slowest(client: Directory, count: int = 20) -> float:
-    """Return the longest time that one of a few writes takes."""
+    """Return the longest time of some writes."""
     times, revision = [], client.list("measured").entries[0].revision if client.list("measured").entries else 0
     for _ in range(count):
         started = time.monotonic()
@@ -68,7 +68,7 @@ def test_a_client_keeps_its_connections(thread: ThreadEngine) -> None:
     wait_until(lambda: thread.connections() == 0)
 
 
-def test_the_end_of_a_client_that_watches_is_seen(thread: ThreadEngine) -> None:
+def test_the_server_notices_the_end_of_a_client_that_watches(thread: ThreadEngine) -> None:
     session = thread.session()
     send(session, Request(messages.WATCH, "a", seconds=1000.0))
     wait_until(lambda: len(thread.server.watches._waiting) == 1)
@@ -77,7 +77,7 @@ def test_the_end_of_a_client_that_watches_is_seen(thread: ThreadEngine) -> None:
     assert thread.connections() == 0
 
 
-def test_a_client_that_does_not_read_waits_alone(thread: ThreadEngine) -> None:
+def test_a_client_that_does_not_read_delays_no_other(thread: ThreadEngine) -> None:
     client, session = thread.client(), thread.session()
     for n in range(30):
         client.swap(f"large/{n}", bytes(1_000_000))
@@ -97,7 +97,7 @@ def is_closed(session: EmbeddedSession) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["no request", "two at once", "one while another waits"])
-def test_requests_that_are_none_end_their_connection_alone(thread: ThreadEngine, kind: str) -> None:
+def test_invalid_requests_end_only_their_connection(thread: ThreadEngine, kind: str) -> None:
     client, session = thread.client(), thread.session()
     client.list("")
     waits = Request(messages.WATCH, "a", seconds=1000.0)
@@ -116,7 +116,7 @@ def test_requests_that_are_none_end_their_connection_alone(thread: ThreadEngine,
     assert thread.connections() == 1
 
 
-def test_the_oldest_of_many_connections_of_one_client_ends(
+def test_the_oldest_connection_of_a_client_with_too_many_ends(
     thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory_server, "MOST_OF_ONE", 4)
@@ -128,8 +128,8 @@ def test_the_oldest_of_many_connections_of_one_client_ends(
         each.close()
 
 
-def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
-    """They raise in the thread that gave them, and the client goes on."""
+def test_invalid_arguments_raise_in_the_caller(thread: ThreadEngine) -> None:
+    """The client goes on afterwards."""
     client = thread.client()
     for ask in (
         lambda: client.swap("a", b"", -1),
@@ -143,15 +143,15 @@ def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
     client.list("")
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address_cannot_be_connected_to() -> None:
     client = EmbeddedDirectory(("a" * 300, 1), KEYS, 0.5)
     with pytest.raises(DirectoryLost, match="the connection failed"):
         client.list("")
     client.close()
 
 
-def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
-    """A server that accepts and closes at once: as one behind a proxy does that has no server."""
+def test_a_client_connects_again_with_growing_pauses() -> None:
+    """The server accepts and closes at once, like a proxy whose server is down."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         count = 0
 
@@ -171,8 +171,8 @@ def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compare-and-set is not sent again, since its outcome would be another; all else is."""
+def test_only_a_compare_and_set_is_not_repeated(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second attempt of a compare-and-set would have another outcome."""
     client = thread.client()
     client.list("")
 
@@ -208,8 +208,8 @@ def test_a_client_belongs_to_the_process_that_made_it(thread: ThreadEngine) -> N
     assert thread.connections() == 1
 
 
-def test_nothing_is_answered_that_could_not_be_stored() -> None:
-    """A server whose disk is full ends; what it did is neither stored nor told."""
+def test_operations_that_could_not_be_stored_are_not_confirmed() -> None:
+    """A server whose disk is full ends; its last operation is neither stored nor confirmed."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     found, errors = DirectoryServer(listener, KEYS), []
@@ -235,7 +235,7 @@ def test_nothing_is_answered_that_could_not_be_stored() -> None:
     client.close()
 
 
-# Connections that are spoiled on the way
+# Altered connections
 
 
 @pytest.fixture
@@ -247,14 +247,14 @@ def middleman(thread: ThreadEngine) -> Iterator[Middleman]:
 
 @pytest.fixture
 def behind(middleman: Middleman) -> Iterator[EmbeddedDirectory]:
-    """Return a client behind a middleman that has had a session."""
+    """Yield a client behind a proxy; it has had a session."""
     client = EmbeddedDirectory(middleman.address, KEYS, 2.0)
     client.list("")
     yield client
     client.close()
 
 
-def test_replies_and_handshakes_that_are_altered_count_as_connections_that_broke(
+def test_altered_replies_and_handshakes_count_as_broken_connections(
     thread: ThreadEngine, middleman: Middleman, behind: EmbeddedDirectory
 ) -> None:
     middleman.to_alter = 5
@@ -267,7 +267,7 @@ def test_replies_and_handshakes_that_are_altered_count_as_connections_that_broke
     assert middleman.altered == 10
 
 
-def test_a_path_that_alters_all_is_told_once_the_patience_is_over(
+def test_a_path_that_alters_everything_is_an_error_after_the_patience(
     middleman: Middleman, behind: EmbeddedDirectory
 ) -> None:
     middleman.to_alter = float("inf")
@@ -281,7 +281,7 @@ def test_a_path_that_alters_all_is_told_once_the_patience_is_over(
 def test_another_server_at_the_address_is_not_the_directory(
     thread: ThreadEngine, middleman: Middleman, behind: EmbeddedDirectory
 ) -> None:
-    """It has another key, as that of another group has; the client waits for its own to come back."""
+    """The other server has the key of another group; the client waits for its own to come back."""
     other = ThreadEngine(Keyring([OTHER]))
     middleman.targets = itertools.cycle([other.address])
     middleman.cut()
@@ -302,7 +302,7 @@ def test_a_client_with_another_key_is_refused(thread: ThreadEngine) -> None:
     thread.client().list("")
 
 
-def test_a_server_with_another_key_is_not_believed() -> None:
+def test_a_server_with_another_key_is_not_trusted() -> None:
     found = ThreadEngine(open_ring())
     with pytest.raises(AuthenticationFailed):
         found.client().list("")
@@ -310,7 +310,7 @@ def test_a_server_with_another_key_is_not_believed() -> None:
     found.close()
 
 
-def test_keys_are_replaced() -> None:
+def test_connections_work_while_keys_are_replaced() -> None:
     old = b"tgk1-" + 43 * b"A"
     found = ThreadEngine(Keyring([old, OTHER]))
     found.client(keys=Keyring([old])).list("")
@@ -325,7 +325,7 @@ def test_keys_are_replaced() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\x00\x00", b"\xff" * 5000]
 )
-def test_a_stranger_is_sent_away(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+def test_a_stranger_is_disconnected(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(directory_server, "INTRODUCTION", 0.2)
     with socket.create_connection(thread.address, PATIENCE) as sock:
         sock.sendall(said)
@@ -344,7 +344,7 @@ def test_many_strangers_do_not_keep_a_client_out(thread: ThreadEngine, monkeypat
         each.close()
 
 
-def test_no_descriptor_is_left(thread: ThreadEngine) -> None:
+def test_the_server_survives_a_lack_of_descriptors(thread: ThreadEngine) -> None:
     """The server accepts again once there is one."""
     client = thread.client()
     client.list("")

@@ -1,4 +1,4 @@
-"""Connections of a client to a directory: which endpoint is next, what is tried again, and how a close ends waits."""
+"""Tests of a client's connections to a directory: the choice of the endpoint, repetitions, and the end of waits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class World:
         return asked
 
 
-def test_the_next_endpoint_is_asked_where_one_fails() -> None:
+def test_the_next_endpoint_is_asked_if_one_fails() -> None:
     world = World()
     world.down |= {0, 1}
     assert world.ask() == [2]
@@ -76,7 +76,7 @@ def test_the_next_endpoint_is_asked_where_one_fails() -> None:
     assert world.ask(Unsent("busy"), repeat=False) == [1, 2]
 
 
-def test_what_must_not_be_repeated() -> None:
+def test_a_write_with_an_unknown_outcome_is_not_repeated() -> None:
     world = World()
     for error in (Unanswered("slow"), TimeoutError()):
         with pytest.raises(DirectoryLost, match=r"the engine did not confirm the write.*read the key again"):
@@ -86,7 +86,7 @@ def test_what_must_not_be_repeated() -> None:
 
 def test_an_error_of_this_package_is_final() -> None:
     world = World()
-    with pytest.raises(StoreUntrusted):  # an OSError
+    with pytest.raises(StoreUntrusted):  # StoreUntrusted is an OSError
         world.ask(StoreUntrusted("altered"))
     assert world.made[0].is_closed
 
@@ -100,7 +100,7 @@ def test_pauses_come_after_each_round_and_grow(monkeypatch: pytest.MonkeyPatch) 
     assert pauses[1::2] == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
 
 
-def test_the_patience_ends() -> None:
+def test_a_request_fails_after_the_patience() -> None:
     world = World(2, 0.2)
     world.down |= {0, 1}
     began = time.monotonic()
@@ -114,12 +114,12 @@ def test_connections_are_kept_while_they_are_quiet() -> None:
     for _ in range(5):
         world.ask()
     assert len(world.made) == 1
-    world.made[0].is_quiet = False  # the other end has closed it
+    world.made[0].is_quiet = False  # the peer has closed it
     world.ask(repeat=False)
     assert [each.is_closed for each in world.made] == [True, False]
 
 
-def test_a_close_ends_what_waits() -> None:
+def test_a_close_ends_waiting_requests() -> None:
     world = World(1)
     world.ask()
 

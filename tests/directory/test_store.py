@@ -1,4 +1,4 @@
-"""The file of an embedded directory."""
+"""Tests of the file of an embedded directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def path(tmp_path: pathlib.Path) -> str:
 
 
 def content(table: LeaseTable) -> dict[str, Any]:
-    """Return all that a table says."""
+    """Return the whole content of a table."""
     leases = {lease: ttl for lease, (_, ttl) in table.leases.items()}
     return {
         "listing": table.list(""),
@@ -36,7 +36,7 @@ def content(table: LeaseTable) -> dict[str, Any]:
 
 
 def work(table: LeaseTable, chance: random.Random) -> None:
-    """Do something at random."""
+    """Do a random operation."""
     leases = list(table.leases)
     key, client = f"{chance.randrange(6)}", f"client{chance.randrange(3)}"
     found = table.list(key).entries
@@ -52,7 +52,7 @@ def work(table: LeaseTable, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_stored_is_there_again(path: str, seed: int) -> None:
+def test_committed_operations_are_there_after_a_restart(path: str, seed: int) -> None:
     chance, limits = random.Random(seed), Limits(changes=20)
     opened = LeaseTable(path, limits)
     identity = opened.identity
@@ -70,7 +70,7 @@ def test_what_was_stored_is_there_again(path: str, seed: int) -> None:
     opened.file.close()
 
 
-def test_what_was_not_committed_is_not_there(path: str) -> None:
+def test_operations_that_were_not_committed_are_gone(path: str) -> None:
     opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
@@ -109,7 +109,7 @@ def test_a_file_of_another_boot_is_not_trusted(path: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("spoil", [lambda data: b"x" * len(data), lambda data: data[:100] + b"\xff" * 2000])
-def test_a_file_that_is_damaged(path: str, spoil: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_file_is_refused(path: str, spoil: Callable[[bytes], bytes]) -> None:
     LeaseTable(path).file.close()
     file = pathlib.Path(path)
     file.write_bytes(spoil(file.read_bytes()))
@@ -117,12 +117,12 @@ def test_a_file_that_is_damaged(path: str, spoil: Callable[[bytes], bytes]) -> N
         LeaseTable(path)
 
 
-def test_a_folder_that_is_not_there() -> None:
+def test_a_missing_folder_is_an_error() -> None:
     with pytest.raises(UsageError, match="cannot be used"):
         LeaseTable("/nowhere/directory")
 
 
-def test_no_file_is_left(path: str) -> None:
+def test_removing_leaves_no_file(path: str) -> None:
     opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
@@ -132,7 +132,7 @@ def test_no_file_is_left(path: str) -> None:
     remove(path)
 
 
-def test_files_beside_it_are_as_private_as_it_is(path: str) -> None:
+def test_auxiliary_files_are_as_private_as_the_main_file(path: str) -> None:
     os.close(os.open(path, os.O_CREAT, 0o600))
     opened = LeaseTable(path)
     opened.swap("a", b"")

@@ -1,4 +1,4 @@
-"""The state of the embedded directory, beside the naive model."""
+"""Tests of the state of the embedded directory, compared with the naive model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = 12  # changes
 
 
 class Beside(RuleBasedStateMachine):
-    """The table, which is opened anew now and then, and the model."""
+    """The table, which is reopened now and then, and the model."""
 
     leases = Bundle("leases")
 
@@ -56,7 +56,7 @@ class Beside(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def stop(self, seconds: float) -> None:
-        """The server did not run for a while."""
+        """Stop the server for a while."""
         self.now += seconds
         self.table.extend_leases(seconds)
         self.model.postpone(seconds)
@@ -79,7 +79,7 @@ class Beside(RuleBasedStateMachine):
 
     @rule()
     def start_again(self) -> None:
-        """All leases get their whole ttl."""
+        """Reload the table; all leases get their whole ttl."""
         self.table.file.commit(self.table.revision)
         self.table.load(self.now)
         for lease in self.model.leases:
@@ -91,7 +91,7 @@ class Beside(RuleBasedStateMachine):
         most=st.sampled_from([0, 500, 1 << 20]),
     )
     def look_back(self, back: int, prefix: str, most: int) -> None:
-        """All changes since some revision, in as many answers as it takes."""
+        """Compare all changes since a revision, in as many answers as needed."""
         since = max(0, self.model.revision - back)
         wanted = self.model.changes(prefix, since)
         if since < self.table.compacted:
@@ -136,27 +136,27 @@ TestBeside = Beside.TestCase
 TestBeside.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_a_table_that_is_empty() -> None:
+def test_an_empty_table() -> None:
     table = LeaseTable()
     assert (table.revision, table.list("").entries, table.next_end()) == (0, (), None)
     assert table.changes("", 0) == (0, [])
 
 
-def test_a_revision_of_another_directory() -> None:
+def test_a_revision_that_was_never_reached_is_refused() -> None:
     table = LeaseTable()
     table.swap("a", b"")
     with pytest.raises(Compacted, match="list the keys again"):
         table.changes("", 2)
 
 
-def test_the_keys_that_have_changed() -> None:
+def test_changed_keys_are_listed_since_each_revision() -> None:
     table = LeaseTable()
     for n, key in enumerate("abca", 1):
         table.swap(key, b"", 1 if n == 4 else ABSENT)
     assert [table.changed(since) for since in range(5)] == [{*"abc"}, {*"abc"}, {*"ac"}, {"a"}, set()]
 
 
-def test_keys_of_odd_characters_are_under_their_prefix() -> None:
+def test_keys_with_unusual_characters_are_listed_under_their_prefix() -> None:
     table = LeaseTable()
     keys = sorted(["a", "a\U0010ffff", "a\U0010ffffb", "aé", "b"])
     for key in keys:
@@ -186,7 +186,7 @@ def test_large_changes_are_forgotten_sooner() -> None:
     assert 5 <= len(table.changes("", table.compacted)[1]) <= 10
 
 
-def test_one_client_does_not_fill_the_table() -> None:
+def test_a_client_cannot_fill_the_table() -> None:
     table = LeaseTable(limits=Limits(keys=4, keys_of_one=2))
     for key in "ab":
         table.swap(key, b"", client="one")
@@ -194,14 +194,14 @@ def test_one_client_does_not_fill_the_table() -> None:
         table.swap("c", b"", client="one")
     assert table.revision == 2
     assert table.swap("c", b"", client="two").done
-    assert table.swap("a", b"", 1, client="one").done  # no more than before
-    assert table.swap("b", b"", 2, client="two").done  # whose it is from now on
+    assert table.swap("a", b"", 1, client="one").done  # no more keys than before
+    assert table.swap("b", b"", 2, client="two").done  # the key counts for the second client from now on
     assert table.swap("d", b"", client="one").done
     assert table.swap("d", None, table.revision, client="one") == Swap(True, None)
     assert table.swap("e", b"", client="one").done
     with pytest.raises(LimitReached, match="all clients together have 4 keys"):
         table.swap("r", b"", client="three")
-    assert table.swap("a", b"", table.list("a").entries[0].revision, client="three").done  # no more than before
+    assert table.swap("a", b"", table.list("a").entries[0].revision, client="three").done  # no more keys than before
 
 
 def test_values_and_leases_have_limits() -> None:
@@ -220,7 +220,7 @@ def test_values_and_leases_have_limits() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0])))
 def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
-    """However the clock goes."""
+    """The clock may go in any direction."""
     table = LeaseTable()
     lease, latest = table.grant(2.0, 0.0), 0.0
     for now in times:
@@ -232,7 +232,7 @@ def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
         table.renew(lease, latest)
 
 
-def test_one_client_may_have_as_many_keys_as_the_page_says() -> None:
+def test_a_client_may_have_as_many_keys_as_the_page_says() -> None:
     table = LeaseTable()
     for n in range(8192):
         table.swap(f"{n}", b"", ABSENT, 0, "one")

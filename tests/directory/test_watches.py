@@ -1,4 +1,4 @@
-"""Watches of the embedded directory: nothing is left out, however they are gathered, ended and begun anew."""
+"""Tests of watches of the embedded directory: no change is left out, in any order of collecting and new watches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Watcher:
 
 
 class Life:
-    """Watchers, and writers, at random."""
+    """Watchers and writers at random."""
 
     def __init__(self, seed: int, kept: int) -> None:
         self.chance = random.Random(seed)
@@ -88,7 +88,7 @@ class Life:
             self.watchers[connection].take(reply)
 
     def settle(self) -> None:
-        """Let all watchers see all."""
+        """Let all watchers see all changes."""
         for _ in range(30):
             self.now += 200.0
             self.collect()
@@ -111,7 +111,7 @@ def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
         assert watcher.seen == [event for event in life.log if event.key.startswith(watcher.prefix)]
 
 
-def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
+def test_a_waiting_watch_needs_no_changes_of_other_prefixes() -> None:
     table = LeaseTable(limits=Limits(changes=6))
     watches = Watches[int](table)
     watches.add(1, "a", 0, 10.0, 0.0)
@@ -124,7 +124,7 @@ def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
     assert [event.revision for event in read_reply(reply).changes] == [51]
 
 
-def test_a_change_is_told_at_once() -> None:
+def test_a_change_is_reported_at_once() -> None:
     table = LeaseTable()
     watches = Watches[int](table)
     assert watches.add(1, "a", 0, 10.0, 0.0) is None
@@ -138,7 +138,7 @@ def test_a_change_is_told_at_once() -> None:
     assert [event.key for event in read_reply(reply).changes] == ["a"]
 
 
-def test_changes_that_many_watch_are_gathered() -> None:
+def test_changes_with_many_watchers_are_collected_for_a_while() -> None:
     table, count = LeaseTable(), 100
     watches = Watches[int](table)
 
@@ -159,10 +159,10 @@ def test_changes_that_many_watch_are_gathered() -> None:
     assert len(replies) == count
     watch(3, 1.0)
     write(table, "a")
-    assert len(watches.collect(1.0)) == count  # it was quiet for long enough
+    assert len(watches.collect(1.0)) == count  # the last change is long enough ago
 
 
-def test_what_many_watch_does_not_delay_what_one_watches() -> None:
+def test_a_prefix_with_many_watchers_does_not_delay_another_prefix() -> None:
     table = LeaseTable()
     watches = Watches[int](table)
     for n in range(1000):
@@ -177,7 +177,7 @@ def test_what_many_watch_does_not_delay_what_one_watches() -> None:
     assert [connection for connection, _ in watches.collect(LONGEST_GATHERING)] == [2]
 
 
-def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
+def test_a_prefix_without_watchers_is_forgotten() -> None:
     table = LeaseTable()
     watches = Watches[int](table)
     for n in range(50):
@@ -187,14 +187,14 @@ def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
     watches.add(1, "a", 0, 0.1, 1.0)
     write(table, "a")
     assert len(watches.collect(1.0)) == 1
-    assert len(watches._prefixes) == 1  # which holds back the next change
+    assert len(watches._prefixes) == 1  # this one holds back the next change
     write(table, "a")
     watches.collect(2.0)
     assert not watches._prefixes
 
 
-def test_what_was_answered_does_not_stay() -> None:
-    """The heap of times does not grow with the watches that ended before theirs."""
+def test_answered_watches_do_not_stay_in_memory() -> None:
+    """The heap of deadlines does not grow with watches that ended before theirs."""
     table = LeaseTable()
     watches = Watches[int](table)
     for n in range(5000):
@@ -223,15 +223,15 @@ def ask(table: LeaseTable, *request: Any, now: float = 0.0, **fields: Any) -> Re
         Request(requests.SWAP, "a", bytes((1 << 20) + 1)),
     ],
 )
-def test_requests_that_are_refused(request_: Request) -> None:
-    """A client of this package asks for none of them."""
+def test_invalid_requests_are_refused(request_: Request) -> None:
+    """A client of this package never sends one of them."""
     table = LeaseTable()
     with pytest.raises(InvalidArgument, match="install the same version" if request_.operation == 99 else None):
         do(table, "client", request_, 0.0)
     assert table.revision == 0
 
 
-def test_outcomes() -> None:
+def test_each_operation_reports_its_outcome() -> None:
     table = LeaseTable(limits=Limits(keys=1, changes=8))
     lease = ask(table, requests.GRANT, seconds=1.0).revision
     assert ask(table, requests.RENEW, lease=lease).outcome == requests.DONE

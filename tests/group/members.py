@@ -1,4 +1,4 @@
-"""Members of groups that no process stands behind."""
+"""Members of groups for tests, which no process stands behind."""
 
 from __future__ import annotations
 

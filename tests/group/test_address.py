@@ -1,4 +1,4 @@
-"""The address that a worker publishes, and the URLs that name where a group meets."""
+"""Tests of the address that a worker publishes, and of the URLs that name the rendezvous of a group."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_loopback_is_reached_from_loopback(host: str, own: str | None) -> None:
     assert local_address_towards(host, 1) == (own or "127.0.0.1")
 
 
-def test_a_store_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_host_that_cannot_be_resolved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch)
     with pytest.raises(errors.UsageError, match=r"'nowhere'.*MASTER_ADDR"):
         own_address(None, "nowhere")
 
 
 @pytest.mark.parametrize(("route", "published"), [("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")])
-def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(
+def test_a_host_named_as_loopback_publishes_an_address_of_use_to_others(
     monkeypatch: pytest.MonkeyPatch, route: str | None, published: str
 ) -> None:
     names(monkeypatch, node0="127.0.1.1", localhost="127.0.0.1")
@@ -128,7 +128,7 @@ def test_a_link_local_address_needs_its_interface() -> None:
     address.check_resolves(f"fe80::1%{socket.if_indextoname(1)}")
 
 
-def test_one_host_is_one() -> None:
+def test_a_host_has_the_same_identity_each_time() -> None:
     assert host_identity() == host_identity() != ""
 
 
@@ -142,7 +142,7 @@ def test_a_host_without_proc_has_an_identity(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("host", "is_told"), [("192.0.2.1", True), ("127.0.0.1", False), ("localhost", False)])
-def test_a_store_that_listens_at_all_addresses_says_so(
+def test_a_store_that_listens_at_all_addresses_warns_of_it(
     caplog: pytest.LogCaptureFixture, host: str, is_told: bool
 ) -> None:
     store, _ = serve_tcp(host, 0)
@@ -173,17 +173,17 @@ def test_a_url_is_split_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["tcp://[::1", "tcp://a\u2100b:80"])
-def test_the_error_of_a_url_that_is_none_shows_it(url: str) -> None:
+def test_the_error_of_an_invalid_url_shows_the_url(url: str) -> None:
     with pytest.raises(UsageError, match=r"is not a URL .*write tcp://HOST:PORT"):
         spot_of(split(url))
 
 
-def test_several_places_are_refused_with_what_to_do_instead() -> None:
+def test_several_hosts_in_a_url_are_refused_with_an_alternative() -> None:
     with pytest.raises(UsageError, match=r"several hosts.*etcd://HOST:2379"):
         spot_of(split("tcp://a:1,b:2"))
 
 
-def test_which_addresses_are_this_hosts() -> None:
+def test_addresses_of_this_host_are_recognized() -> None:
     assert is_here("127.0.0.1")
     assert is_here("localhost")
     assert not is_here("192.0.2.1")

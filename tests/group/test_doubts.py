@@ -1,4 +1,4 @@
-"""Whether a worker has died whose connection broke: every order of answers and of times ends in an answer."""
+"""Tests of suspected losses: every order of answers and of times decides if a worker whose connection broke is dead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST = len(PROBE_DELAYS) + round(PATIENCE / AGAIN)
 
 
 class Knocks(list[Suspect]):
-    """In the place of those of `doubts`: knocks are answered as told."""
+    """A replacement for the knocks of `doubts`, which are answered by a function."""
 
     begin = list.append
 
@@ -85,8 +85,8 @@ ANSWERS = st.lists(st.sampled_from([True, False, None]), min_size=MOST, max_size
 
 
 @given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 4.0])), st.booleans())
-def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dynamic: bool) -> None:
-    """A worker of a dynamic group that is out of reach is no dead one. Its directory decides what is."""
+def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], is_dynamic: bool) -> None:
+    """A worker of a dynamic group that is out of reach is not taken for dead: the directory decides."""
     asked = [0] * len(answers)
 
     def knock(worker: int) -> bool | None:
@@ -109,7 +109,7 @@ def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dyn
 
 @pytest.mark.parametrize("pause", [0.0, AGAIN])
 def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
-    """Whether its silence shows at once, as where there is no route to it, or by no answer."""
+    """The silence shows by an error at once, as without a route, or by answers that do not come."""
     fate: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
     now = 0.0
     while isinstance(fate, Suspect):
@@ -120,7 +120,7 @@ def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
     assert now == PATIENCE
 
 
-def test_a_look_that_fails_keeps_the_doubts() -> None:
+def test_a_check_that_fails_keeps_the_doubts() -> None:
     def fail(worker: int) -> bool:
         raise OverflowError
 
@@ -132,8 +132,8 @@ def test_a_look_that_fails_keeps_the_doubts() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fills a queue whose length is Linux's")
-def test_workers_on_silent_hosts_are_looked_for_at_once() -> None:
-    """Their losses, and that of a worker that has died meanwhile, are told as early as that of a single one."""
+def test_workers_on_silent_hosts_are_checked_at_the_same_time() -> None:
+    """Their losses, and that of a worker that has died meanwhile, are reported as early as that of a single one."""
     with contextlib.ExitStack() as stack, agents(1) as (worker,):
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         silent = server.getsockname()
@@ -155,7 +155,7 @@ def test_workers_on_silent_hosts_are_looked_for_at_once() -> None:
     assert times[-1] - begun < 3 * PATIENCE  # one after the other they would take 14 s
 
 
-def test_a_worker_that_has_died_before_it_is_seen_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_died_before_it_was_seen_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(1, dynamic=True) as (worker,):
         asked = queue.SimpleQueue[str]()
         monkeypatch.setattr(worker.directory, "declare_lost", lambda member, *_: asked.put(member.name))

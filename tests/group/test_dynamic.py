@@ -1,4 +1,4 @@
-"""One worker's life in a dynamic group: its lease, what it sees of others, and what it does without a directory."""
+"""Tests of a worker in a dynamic group: its lease, its view of other workers, and its life without a directory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.group.members import alive, member
 
 LONG = 60.0  # a ttl that does not end within a test
 PATIENCE = 0.2  # seconds of a client
-QUICK = 3.0  # seconds in which a worker leaves whose directory does not answer
+QUICK = 3.0  # seconds in which a worker leaves if its directory does not answer
 
 
 lives = itertools.count()
 
 
 class Worker:
-    """A group as one worker has it, and what it was told."""
+    """A group as one worker has it, and the changes that were reported to this worker."""
 
     def __init__(
         self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, launched: bool = False
@@ -125,11 +125,11 @@ def test_a_name_is_taken_over_from_a_dead_member_alone(make: Make) -> None:
     again = make("a").join(is_alive)
     other.group.refresh()
     assert make("c").join().group.find("a") == again.me
-    dead.group.leave()  # it does not free what another has by now
+    dead.group.leave()  # it does not free a name that another worker has by now
     assert make("d").join().group.find("a") == again.me
 
 
-# The end of those that only serve
+# The end of workers that only serve
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -138,14 +138,14 @@ def test_a_name_is_taken_over_from_a_dead_member_alone(make: Make) -> None:
     [
         (1, (0, 2), 0, "", "alone launched"),
         (0, (1, 2), 0, "", "alone launched"),
-        (0, (1, 2), 0, "it failed", "alone"),  # a launcher starts it anew
-        (1, (2, 3), 1, "", "alone"),  # else a launcher has made the group
+        (0, (1, 2), 0, "it failed", "alone"),  # a launcher restarts it
+        (1, (2, 3), 1, "", "alone"),  # otherwise a launcher has made the group
         (1, (2, 3), 1, "it failed", "alone"),
         (1, (2, 3), 2, "", ""),
         (0, (1, 2), 1, "", ""),
     ],
 )
-def test_with_whom_those_end_that_only_serve(
+def test_serving_workers_end_with_the_worker_that_made_the_group(
     engine: NaiveEngine,
     make: Make,
     launched: bool,
@@ -164,7 +164,7 @@ def test_with_whom_those_end_that_only_serve(
     ("lost", "end"),
     [("", (LEFT, "worker 'boss' has left")), ("it failed", (LOST, "worker 'boss' was lost: it failed"))],
 )
-def test_an_end_is_told_once_and_to_those_that_were_there(make: Make, lost: str, end: tuple[str, str]) -> None:
+def test_the_end_of_a_group_is_reported_once_to_its_members(make: Make, lost: str, end: tuple[str, str]) -> None:
     boss, server = make("boss", 0).join(), make("server").join().watch()
     boss.group.leave(lost)
     wait_until(lambda: len(server.told) > 1)
@@ -176,7 +176,7 @@ def test_an_end_is_told_once_and_to_those_that_were_there(make: Make, lost: str,
     assert late.told == [MemberJoined(late.group._known[again.me.incarnation])]
 
 
-def test_a_worker_that_comes_where_all_have_died_has_made_the_group(engine: NaiveEngine, make: Make) -> None:
+def test_a_worker_that_joins_after_all_have_died_makes_the_group(engine: NaiveEngine, make: Make) -> None:
     dead = {make(f"dead{rank}", rank).join().me.incarnation for rank in (1, 2)}
     first = make("first").join(lambda other: other.incarnation not in dead)
     second = make("second").join(lambda other: other.incarnation not in dead)
@@ -219,7 +219,7 @@ def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: 
     assert not has_ended(engine)
 
 
-def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_ends_if_its_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(*_: object) -> None:
         raise DirectoryReset("it was restarted without its data")
 
@@ -260,7 +260,7 @@ def test_members_stay_known_while_the_directory_does_not_answer(
 
 
 @pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
-def test_a_directory_that_cannot_be_used_is_told_once(
+def test_a_directory_that_cannot_be_used_is_reported_once(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -287,10 +287,10 @@ def test_a_directory_that_cannot_be_used_is_told_once(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_renewals_that_are_refused_while_the_watch_goes_on_are_told_once(
+def test_refused_renewals_are_reported_once_while_the_watch_goes_on(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a login is asked for by now, of new connections alone."""
+    """A server that now asks new connections for a login refuses renewals in this way."""
     worker, asked = make("w", ttl=0.6).join(), list[float]()
 
     def refuse(_: object) -> None:
@@ -335,10 +335,10 @@ def test_leaving_does_not_wait_for_a_directory_that_does_not_answer(
     assert time.monotonic() - began < QUICK
 
 
-# What was missed
+# Missed changes
 
 
-def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: NaiveEngine, make: Make) -> None:
+def test_a_member_catches_up_if_the_directory_has_forgotten_changes(engine: NaiveEngine, make: Make) -> None:
     worker, gone = make("w").join(), make("gone").join()
     worker.group.refresh()
     gone.group.leave()
@@ -370,7 +370,7 @@ def test_a_change_that_cannot_be_handled_does_not_end_the_watch(make: Make, capl
 
 
 class KeptOnce:
-    """The process of a directory, which is left to itself once."""
+    """A directory process that counts how often it is left running."""
 
     left = 0
 
@@ -378,8 +378,8 @@ class KeptOnce:
         self.left += 1
 
 
-def test_a_worker_that_leaves_twice_leaves_the_directory_to_itself_once(make: Make) -> None:
-    """As one that was declared lost, and whose program shuts down then."""
+def test_a_worker_that_leaves_twice_leaves_its_directory_running_once(make: Make) -> None:
+    """A worker that was declared lost leaves once more when its program shuts down."""
     worker, kept = make("w").join(), KeptOnce()
     worker.group.keeps(None, kept)  # type: ignore[arg-type]
     worker.group.leave()

@@ -1,4 +1,4 @@
-"""A worker's lease in the directory of its group: renewed in time, lost as it joins, or ended as the worker hangs."""
+"""Tests of a worker's lease in the directory of its group: renewed in time, lost during a join, ended by a hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class SlowWatch(NaiveClient):
-    """A directory whose answers to watches are lost, until it is closed."""
+    """A directory whose answers to watches do not arrive until it is closed."""
 
     def __init__(self) -> None:
         super().__init__(NaiveEngine(), 10.0)
@@ -45,7 +45,7 @@ class SlowWatch(NaiveClient):
 
 
 class Forgetful(NaiveClient):
-    """A client to which no answer to the publication of a member comes."""
+    """A client that gets no answer to the publication of a member."""
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
         swap = super().swap(key, value, expected, lease)
@@ -83,8 +83,8 @@ def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
     group.leave()
 
 
-def test_a_worker_that_may_have_come_and_gone_does_not_join() -> None:
-    """`sim/test_dynamic.py` has joins in all orders of events."""
+def test_a_worker_that_may_have_joined_and_lost_its_lease_does_not_join() -> None:
+    """The joins in `sim/test_dynamic.py` have all orders of events."""
     group = DynamicGroup(Forgetful(NaiveEngine(), 0.2), TTL)
     with pytest.raises(LifeOver, match=r"worker 'a' may have joined and then lost its lease.*Start it again"):
         group.join(member("a"), alive)
@@ -100,11 +100,11 @@ def test_a_lease_is_never_shorter_or_longer_than_documented(silence: float, ttl:
     assert "A lease is never shorter\nthan 0.05 s, nor longer than a day, whatever `silence` is." in page
 
 
-# A worker that answers nobody any more
+# A worker that answers no call any more
 
 
 @pytest.mark.parametrize("stands", [False, True])
-def test_a_worker_that_stands_is_declared_lost_and_learns_of_it(stands: bool) -> None:
+def test_a_worker_that_hangs_is_declared_lost_and_learns_of_it(stands: bool) -> None:
     group = DynamicGroup(NaiveEngine().client(), TTL)
     me = group.join(member("w0", 0), alive)
     told: list[Change] = []
@@ -127,7 +127,7 @@ def test_a_worker_that_stands_is_declared_lost_and_learns_of_it(stands: bool) ->
     group.leave()
 
 
-def test_a_worker_whose_threads_wait_for_calls_does_not_stand() -> None:
+def test_a_worker_whose_threads_wait_for_calls_does_not_hang() -> None:
     with agents(2) as workers:
         began = time.monotonic()
         wait_until(lambda: time.monotonic() > began + 0.2)

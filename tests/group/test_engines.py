@@ -1,4 +1,4 @@
-"""Dynamic and elastic groups whose directory is a server of etcd or Redis."""
+"""Tests of dynamic and elastic groups whose directory is a server of etcd or Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.directory import etcd_servers, redis_server
 
 
 @pytest.mark.parametrize("engine", ["etcd", "redis"])
-def test_a_server_is_asked_once_the_directory_is(engine: str) -> None:
+def test_a_server_is_contacted_only_when_the_directory_is_used(engine: str) -> None:
     meeting = opened(f"{engine}://127.0.0.1:{free_port()}", 3, None, 0.2)
     assert (meeting.rank, meeting.world_size, meeting.host, meeting.serves) == (3, None, None, False)
     assert meeting.where.startswith(f"{engine} at 127.0.0.1:")
@@ -29,7 +29,7 @@ def test_a_server_is_asked_once_the_directory_is(engine: str) -> None:
         directory.list("")
 
 
-def test_a_password_is_not_told() -> None:
+def test_a_password_is_not_shown() -> None:
     assert opened("redis://user:secret@127.0.0.1:1", -1, None, 1).where == "redis at 127.0.0.1:1"
 
 
@@ -43,7 +43,7 @@ def test_a_password_is_not_told() -> None:
         ("etcd://nowhere.invalid", None),
     ],
 )
-def test_the_way_to_a_server_on_another_host_tells_a_worker_its_address(url: str, host: str | None) -> None:
+def test_the_route_to_a_server_on_another_host_sets_the_own_address(url: str, host: str | None) -> None:
     assert opened(url, -1, None, 1).host == host
 
 
@@ -85,7 +85,7 @@ def call(to: str) -> int:
     return int(rpc.rpc_sync(to, sum, ([1, 2],)))
 
 
-def test_workers_meet_call_one_another_and_are_replaced(server: Server) -> None:
+def test_workers_join_call_one_another_and_are_replaced(server: Server) -> None:
     with processes(4) as made:
         boss, x, y, again = made
         assert boss.run(join, server.where, "boss", 0) == 0
@@ -133,7 +133,7 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
 
 
 def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
-    """Join an elastic group, unless this worker is in it, and wait until it has so many workers."""
+    """Join an elastic group, unless this worker is in it, and wait until the group has `count` workers."""
     if current.worker is None:
         form_generations.LAST_CALL = 0.3
         options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
@@ -142,11 +142,11 @@ def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
     return rpc.generation().number, list(rpc.generation().survivors), names()
 
 
-def test_an_elastic_group_forms_its_generations_there(server: Server) -> None:
+def test_an_elastic_group_forms_its_generations_in_a_server(server: Server) -> None:
     url = server.where
     with processes(4) as made:
         first = run_all(made[:3], lambda rank: again(url, f"w{rank}", 3))
-        number = first[0][0]  # one that comes late is let into a later one
+        number = first[0][0]  # a worker that comes late joins a later generation
         assert [each[::2] for each in first] == [(number, first[0][2])] * 3
         made[0].kill()
         second = run_all(made[1:], lambda rank: again(url, f"w{rank + 1}", 3))
@@ -168,7 +168,7 @@ def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
         assert made[2].end()[0] == number + 1
 
 
-def test_elastic_and_dynamic_groups_do_not_mix_there(server: Server) -> None:
+def test_elastic_and_dynamic_groups_do_not_mix_in_a_server(server: Server) -> None:
     with processes(2) as (first, second):
         first.run(join, server.where, "first")
         with pytest.raises(AssertionError, match="mixes"):

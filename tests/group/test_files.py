@@ -1,4 +1,4 @@
-"""Stores that are files: the format is torch's, and no content makes them wait or believe what is not there."""
+"""Tests of stores that are files: the format is torch's, and damaged content is refused at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def put(store: Any, key: str, value: str) -> None:
     assert store.compare_set(key, "", value) == value.encode()
 
 
-def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
+def test_torch_reads_our_files_and_we_read_torchs(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     mine, theirs = raw_stores.FileStore(path), dist.FileStore(path, -1)
     put(mine, "a", "1")
@@ -44,7 +44,7 @@ def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
     assert mine.multi_get(["a", "b"]) == theirs.multi_get(["a", "b"]) == [b"1", b"2"]
     assert [mine.add("n", 2), theirs.add("n", 3), mine.add("n", 1)] == [2, 5, 6]
     for store in (mine, theirs):
-        assert store.compare_set("c", "x", "y") == b"x"  # nothing is there
+        assert store.compare_set("c", "x", "y") == b"x"  # the key does not exist
         assert not store.check(["c"])
     put(mine, "c", "1")
     assert theirs.compare_set("c", "2", "3") == b"1"
@@ -56,7 +56,7 @@ def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
     assert mine.num_keys() == 3
 
 
-def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
+def test_counters_of_several_stores_on_one_file_lose_nothing(tmp_path: Path) -> None:
     def count(_: int) -> None:
         store = raw_stores.FileStore(str(tmp_path / "store"))
         for _ in range(50):
@@ -72,7 +72,7 @@ def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
 def test_any_content_is_read_or_refused_at_once(
     tmp_path: Path, entries: list[tuple[str, bytes]], kept: int, behind: bytes
 ) -> None:
-    """A true store that is cut somewhere, with anything behind that."""
+    """A valid store is cut somewhere, and arbitrary bytes follow."""
     path = tmp_path / "store"
     path.unlink(missing_ok=True)
     path.write_bytes(content(entries)[:kept] + behind)
@@ -91,7 +91,7 @@ def test_any_content_is_read_or_refused_at_once(
 
 
 @pytest.mark.parametrize("spoil", ["cut", "garbled", "zeros", "replaced", "gone"])
-def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> None:
+def test_a_file_that_is_damaged_while_it_is_used_is_refused(tmp_path: Path, spoil: str) -> None:
     path = tmp_path / "store"
     store = raw_stores.FileStore(str(path))
     put(store, "a", "value")
@@ -110,7 +110,7 @@ def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> 
         store.add("n", 1)
 
 
-def test_a_worker_that_joins_through_garbage_is_told_which_file(tmp_path: Path) -> None:
+def test_the_error_of_a_damaged_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.write_bytes(content([("telegrad/round", b"x")])[:-1])
     path.chmod(0o600)
@@ -118,7 +118,7 @@ def test_a_worker_that_joins_through_garbage_is_told_which_file(tmp_path: Path) 
         opened(f"file://{path}", 0, 2, 30)
 
 
-def test_a_file_of_this_user_alone(tmp_path: Path) -> None:
+def test_a_file_must_not_be_writable_by_other_users(tmp_path: Path) -> None:
     opened(f"file://{tmp_path}/new", 0, 2, 30)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     (tmp_path / "open").touch()
@@ -128,7 +128,7 @@ def test_a_file_of_this_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not is_root(), reason="only root can be another user")
-def test_a_file_of_another_user(shared: pathlib.Path) -> None:
+def test_a_file_of_another_user_is_refused(shared: pathlib.Path) -> None:
     path = shared / "store"
 
     def plant() -> None:
@@ -139,7 +139,7 @@ def test_a_file_of_another_user(shared: pathlib.Path) -> None:
         opened(f"file://{path}", 0, 2, 30)
 
 
-def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_stays_locked_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     monkeypatch.setattr(raw_stores, "LOCKED", 0.1)
@@ -152,8 +152,8 @@ def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
     store.add("n", 1)
 
 
-def test_a_look_needs_no_lock(tmp_path: Path) -> None:
-    """torch waits for the lock with that of the interpreter, which a thread that has the lock would need."""
+def test_a_read_needs_no_lock(tmp_path: Path) -> None:
+    """torch waits for it while it has the interpreter's lock, which a thread with the lock of the file would need."""
     import fcntl
 
     path = tmp_path / "store"

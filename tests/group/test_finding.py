@@ -1,4 +1,4 @@
-"""How the members of a dynamic group find their directory: by a pointer, by a note, and again after failures."""
+"""Tests of how members of a dynamic group find their directory: by a pointer, by a note, and after failures."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ LONG = 60.0  # the ttl of a lease that does not end within a test
 
 
 class Finder:
-    """Workers that look for their directory in this process."""
+    """Workers in this process that look for their directory."""
 
     def __init__(self) -> None:
-        self.port = free_port()  # that of the store, where a worker serves it
+        self.port = free_port()  # the store's port, if a worker serves it
         self.found: list[Found] = []
 
     def find(
@@ -70,7 +70,7 @@ def finder() -> Iterator[Finder]:
 
 @pytest.fixture
 def listening() -> Iterator[Member]:
-    """Return a member that answers."""
+    """Yield a member that listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield Member("w", 1, "life", "", "host", "", server.getsockname()[:2])
 
@@ -127,7 +127,7 @@ def test_any_worker_starts_the_directory_of_a_store_that_no_worker_serves(finder
     assert finder.find(store).keeping is None
 
 
-def test_of_workers_that_come_first_at_once_one_starts_the_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
+def test_workers_that_come_at_once_start_a_single_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
     stores = [dist.FileStore(f"{tmp_path}/store", -1) for _ in range(4)]
     found = in_threads(*[partial(finder.find, store) for store in stores])
     (keeping,) = [each.keeping for each in found if each.keeping is not None]
@@ -149,7 +149,7 @@ def test_a_directory_that_a_launcher_keeps_is_not_started_by_workers(finder: Fin
         finder.find(store, seconds=0.2)
 
 
-def test_a_pointer_of_a_stranger_is_not_followed(finder: Finder) -> None:
+def test_a_pointer_with_a_wrong_key_is_not_followed(finder: Finder) -> None:
     store = dist.HashStore()
     store.set(POINTER, Pointer("127.0.0.1", 9, "host", "file").to_json())
     with pytest.raises(errors.StoreUntrusted, match=POINTER):
@@ -175,7 +175,7 @@ def test_a_server_that_was_killed_is_started_again_by_its_keeper(finder: Finder)
     assert values(finder.find(store).directory) == [b"kept"]
 
 
-def test_the_directory_outlives_its_keeper_and_is_found_by_the_next_store_there(finder: Finder) -> None:
+def test_the_directory_outlives_its_keeper_and_the_next_store_finds_it(finder: Finder) -> None:
     first = finder.find(dist.HashStore(), True)
     hold(first)
     assert first.keeping is not None
@@ -200,7 +200,7 @@ _held: list[Found] = []
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["file", "note"])
-def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_it_knew(
+def test_a_directory_killed_with_its_keeper_is_restarted_with_its_entries(
     finder: Finder, tmp_path: pathlib.Path, served: bool
 ) -> None:
     with processes(1) as (process,):
@@ -216,10 +216,10 @@ def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["runs", "is stopped"])
-def test_a_second_worker_that_starts_a_directory_again_uses_the_first_ones(
+def test_a_worker_uses_the_directory_that_another_has_just_restarted(
     finder: Finder, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    """Another worker has started it since this one has looked, so that its port is taken."""
+    """Another worker has restarted it after this one checked, so that its port is taken."""
     first = finder.find(dist.HashStore(), True)
     hold(first)
     seen = iter([(False, True), (answers, False)])
@@ -232,7 +232,7 @@ def test_a_second_worker_that_starts_a_directory_again_uses_the_first_ones(
         late.close()
 
 
-def test_a_stopped_directory_is_waited_for_and_no_second_one_started(finder: Finder) -> None:
+def test_a_worker_waits_for_a_stopped_directory_and_starts_no_second_one(finder: Finder) -> None:
     first = finder.find(dist.HashStore(), True)
     hold(first)
     pid = kept(first).pid
@@ -273,7 +273,7 @@ def test_a_directory_with_another_key_at_the_noted_address_is_left_alone(finder:
 
 @pytest.fixture(params=["directory", "greets", "closes"])
 def stranger(request: pytest.FixtureRequest, finder: Finder) -> Iterator[int]:
-    """What has got the port of a directory that has gone: that of another group of this user, or another program."""
+    """The port of a directory that has gone is used by a directory of another group, or by another program."""
     if request.param == "directory":
         yield kept(finder.find(dist.HashStore(), True, port=free_port())).address[1]
         return
@@ -294,7 +294,7 @@ def stranger(request: pytest.FixtureRequest, finder: Finder) -> Iterator[int]:
         thread.join()
 
 
-def test_another_program_that_has_got_the_port_is_not_taken_for_the_directory(
+def test_another_program_at_the_port_is_not_taken_for_the_directory(
     finder: Finder, stranger: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finding, "PATIENCE", 0.5)
@@ -306,7 +306,7 @@ def test_another_program_that_has_got_the_port_is_not_taken_for_the_directory(
     assert pointer_in(store).port != stranger
 
 
-def test_a_stale_pointer_to_another_host_is_told(finder: Finder) -> None:
+def test_a_stale_pointer_to_another_host_is_reported(finder: Finder) -> None:
     store = dist.HashStore()
     pointer = Pointer("127.0.0.1", free_port(), "another host", "/nowhere")
     point(store, pointer)
@@ -314,10 +314,10 @@ def test_a_stale_pointer_to_another_host_is_told(finder: Finder) -> None:
         finder.find(store, seconds=0.2)
 
 
-# Whether a group lives
+# Groups in use
 
 
-def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder, listening: Member) -> None:
+def test_a_dynamic_group_is_in_use_while_one_of_its_members_lives(finder: Finder, listening: Member) -> None:
     store = dist.HashStore()
     assert not _directory_is_used(sealed(store))
     found = finder.find(store)
@@ -331,7 +331,7 @@ def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder, lis
         assert not _directory_is_used(sealed(store))
 
 
-def test_an_elastic_group_lives_while_a_member_does_or_a_worker_that_waits(finder: Finder, listening: Member) -> None:
+def test_an_elastic_group_is_in_use_while_a_member_or_an_arrival_lives(finder: Finder, listening: Member) -> None:
     store = dist.HashStore()
     directory = finder.find(store).directory
     come = directory.swap(COME + "life", Arrival(listening).to_json().encode()).entry
@@ -347,7 +347,7 @@ def test_an_elastic_group_lives_while_a_member_does_or_a_worker_that_waits(finde
         assert _directory_is_used(sealed(store)) == lives
 
 
-def test_no_group_lives_where_the_pointer_is_stale(finder: Finder, stranger: int) -> None:
+def test_no_group_is_in_use_if_its_pointer_is_stale(finder: Finder, stranger: int) -> None:
     store = dist.HashStore()
     for port in (stranger, free_port()):
         point(store, Pointer("127.0.0.1", port, "host", "/nowhere"))
@@ -370,7 +370,7 @@ def directory_pid() -> int:
     return int(keeping._keeper.pid)
 
 
-def test_workers_join_again_once_the_worker_that_keeps_the_directory_was_killed() -> None:
+def test_workers_join_again_after_the_keeper_of_the_directory_was_killed() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(4) as made:
         boss, x, again, late = made
@@ -386,7 +386,7 @@ def test_workers_join_again_once_the_worker_that_keeps_the_directory_was_killed(
             assert process.run(call, "boss") == 3
 
 
-def test_workers_go_on_where_the_directory_is_killed_with_its_keeper() -> None:
+def test_workers_go_on_if_the_directory_is_killed_with_its_keeper() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(4) as made:
         boss, x, y, again = made
@@ -420,7 +420,7 @@ def init_torch(port: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("torch_first", [False, True])
-def test_torchs_process_group_meets_at_the_same_port(torch_first: bool) -> None:
+def test_torchs_process_group_uses_the_same_port(torch_first: bool) -> None:
     port = free_port()
 
     def join_dynamic(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""How generations of elastic groups form in a directory, with workers that are no more than entries there."""
+"""Tests of how generations of elastic groups form in a directory, with workers that are only entries there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def member(name: str, life: int = 0) -> Member:
 
 
 class Place:
-    """A directory in which they meet, and who is dead."""
+    """A directory for the workers of a test, and the incarnations that are dead."""
 
     def __init__(self) -> None:
         self.engine = NaiveEngine()
@@ -85,7 +85,7 @@ class Place:
         wait_until(lambda: {each.member.name for each in look(self.directory).arrivals} >= set(names))
 
     def history(self) -> list[Formed]:
-        """Return what has stood there as the last generation, one after the other."""
+        """Return all generations that were the last one in the directory, in order."""
         events = self.engine.state.events
         return [Formed.from_json(each.entry.value) for each in events if each.key == GENERATION and each.entry]
 
@@ -97,7 +97,7 @@ def place() -> Iterator[Place]:
     made.over = True
     made.engine.kill()
     for held in made.made:
-        held._over.set()  # as if its process was over: nothing renews its lease any more
+        held._over.set()  # as if its process was over: its lease is not renewed any more
 
 
 def names(formed: Formed) -> list[str]:
@@ -108,18 +108,18 @@ def before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] = ()
     return Before(formed.number, formed.group, tuple(f"{name}/0" for name in without), f"{me}/{life}")
 
 
-def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_forms_after_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_generations, "LAST_CALL", 0.2)
     coming = [place.come(name, GroupSize(2)) for name in "ab"]
     assert [sorted(names(future.result(WAIT))) for future in coming] == [["a", "b"]] * 2
 
 
-def test_too_few_are_told(place: Place) -> None:
+def test_too_few_workers_are_reported(place: Place) -> None:
     with pytest.raises(errors.GroupIncomplete, match=r"0\.1 s for a group of 2 to 4 .* 1 worker of 2 to 4 joined: 'a'"):
         place.come("a", GroupSize(2, 4), timeout=0.1).result(WAIT)
 
 
-def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
+def test_survivors_come_first_and_admit_a_worker_that_waits(place: Place) -> None:
     limits = GroupSize(2, 3)
     first = [place.come(name, limits) for name in "abc"]
     formed = first[0].result(WAIT)
@@ -134,7 +134,7 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
         assert future.result(WAIT)[:3:2] == (2, 2)
 
 
-def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
+def test_a_worker_that_died_as_it_waited_is_left_out(place: Place) -> None:
     limits = GroupSize(2, 2)
     place.dead.add("dead/0")
     place.put(COME + "dead/0", Arrival(member("dead"), limits=str(limits)).to_json())
@@ -142,12 +142,12 @@ def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
     assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
-def test_one_who_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> None:
+def test_a_worker_that_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> None:
     limits = GroupSize(2, 2)
     chosen = Formed(1, (member("ghost")._replace(id=0), member("a")._replace(id=1)), 0, str(limits))
     first = place.come("a", limits)
     place.wait_for("a")
-    place.put(GENERATION, chosen.to_json())  # by the ghost, which dies then
+    place.put(GENERATION, chosen.to_json())  # written by the ghost, which dies then
     place.dead.add("ghost/0")
     formed = first.result(WAIT)
     assert names(formed) == ["ghost", "a"]
@@ -155,19 +155,19 @@ def test_one_who_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> N
     assert [names(future.result(WAIT)) for future in coming] == [["a", "b"]] * 2
 
 
-def test_the_next_one_decides_where_the_first_has_died(place: Place) -> None:
+def test_the_next_worker_decides_if_the_first_has_died(place: Place) -> None:
     limits = GroupSize(2, 3)
     place.put(COME + "ghost/0", Arrival(member("ghost"), limits=str(limits)).to_json())
     coming = [place.come(name, limits) for name in "abc"]
     place.wait_for(*"abc")
-    with pytest.raises(TimeoutError):  # the ghost is the one that decides
+    with pytest.raises(TimeoutError):  # the ghost would decide
         coming[0].result(0.1)
     assert not place.history()
     place.dead.add("ghost/0")
     assert all(len(names(future.result(WAIT))) == 3 for future in coming)
 
 
-def test_a_name_that_is_taken(place: Place) -> None:
+def test_two_workers_of_the_same_name_do_not_both_join(place: Place) -> None:
     limits = GroupSize(2, 2)
     coming = [place.come("same", limits), place.come("same", limits, life=1)]
     wait_until(lambda: len(look(place.directory).arrivals) == 2)
@@ -176,7 +176,7 @@ def test_a_name_that_is_taken(place: Place) -> None:
     assert sorted(map(str, kinds)) == sorted(map(str, [type(None), type(None), errors.WorkerTaken]))
 
 
-def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> None:
+def test_a_late_worker_of_the_same_name_waits_until_the_name_is_free(place: Place) -> None:
     limits = GroupSize(1, 2)
     coming = [place.come(name, limits) for name in "ab"]
     formed = coming[0].result(WAIT)
@@ -188,7 +188,7 @@ def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> 
     assert names(again.result(WAIT)) == names(late.result(WAIT)) == ["b", "a"]
 
 
-def test_other_limits_are_told_to_who_has_them(place: Place) -> None:
+def test_a_worker_with_other_limits_is_refused(place: Place) -> None:
     limits = GroupSize(2, 2)
     first = place.come("a", limits)
     place.wait_for("a")
@@ -200,7 +200,7 @@ def test_other_limits_are_told_to_who_has_them(place: Place) -> None:
         place.come("c", GroupSize(2, 3), life=1).result(WAIT)
 
 
-def test_an_earlier_run_whose_workers_are_dead_is_followed_whatever_its_limits(place: Place) -> None:
+def test_a_generation_of_dead_workers_is_followed_despite_other_limits(place: Place) -> None:
     first = place.come("a", GroupSize(1, 1)).result(WAIT)
     place.dead.add("a/0")
     formed = place.come("b", GroupSize(1, 2), timeout=1.0).result(WAIT)
@@ -208,11 +208,11 @@ def test_an_earlier_run_whose_workers_are_dead_is_followed_whatever_its_limits(p
     assert formed.group == first.group
 
 
-def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
+def test_a_worker_that_waits_for_a_group_that_ends_gets_an_error(place: Place) -> None:
     formed = place.come("a", GroupSize(1, 1)).result(WAIT)
     spare = place.come("b", GroupSize(1, 1), timeout=0.5)
     place.wait_for("b")
-    with pytest.raises(TimeoutError):  # a spare waits longer than its time
+    with pytest.raises(TimeoutError):  # a spare worker waits longer than its time limit
         spare.result(1.0)
     assert not is_wanted(arrivals_in(place.directory), formed, 1, place.lives)
     assert end(place.directory, formed)
@@ -222,7 +222,7 @@ def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
     assert names(place.come("c", GroupSize(1, 1)).result(WAIT)) == ["c"]
 
 
-def test_a_generation_that_was_followed_ends_nothing(place: Place) -> None:
+def test_a_generation_that_was_followed_cannot_end_the_group(place: Place) -> None:
     limits = GroupSize(1, 1)
     formed = place.come("a", limits).result(WAIT)
     place.come("a", limits, before(formed, "a"), 1).result(WAIT)
@@ -230,7 +230,7 @@ def test_a_generation_that_was_followed_ends_nothing(place: Place) -> None:
     assert not look(place.directory).running.has_ended
 
 
-def test_whether_a_group_is_there(place: Place) -> None:
+def test_a_group_lives_while_its_members_live(place: Place) -> None:
     assert not lives_in(place.directory, place.lives)
     place.come("a", GroupSize(1, 1)).result(WAIT)
     assert lives_in(place.directory, place.lives)
@@ -238,7 +238,7 @@ def test_whether_a_group_is_there(place: Place) -> None:
     assert not lives_in(place.directory, place.lives)
 
 
-def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
+def test_a_straggler_comes_back_as_a_new_member(place: Place) -> None:
     limits = GroupSize(1, 2)
     coming = [place.come(name, limits) for name in "ab"]
     formed = coming[0].result(WAIT)
@@ -247,19 +247,19 @@ def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
     assert (second.number, names(second)) == (2, ["a"])
     late = place.come("b", limits, before(formed, "b"), 1, timeout=0.3)
     place.wait_for("b")
-    with pytest.raises(TimeoutError):  # it forms no generation without the one that runs
+    with pytest.raises(TimeoutError):  # it forms no generation without the worker that runs
         late.result(0.7)
     third = place.come("a", limits, before(second, "a", 1), 2).result(WAIT)
     assert third == late.result(WAIT)
     assert (third.number, names(third), third.survivors) == (3, ["a", "b"], 1)
 
 
-def test_who_was_chosen_while_it_stood_and_left_out_comes_again_by_itself(place: Place) -> None:
+def test_a_worker_that_missed_a_generation_joins_the_next_one(place: Place) -> None:
     limits = GroupSize(1, 2)
     formed = Formed(2, (member("b", 1)._replace(id=0),), 1, str(limits))
     first = place.come("a", limits, timeout=0.3)
     place.wait_for("a")
-    place.put(GENERATION, formed.to_json())  # it has missed generation 1, which it was in
+    place.put(GENERATION, formed.to_json())  # the worker has missed generation 1, which it was in
     with pytest.raises(TimeoutError):
         first.result(0.5)
     second = place.come("b", limits, before(formed, "b", 1), 2)
@@ -270,7 +270,7 @@ def test_who_was_chosen_while_it_stood_and_left_out_comes_again_by_itself(place:
 
 
 class Losing(NaiveClient):
-    """A client whose connection breaks behind the writes of some keys, which are done or not."""
+    """A client whose connection breaks after the write of some keys, which is done or not."""
 
     def __init__(self, engine: NaiveEngine, key: str, done: bool) -> None:
         super().__init__(engine, PATIENCE)
@@ -288,7 +288,7 @@ class Losing(NaiveClient):
 
 @pytest.mark.parametrize("key", ["group", COME, GENERATION])
 @pytest.mark.parametrize("done", [True, False])
-def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Place, key: str, done: bool) -> None:
+def test_a_write_with_an_unknown_outcome_forms_one_generation(place: Place, key: str, done: bool) -> None:
     clients = [Losing(place.engine, key, done) for _ in "ab"]
     coming = [place.come(name, GroupSize(2, 2), client=client) for name, client in zip("ab", clients, strict=True)]
     results = [future.result(WAIT) for future in coming]
@@ -298,9 +298,9 @@ def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Pla
     assert not place.directory.list(COME).entries
 
 
-def test_while_the_directory_is_away_those_who_come_wait(place: Place) -> None:
+def test_joining_workers_wait_while_the_directory_is_away(place: Place) -> None:
     clients = [place.engine.client(0.05) for _ in "ab"]
-    coming = [place.come(name, GroupSize(2, 2), client=client) for name, client in zip("a", clients, strict=False)]
+    coming = [place.come("a", GroupSize(2, 2), client=clients[0])]
     place.wait_for("a")
     place.engine.kill()
     with pytest.raises(TimeoutError):
@@ -310,7 +310,7 @@ def test_while_the_directory_is_away_those_who_come_wait(place: Place) -> None:
     assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
-def test_a_directory_that_stays_away_is_told_in_time(place: Place) -> None:
+def test_a_directory_that_stays_away_is_reported_in_time(place: Place) -> None:
     coming = place.come("a", GroupSize(2, 2), timeout=0.3, client=place.engine.client(0.05))
     place.wait_for("a")
     place.engine.kill()
@@ -318,7 +318,7 @@ def test_a_directory_that_stays_away_is_told_in_time(place: Place) -> None:
         coming.result(WAIT)
 
 
-def test_who_has_lost_its_lease_comes_anew(place: Place) -> None:
+def test_a_worker_that_lost_its_lease_while_it_joined_starts_anew(place: Place) -> None:
     first = place.come("a", GroupSize(2, 2))
     place.wait_for("a")
     with place.engine.changed:
@@ -329,7 +329,7 @@ def test_who_has_lost_its_lease_comes_anew(place: Place) -> None:
     assert first.result(WAIT) == second.result(WAIT)
 
 
-def test_who_has_died_is_forgotten_with_its_lease(place: Place) -> None:
+def test_a_dead_worker_is_forgotten_with_its_lease(place: Place) -> None:
     held = place.held(ttl=0.2)
     held._over.set()  # as if its process was over
     place.directory.swap(COME + "a/0", Arrival(member("a")).to_json().encode(), ABSENT, held.lease)
@@ -337,7 +337,7 @@ def test_who_has_died_is_forgotten_with_its_lease(place: Place) -> None:
     wait_until(lambda: not place.directory.list(COME).entries)
 
 
-def test_a_lease_is_renewed_as_long_as_it_is_held_and_ends_with_that(place: Place) -> None:
+def test_a_lease_is_renewed_while_it_is_held_and_then_ends(place: Place) -> None:
     held = place.held(ttl=3.0)
     first = held.lease
     wait_until(lambda: held.lease.ends > first.ends + 0.5)
@@ -356,7 +356,7 @@ def test_survivors_refuse_a_directory_that_has_forgotten_them(place: Place) -> N
     assert not other.history()
 
 
-def test_many_changes_that_were_missed_are_no_harm(place: Place) -> None:
+def test_missed_changes_do_no_harm(place: Place) -> None:
     first = place.come("a", GroupSize(2, 2))
     place.wait_for("a")
     place.engine.forget()
@@ -365,8 +365,8 @@ def test_many_changes_that_were_missed_are_no_harm(place: Place) -> None:
     assert names(place.come("b", GroupSize(2, 2)).result(WAIT)) == names(first.result(WAIT))
 
 
-def test_many_who_decide_at_once_form_one_generation_of_each_number(place: Place) -> None:
-    """All are late at the same moment, so all decide."""
+def test_simultaneous_decisions_form_one_generation_of_each_number(place: Place) -> None:
+    """All workers reach their deadline at the same moment, so that all decide."""
     limits = GroupSize(1)
     coming = {name: place.come(name, limits, timeout=0.2) for name in "abcdef"}
     formed = {name: future.result(WAIT) for name, future in coming.items()}
@@ -376,14 +376,14 @@ def test_many_who_decide_at_once_form_one_generation_of_each_number(place: Place
     assert len({each.number for each in formed.values()}) == len({each.to_json() for each in formed.values()})
 
 
-def test_one_that_decides_behind_another_changes_nothing(place: Place) -> None:
+def test_a_decision_after_that_of_another_worker_changes_nothing(place: Place) -> None:
     def lives(who: Member) -> bool:
-        wait_until(place.history)  # asked of the other one, before this one writes what it has decided
+        wait_until(place.history)  # asked about the other worker, before this one writes its decision
         return True
 
     first = place.come("a", GroupSize(2, 2), lives=lives)
     place.wait_for("a")
-    second = place.come("b", GroupSize(2, 2), timeout=0.1)  # it is late, and decides, too
+    second = place.come("b", GroupSize(2, 2), timeout=0.1)  # its deadline has passed, so that it decides, too
     assert first.result(WAIT) == second.result(WAIT)
     assert [each.number for each in place.history()] == [1]
 
@@ -397,7 +397,7 @@ def test_torchrun_without_world_size_is_refused(monkeypatch: pytest.MonkeyPatch,
         JoinRequest(None, KEYS, GroupSize(1, 1), Before(), -1, WAIT).meet(0)
 
 
-def test_interrupts_reach_who_waits(place: Place) -> None:
+def test_interrupts_reach_a_worker_that_waits(place: Place) -> None:
     ended = threading.Event()
 
     def lives(_: Member) -> bool:

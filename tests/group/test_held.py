@@ -1,4 +1,4 @@
-"""How a process holds the directory of its elastic group, and what it does where that or the store is lost."""
+"""Tests of how a process holds the directory of its elastic group, and of the loss of it or of the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMED = Formed(1, (Member("w", 0, "life", "", "host", "", ("127.0.0.1", 1)),), 
 
 
 class Place:
-    """Where processes meet; here they are several of one."""
+    """A rendezvous of several processes, which are objects of one process here."""
 
     def __init__(self, url: str, port: int = 0) -> None:
         self.url = url
@@ -73,14 +73,14 @@ def form(held: DirectoryLease) -> None:
     held.directory.swap(GENERATION, FORMED.to_json().encode())
 
 
-def test_the_store_is_served_anew_by_another_process_and_leads_to_the_same_directory(place: Place) -> None:
+def test_another_process_serves_the_store_anew_with_the_same_directory(place: Place) -> None:
     first, second = place.hold(), place.hold()
     form(first)
     assert meeting_of(first).serves
     assert not meeting_of(second).serves
     store = meeting_of(second).store
     second.serve_again()
-    assert meeting_of(second).store is store  # it has not gone
+    assert meeting_of(second).store is store  # the store has not gone
     first.close()
     second.serve_again()
     assert meeting_of(second).serves
@@ -88,7 +88,7 @@ def test_the_store_is_served_anew_by_another_process_and_leads_to_the_same_direc
 
 
 @pytest.mark.parametrize("why", ["launched", "elsewhere"])
-def test_a_store_that_is_not_for_the_workers_to_serve_is_left_alone(place: Place, why: str) -> None:
+def test_a_store_that_a_worker_must_not_serve_is_left_alone(place: Place, why: str) -> None:
     first, second = place.hold(), place.hold()
     if why == "launched":
         second.found = found_of(second)._replace(launched=True)
@@ -100,7 +100,7 @@ def test_a_store_that_is_not_for_the_workers_to_serve_is_left_alone(place: Place
     assert not meeting_of(second).serves
 
 
-def test_a_directory_that_was_killed_with_its_keeper_is_started_again_from_its_file(place: Place) -> None:
+def test_a_directory_killed_with_its_keeper_is_restarted_from_its_file(place: Place) -> None:
     first, second = place.hold(), place.hold()
     form(first)
     keeper = keeper_of(first)
@@ -124,7 +124,7 @@ def test_a_directory_of_another_host_is_not_started_here(place: Place) -> None:
     second.found = found
 
 
-def test_the_last_that_lets_go_of_it_ends_it(place: Place) -> None:
+def test_the_last_process_that_closes_the_directory_ends_it(place: Place) -> None:
     first, second = place.hold(), place.hold()
     pointer = found_of(first).pointer
     assert pointer is not None
@@ -141,7 +141,7 @@ def test_the_last_that_lets_go_of_it_ends_it(place: Place) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_store_that_stays_leads_nowhere_once_the_group_has_ended(tmp_path: os.PathLike[str], waits: bool) -> None:
+def test_a_lasting_store_has_no_pointer_once_the_group_has_ended(tmp_path: os.PathLike[str], waits: bool) -> None:
     place = Place(f"file://{tmp_path}/store")
     first, second = place.hold(), place.hold()
     form(first)

@@ -1,4 +1,4 @@
-"""A join that fails or is interrupted on its way leaves no thread, no connection and no process behind."""
+"""Tests of joins that fail or are interrupted: they leave no thread, no connection and no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the key of a group is found, and which keys are refused."""
+"""Tests of how the key of a group is found, and of keys that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)  # where `telegrad run` makes its folder of logs
+    monkeypatch.chdir(tmp_path)  # `telegrad run` makes its folder of logs here
     return tmp_path / "state"
 
 
@@ -39,7 +39,7 @@ def proof(keys: Keyring) -> bytes:
     return keys.derive(b"test")[0]
 
 
-def test_the_first_that_says_anything_holds(tmp_path: pathlib.Path) -> None:
+def test_the_option_precedes_the_variables_of_the_key(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.write_text(KEY + "!")
     path.chmod(0o600)
@@ -54,7 +54,7 @@ def test_the_first_that_says_anything_holds(tmp_path: pathlib.Path) -> None:
     assert proof(find_keys(None, {})) == proof(find_keys(None, {}))
 
 
-def test_the_users_own_file(home: pathlib.Path) -> None:
+def test_a_user_without_settings_gets_a_private_key_file(home: pathlib.Path) -> None:
     keys = find_keys()
     path = home / "telegrad" / "key"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -63,7 +63,7 @@ def test_the_users_own_file(home: pathlib.Path) -> None:
     assert str(path) in keys.source
 
 
-def test_processes_at_once_find_one_key() -> None:
+def test_processes_that_start_at_once_find_the_same_key() -> None:
     program = "from telegrad._core.security.keyring import find_keys; print(find_keys().derive(b'test')[0].hex())"
     made = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert len({process.communicate(timeout=60)[0] for process in made}) == 1
@@ -72,7 +72,7 @@ def test_processes_at_once_find_one_key() -> None:
 @pytest.mark.parametrize(
     "key", ["", "a", " ", "15 bytes only .", b"", b"short", True, 5, 1.5, ["a key in a list here"]]
 )
-def test_keys_that_are_refused(key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_keys_are_refused(key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.UsageError, match="key"):
         TelegradOptions(key=key)
     if isinstance(key, str):
@@ -111,7 +111,7 @@ NO_KEYS = [
 
 
 @pytest.mark.parametrize("line", NO_KEYS)
-def test_a_line_that_is_no_key_is_refused_wherever_it_is_given(line: str, tmp_path: pathlib.Path) -> None:
+def test_a_line_that_is_no_key_is_refused_in_each_setting(line: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.touch(0o600)
     path.chmod(0o600)
@@ -126,19 +126,19 @@ def test_a_line_that_is_no_key_is_refused_wherever_it_is_given(line: str, tmp_pa
         find_keys(None, {"TELEGRAD_KEY": line})
 
 
-def test_a_file_of_two_keys_is_no_key() -> None:
+def test_an_option_with_two_keys_is_refused() -> None:
     with pytest.raises(errors.UsageError, match="the option key has several lines"):
         find_keys(f"{KEY}\n{KEY}!\n")
 
 
 @hypothesis.given(st.binary(min_size=16, max_size=48))
-def test_keys_that_programs_make_are_keys(data: bytes) -> None:
+def test_generated_keys_are_accepted(data: bytes) -> None:
     made = [base64.b64encode(data), base64.urlsafe_b64encode(data), data.hex().encode(), new_key()]
     for key in (*made, *(each.rstrip(b"=") for each in made)):
         assert check_key(key, "it") == key
 
 
-def test_files_without_a_key(tmp_path: pathlib.Path) -> None:
+def test_key_files_without_a_valid_key_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.UsageError, match="cannot be used"):
         read_keys(str(tmp_path / "missing"))
     path = tmp_path / "key"
@@ -151,7 +151,7 @@ def test_files_without_a_key(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("unusable", ["a file", "below a file", "not to be made", "a symlink in a circle"])
-def test_without_a_key_one_error_names_the_ways(
+def test_the_error_without_a_key_names_the_ways_to_set_one(
     unusable: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -172,7 +172,7 @@ def test_without_a_key_one_error_names_the_ways(
     assert "Errno" not in str(caught.value)
 
 
-def test_a_relative_state_folder_is_ignored_and_said_once(
+def test_a_relative_state_folder_is_ignored_with_one_warning(
     home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", str(home.parent))
@@ -192,7 +192,7 @@ def test_a_relative_state_folder_is_ignored_and_said_once(
         ("TELEGRAD_KEY_FILE", "/dev/null", "'/dev/null' that TELEGRAD_KEY_FILE names cannot be used"),
     ],
 )
-def test_each_start_tells_of_a_wrong_setting_by_its_name(
+def test_each_way_to_start_names_the_wrong_setting(
     variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -212,7 +212,7 @@ def test_each_start_tells_of_a_wrong_setting_by_its_name(
     assert re.match(f"telegrad run: .*{words}", capsys.readouterr().err)
 
 
-def test_a_wrong_key_is_no_fault_of_the_file_of_roles(
+def test_the_error_of_a_wrong_key_does_not_mention_the_file_of_roles(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -231,18 +231,18 @@ def test_no_key_and_certificates_exclude_each_other() -> None:
     assert TelegradOptions(key=KEY, tls=files).tls == files
 
 
-def test_a_group_without_a_key_is_asked_for_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_without_a_key_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert find_keys(False).is_open
     assert "Anyone who reaches its workers can run code" in caplog.text
 
 
-def test_a_group_has_keys_of_its_own() -> None:
+def test_keys_of_different_groups_differ() -> None:
     keys = Keyring([new_key()])
     assert len({proof(keys), proof(keys.within("one")), proof(keys.within("two"))}) == 3
 
 
-def test_a_name_that_leads_to_what_all_can_read_is_no_key_file(tmp_path: pathlib.Path) -> None:
-    """Whoever plants such a link knows the text behind it, which is a file of this user for the kernel."""
+def test_a_link_to_a_file_that_all_can_read_is_no_key_file(tmp_path: pathlib.Path) -> None:
+    """An attacker who plants such a link knows the text behind it, which belongs to this user for the kernel."""
     path = tmp_path / "key"
     path.symlink_to("/proc/self/mountstats")
     with pytest.raises(errors.UsageError, match="not a regular file"):
@@ -270,7 +270,7 @@ def test_a_folder_that_others_may_change_is_refused(tmp_path: pathlib.Path, monk
         find_keys()
 
 
-def test_too_many_keys(tmp_path: pathlib.Path) -> None:
+def test_more_than_two_keys_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.touch(0o600)
     path.write_text(f"{KEY}\n\n{KEY}!\n")
@@ -289,7 +289,7 @@ def test_a_byte_order_mark_is_named(tmp_path: pathlib.Path, encoding: str) -> No
         read_keys(str(path))
     with pytest.raises(errors.UsageError, match="byte order mark"):
         find_keys("\ufeff" + KEY)
-    assert find_keys(b"\xff\xfe" + KEY.encode())  # random bytes may begin so
+    assert find_keys(b"\xff\xfe" + KEY.encode())  # random bytes may begin like this
 
 
 def test_a_folder_is_no_key_file(home: pathlib.Path) -> None:
@@ -299,7 +299,7 @@ def test_a_folder_is_no_key_file(home: pathlib.Path) -> None:
             act()
 
 
-def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
+def test_a_key_file_that_is_empty_for_a_moment_leaves_the_keys_in_use(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "key"
@@ -316,7 +316,7 @@ def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
 
 @pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t \n"])
 def test_white_space_around_a_key_is_no_part_of_it(tmp_path: pathlib.Path, space: str) -> None:
-    """As `key=open(path).read()` has it, where another worker is given the file."""
+    """`key=open(path).read()` has such space; another worker may get the file instead."""
     path = tmp_path / "key"
     path.write_text(KEY_TEXT + space)
     path.chmod(0o600)

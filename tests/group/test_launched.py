@@ -1,4 +1,4 @@
-"""A worker that is told nothing but its name meets the others where its launcher says."""
+"""Tests of workers that give only a role: they meet at the place that their launcher reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(launcher: str) -> list[dict[str, str]]:
-    """The variables of two workers of a run of its own."""
+    """Return the variables of two workers of a new run."""
     run = f"{os.getpid()}{free_port()}"
     here = "127.0.0.1"
     alike: dict[str, dict[str, str]] = {
@@ -68,7 +68,7 @@ def meet(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, str]:
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "Slurm", "submitit", "Kubernetes", "by hand"])
-def test_a_name_is_enough(launcher: str) -> None:
+def test_a_role_is_enough_to_join(launcher: str) -> None:
     with processes(2) as made:
         found = run_all(made, meet, run_of(launcher))
     assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
@@ -85,7 +85,7 @@ def meet_elastic(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, 
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "by hand"])
-def test_an_elastic_group_needs_no_more(launcher: str) -> None:
+def test_a_role_and_limits_are_enough_to_join_an_elastic_group(launcher: str) -> None:
     with processes(2) as made:
         found = run_all(made, meet_elastic, run_of(launcher))
     assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
@@ -99,14 +99,14 @@ def run_page(rank: int, variables: list[dict[str, str]], program: str) -> str:
     return said.getvalue()
 
 
-def test_the_program_of_the_page() -> None:
+def test_the_program_of_the_page_works() -> None:
     page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
     (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     with processes(2) as made:
         assert run_all(made, run_page, run_of("Slurm"), program) == ["['worker0', 'worker1']\n"] * 2
 
 
-def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_program_precede_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     url = f"tcp://127.0.0.1:{free_port()}"
@@ -118,7 +118,7 @@ def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_meeting("env://", 0, 7, None, 30).world_size == 7
 
 
-def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_shows_what_the_launcher_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(errors.StoreUnreachable, match=r"no process serves.*Slurm reports that this is rank 3 of 4"):
@@ -128,7 +128,7 @@ def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) 
         open_meeting("env://", -1, None, None, 0.05)
 
 
-def test_the_name_of_a_pod_that_is_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_pod_that_starts_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     resolve = socket.getaddrinfo
 
@@ -141,7 +141,7 @@ def test_the_name_of_a_pod_that_is_to_come_is_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", late)
     monkeypatch.setattr(address, "ASK_AGAIN", 0.01)
     with pytest.raises(errors.UsageError, match="cannot be resolved"):
-        await_name("hello-0.hello", 30)  # outside of a pod a name that is unknown is wrong
+        await_name("hello-0.hello", 30)  # outside of a pod, an unknown name is an error
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     await_name("hello-0.hello", 30)
     assert len(asked) == 3
@@ -151,7 +151,7 @@ def test_the_name_of_a_pod_that_is_to_come_is_waited_for(monkeypatch: pytest.Mon
 
 
 class FakeRay(types.ModuleType):
-    """As much of Ray as a process sees of it that is connected to a cluster; actors are objects."""
+    """The part of Ray that a connected process sees; actors are objects here."""
 
     class exceptions:  # noqa: N801 - its name in Ray
         class RayError(Exception):
@@ -200,7 +200,7 @@ class FakeRay(types.ModuleType):
         self.killed.set()
 
 
-def test_on_ray_an_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(join, "LOOK", 0.01)
@@ -227,7 +227,7 @@ def test_on_ray_an_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatc
         actor._keeping.close()
 
 
-def test_an_actor_that_ray_has_started_again_finds_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_ray_has_restarted_finds_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     first = open_meeting("ray://", -1, None, None, 30)
@@ -243,23 +243,21 @@ def test_an_actor_that_ray_has_started_again_finds_the_directory(monkeypatch: py
         with contextlib.closing(again.directory()) as other:
             assert other.list("").entries == directory.list("").entries != ()
         for lease in {entry.lease for entry in directory.list("").entries}:
-            directory.revoke(Lease(lease, 0.0, 0.0))  # else the process goes on
+            directory.revoke(Lease(lease, 0.0, 0.0))  # otherwise the process goes on
 
 
 @pytest.mark.parametrize("others", [{"MASTER_ADDR": "node1"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_on_ray_variables_of_another_group_are_a_contradiction(
-    monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
-) -> None:
+def test_variables_of_another_group_contradict_ray(monkeypatch: pytest.MonkeyPatch, others: dict[str, str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
     for name, value in others.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(errors.UsageError, match=r"a Ray job.*names another group \((MASTER_ADDR=node1|RANK=0, WO)"):
         open_meeting("env://", -1, None, None, 30)
     url = f"tcp://127.0.0.1:{free_port()}"
-    assert open_meeting(url, -1, None, None, 30).directory is None  # what the program says holds
+    assert open_meeting(url, -1, None, None, 30).directory is None  # the URL of the program takes precedence
 
 
-def test_ray_is_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_ray_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.UsageError, match=r"call ray.init\(\) first"):
         open_meeting("ray://", -1, None, None, 30)
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
@@ -267,19 +265,19 @@ def test_ray_is_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> No
         open_meeting("ray://", 0, 2, None, 30)
 
 
-def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_within_slurm_is_used_only_without_ambiguity(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that srun has started
     assert open_meeting("env://", -1, None, None, 30).world_size is None
-    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has its own Ray, or all are jobs of one Ray
     with pytest.raises(errors.UsageError, match=r"several Ray drivers that Slurm has started.*the same init_method"):
         open_meeting("env://", -1, None, None, 30)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert open_meeting("env://", -1, None, None, 30).world_size is None
 
 
-def test_an_actor_that_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_ray_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay(starts=False))
     with pytest.raises(errors.StoreUnreachable, match=r"actor 'telegrad-01000000', .* does not answer"):
         open_meeting("env://", -1, None, None, 3)

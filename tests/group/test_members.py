@@ -1,4 +1,4 @@
-"""The table of members, the names that they may have, and who has come to where a group forms."""
+"""Tests of the table of members, of the names of workers, and of the list of arrivals while a group forms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_iteration_goes_by_rank() -> None:
     assert len(table) == 3
 
 
-def test_a_name_or_rank_is_taken_once() -> None:
+def test_a_second_member_with_the_same_name_or_rank_is_refused() -> None:
     table = Members([member("a", 0)])
     for second in (member("a", 1), member("b", 0)):
         with pytest.raises(errors.WorkerTaken, match=r"'a' \(rank 0, at 127\.0\.0\.1:1000\)"):
@@ -39,7 +39,7 @@ def test_a_name_or_rank_is_taken_once() -> None:
     assert list(table) == [member("a", 0)]
 
 
-def test_who_is_not_there_and_who_is() -> None:
+def test_the_error_of_an_unknown_worker_lists_the_group() -> None:
     table = Members([member("trainer0", 0), member("ps", 1)])
     with pytest.raises(errors.UnknownWorker, match=r"did you mean 'trainer0'\? The group has: trainer0, ps\."):
         table.find("trainer_0")
@@ -54,13 +54,13 @@ def test_an_address_of_ip_version_6_is_shown_in_brackets() -> None:
 
 
 @given(st.text(), st.integers(0), st.text(), st.integers(0, 65535))
-def test_members_travel_as_text(name: str, id_: int, unix: str, port: int) -> None:
+def test_a_member_survives_conversion_to_json(name: str, id_: int, unix: str, port: int) -> None:
     sent = Member(name, id_, "i", "p", "h", unix, ("::1", port))
     assert Member.from_json(sent.to_json()) == sent
 
 
 @given(st.text(max_size=2 * LONGEST_NAME))
-def test_names(name: str) -> None:
+def test_names_follow_the_documented_pattern(name: str) -> None:
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:-")
     if name and len(name) < 128 and set(name) <= allowed:
         check_name(name)
@@ -70,19 +70,19 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\n", "ä", "a.b", "x" * 128, "", None])
-def test_names_that_cannot_be(name: Any) -> None:
+def test_invalid_names_are_refused(name: Any) -> None:
     with pytest.raises(errors.InvalidName, match="Worker name must match"):
         check_name(name)
 
 
-def test_so_many_are_wanted() -> None:
+def test_missing_workers_are_described_by_number() -> None:
     assert describe_missing({"a", "b"}, 2) == ""
     assert describe_missing({"b", "a"}, 3) == "there are 2 workers, not 3: a, b"
     assert describe_missing(set(), 1, "actor") == "there are 0 workers of role 'actor', not 1: none"
     assert missing_names({"a"}, 3) == []
 
 
-def test_some_are_wanted_by_name() -> None:
+def test_missing_workers_are_described_by_name() -> None:
     assert describe_missing({"a", "b"}, ["a"]) == ""
     assert describe_missing({"a", "b"}, ["c", "a", "d"]) == "'c', 'd' missing; the group has a, b"
     assert missing_names({"a"}, ["a", "c"]) == ["c"]
@@ -91,7 +91,7 @@ def test_some_are_wanted_by_name() -> None:
 # Arrivals
 
 
-def test_who_did_not_come_is_told_by_rank() -> None:
+def test_missing_workers_are_listed_by_rank() -> None:
     attendance = ArrivalTable(4, 1)
     assert attendance.missing() == ["rank 0", "rank 2", "rank 3"]
     assert attendance.said() == ["ranks 0, 2, 3 did not join"]
@@ -100,7 +100,7 @@ def test_who_did_not_come_is_told_by_rank() -> None:
     assert attendance.said() == ["rank 2 did not join"]
 
 
-def test_who_has_come_is_not_looked_for_again() -> None:
+def test_a_worker_that_has_joined_is_not_looked_up_again() -> None:
     attendance = ArrivalTable(3, 0)
     attendance.look(lambda rank: member("w1", 1).to_json() if rank == 1 else "")
     asked: list[int] = []
@@ -108,13 +108,13 @@ def test_who_has_come_is_not_looked_for_again() -> None:
     assert asked == [2]
 
 
-def test_who_did_not_come_is_told_by_name_where_names_are_known() -> None:
+def test_missing_workers_are_listed_by_name_if_names_are_known() -> None:
     attendance = ArrivalTable(3, 0, ("driver", "ps", "trainer"))
     assert attendance.missing() == ["ps", "trainer"]
     assert attendance.said() == ["'ps', 'trainer' did not join"]
 
 
-def test_who_came_and_died_is_missing() -> None:
+def test_a_worker_that_joined_and_died_is_missing() -> None:
     attendance = ArrivalTable(3, 0)
     attendance.look(lambda rank: member(f"w{rank}", rank).to_json())
     assert (attendance.missing(), attendance.said()) == ([], [])
@@ -123,7 +123,7 @@ def test_who_came_and_died_is_missing() -> None:
     assert attendance.said() == ["'w2' (rank 2, at 127.0.0.1:1002) joined, then stopped answering"]
 
 
-def test_all_have_come() -> None:
+def test_no_rank_is_missing_after_all_have_joined() -> None:
     attendance = ArrivalTable(3, 0)
     attendance.complete([member(f"w{rank}", rank) for rank in range(3)])
     assert (attendance.missing(), attendance.said()) == ([], [])
@@ -131,7 +131,7 @@ def test_all_have_come() -> None:
     assert attendance.missing() == ["w1"]
 
 
-def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_turn() -> None:
+def test_a_large_group_is_looked_up_in_parts() -> None:
     size, me = 3 * MOST_ASKED, 5
     attendance = ArrivalTable(size, me)
     asked: list[list[int]] = []
@@ -152,7 +152,7 @@ def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_
     assert attendance.said()[0].endswith("did not join")
 
 
-def test_few_are_knocked_at_by_each() -> None:
+def test_each_worker_probes_only_some_of_a_large_group() -> None:
     attendance = ArrivalTable(3 * MOST_ASKED, 0)
     while not attendance.is_complete:
         attendance.look(lambda rank: member(f"w{rank}", rank).to_json())

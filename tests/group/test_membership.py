@@ -1,4 +1,4 @@
-"""The members as one worker sees them, where the directory and the connections tell of one another's workers."""
+"""Tests of the members as one worker sees them: news from the directory and from connections, in either order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_worker_that_was_silent_before_it_was_seen_is_not_taken_for_dead(
         assert [doubt.who for doubt in membership._doubts] == [other] * is_doubted
 
 
-def test_the_members_are_told_at_once_while_the_directory_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_are_listed_at_once_while_the_directory_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(1, dynamic=True) as (worker,):
         group = worker.directory
         asked: list[str] = []
@@ -50,10 +50,10 @@ def ends_of(worker: Worker) -> queue.SimpleQueue[str]:
     return told
 
 
-def test_a_member_that_leaves_is_not_taken_for_lost_where_the_directory_tells_it_late(
+def test_a_member_that_left_is_not_lost_if_the_directory_reports_it_late(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody listens at its address before the others are told that it has left."""
+    """The member has closed its listener before the directory reports to the others that it has left."""
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
     with agents(2, dynamic=True) as (worker, other):
         registry, told = worker.directory.registry, ends_of(worker)
@@ -62,7 +62,7 @@ def test_a_member_that_leaves_is_not_taken_for_lost_where_the_directory_tells_it
         with worker.directory._applying:  # the watch waits
             other.end("")
             worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
-            assert not asked.get(timeout=PATIENCE)  # it was out already
+            assert not asked.get(timeout=PATIENCE)  # the directory had removed the member already
             assert other.me in worker.membership.present()
             assert told.empty()
         assert told.get(timeout=PATIENCE) == LEFT
@@ -78,7 +78,7 @@ def wait_until_it_may_end() -> None:
 
 
 @pytest.mark.parametrize("ends", ["declared lost", "program"])
-def test_a_member_is_lost_where_its_connection_tells_before_the_directory(ends: str) -> None:
+def test_a_member_is_lost_if_its_connection_reports_before_the_directory(ends: str) -> None:
     with agents(2, dynamic=True) as (worker, other):
         may_end.clear()
         told = ends_of(worker)
@@ -100,10 +100,10 @@ def test_a_member_is_lost_where_its_connection_tells_before_the_directory(ends: 
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
+def test_a_dead_member_is_removed_if_the_directory_does_not_answer(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a request shows only then that it does not."""
+    """The directory is known to be lost before, or a request shows it only then."""
 
     def unanswered(*_: object) -> None:
         raise DirectoryLost("etcd did not answer")
@@ -120,8 +120,8 @@ def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
         assert told.empty()
 
 
-def test_messages_are_sent_in_the_order_in_which_they_were_decided() -> None:
-    """By the thread that sends already, also where another thread decides meanwhile."""
+def test_messages_are_sent_in_the_order_in_which_they_were_added() -> None:
+    """A thread that is sending already also sends the messages that another thread adds meanwhile."""
     sent: list[tuple[str]] = []
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -150,7 +150,7 @@ def test_messages_are_sent_in_the_order_in_which_they_were_decided() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
-def test_callbacks_go_on_after_one_that_fails(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_go_on_after_a_failure(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     heard = queue.SimpleQueue[str]()
 
     def fail(_: Any) -> None:

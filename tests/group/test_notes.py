@@ -1,4 +1,4 @@
-"""The notes by which a worker that serves the store of a dynamic group anew finds the group's directory."""
+"""Tests of the notes by which the next worker that serves the store of a dynamic group finds the directory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["finder"]
 
 
 def test_a_note_of_another_host_is_not_followed(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the host was started again, or where hosts share the folder of a user."""
+    """The host was restarted, or several hosts share the folder of a user."""
     hold(finder.find(dist.HashStore(), True))
     monkeypatch.setattr(find_directory, "host_identity", lambda: "another boot")
     assert values(finder.find(dist.HashStore(), True).directory) == []
 
 
-def test_a_note_leads_to_the_store_of_its_port_alone(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_used_for_the_store_of_its_port_only(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(finder.find(dist.HashStore(), True))
     assert find_directory.noted(finder.port) is not None
     assert find_directory.noted(free_port()) is None
@@ -49,13 +49,13 @@ def test_a_note_is_found_from_another_login(
     else:
         shutil.rmtree(tmp_path / "run")
         (tmp_path / "run").mkdir(mode=0o700)
-        find_directory.note(free_port(), pointer_in_note(finder))  # removes the notes of directories that are over
+        find_directory.note(free_port(), pointer_in_note(finder))  # removes the notes of directories that have ended
     found = finder.find(dist.HashStore(), True)
     assert not has_started(found)
     assert values(found.directory) == [b"kept"]
 
 
-def test_notes_of_directories_that_are_over_are_removed(finder: Finder, tmp_path: pathlib.Path) -> None:
+def test_notes_of_ended_directories_are_removed(finder: Finder, tmp_path: pathlib.Path) -> None:
     over, old, recent = free_port(), free_port(), free_port()
     find_directory.note(over, Pointer("127.0.0.1", free_port(), host_identity(), f"{tmp_path}/removed"))
     path = pathlib.Path(find_directory._note_path(over))
@@ -68,7 +68,7 @@ def test_notes_of_directories_that_are_over_are_removed(finder: Finder, tmp_path
     others[1].unlink()
 
 
-def test_a_note_that_another_user_could_have_planted_is_not_used(
+def test_a_note_in_a_folder_that_others_may_write_is_not_used(
     finder: Finder, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -81,7 +81,7 @@ def test_a_note_that_another_user_could_have_planted_is_not_used(
     assert "using another folder" in caplog.text
 
 
-def test_it_is_told_that_no_note_can_be_written(
+def test_a_note_that_cannot_be_written_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: str) -> None:
@@ -94,15 +94,13 @@ def test_it_is_told_that_no_note_can_be_written(
 
 
 @pytest.mark.parametrize("note", ["", "[", "[]", '["h", "p", 1, 2, 3]'])
-def test_a_damaged_note_is_no_note(finder: Finder, note: str) -> None:
+def test_a_damaged_note_is_ignored(finder: Finder, note: str) -> None:
     pathlib.Path(find_directory._note_path(finder.port)).write_text(note)
     assert finder.find(dist.HashStore(), True).keeping is not None
 
 
 @pytest.mark.parametrize("change", ["login", "logout", "name"])
-def test_a_worker_that_is_started_anew_in_another_way_joins_the_group_that_lives(
-    tmp_path: pathlib.Path, change: str
-) -> None:
+def test_a_worker_restarted_in_another_login_joins_the_running_group(tmp_path: pathlib.Path, change: str) -> None:
     port, run = free_port(), tmp_path / "run"
     run.mkdir(mode=0o700)
     with processes(3) as made:

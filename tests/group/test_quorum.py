@@ -1,4 +1,4 @@
-"""Who is in the next generation."""
+"""Tests of the decision which workers form the next generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def generation(number: int, *names: str, has_ended: bool = False) -> Formed:
 
 
 def again(name: str, number: int, without: tuple[str, ...] = (), limits: GroupSize = ANY) -> Arrival:
-    """Return a worker that was in that generation."""
+    """Return the request of a worker that was in the generation of this number."""
     before = Before(number, "group", tuple(f"{each}/0" for each in without), f"{name}/0")
     return Arrival(member(name, life=1), before, str(limits))
 
@@ -36,12 +36,12 @@ def quorum(limits: GroupSize, *arrivals: Arrival, running: Formed = NONE, dead: 
 
 
 def names(made: Quorum, quiet: bool = False, late: bool = False) -> list[str]:
-    """Return those of the next generation, by rank."""
+    """Return the names in the next generation, by rank."""
     formed = made.decide(quiet, late)
     return [each.name for each in formed.members] if formed is not None else []
 
 
-def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
+def test_the_first_generation_waits_for_the_maximum_or_a_last_call() -> None:
     limits = GroupSize(2, 3)
     assert names(quorum(limits, new("a")), quiet=True) == []
     assert names(quorum(limits, new("a"), new("b"))) == []
@@ -54,7 +54,7 @@ def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
     assert [each.id for each in formed.members] == [0, 1, 2]
 
 
-def test_ranks_that_are_wished_are_heeded_among_those_who_are_new() -> None:
+def test_ranks_that_new_workers_ask_for_are_respected() -> None:
     assert names(quorum(GroupSize(1, 4), new("b"), new("c", 2), new("a", 0)), quiet=True) == ["a", "c", "b"]
 
 
@@ -78,7 +78,7 @@ def test_survivors_come_first_by_their_ranks() -> None:
     assert (formed.number, formed.survivors) == (5, 2)
 
 
-def test_who_does_not_come_is_waited_for_until_it_is_late() -> None:
+def test_a_missing_survivor_is_waited_for_until_the_deadline() -> None:
     running = generation(1, "a", "b", "c")
     made = quorum(GroupSize(2), again("a", 1), again("b", 1), running=running)
     assert names(made) == []
@@ -86,14 +86,14 @@ def test_who_does_not_come_is_waited_for_until_it_is_late() -> None:
     assert names(quorum(GroupSize(3), again("a", 1), running=running), late=True) == []
 
 
-def test_who_was_left_out_is_not_waited_for() -> None:
+def test_a_worker_that_was_left_out_is_not_waited_for() -> None:
     made = quorum(GroupSize(2), again("a", 1, without=("b",)), again("c", 1), running=generation(1, "a", "b", "c"))
     assert names(made) == ["a", "c"]
 
 
-def test_who_was_left_out_comes_back_as_a_new_one() -> None:
+def test_a_worker_that_was_left_out_comes_back_as_a_new_member() -> None:
     running = generation(2, "a", "c")
-    late = again("b", 1, without=("a",))  # what it knows of its own generation does not hold for this one
+    late = again("b", 1, without=("a",))  # its knowledge of its own generation does not hold for this one
     assert quorum(GroupSize(1), late, running=running).missing() == ["a", "c"]
     formed = quorum(GroupSize(1), late, again("a", 2), again("c", 2), running=running).decide(False, False)
     assert formed is not None
@@ -101,7 +101,7 @@ def test_who_was_left_out_comes_back_as_a_new_one() -> None:
     assert formed.survivors == 2
 
 
-def test_those_who_are_new_wait_for_a_generation_that_runs() -> None:
+def test_new_workers_wait_for_a_generation_that_runs() -> None:
     running = generation(7, "a", "b")
     assert names(quorum(GroupSize(1), new("x"), running=running), quiet=True) == []
     made = quorum(GroupSize(1), new("x"), running=running, dead=("a", "b"))
@@ -111,14 +111,14 @@ def test_those_who_are_new_wait_for_a_generation_that_runs() -> None:
     assert (formed.number, formed.survivors) == (8, 0)
 
 
-def test_a_member_that_does_not_know_it_yet_is_waited_for_and_does_not_come_anew() -> None:
+def test_a_member_that_missed_its_generation_is_waited_for_not_added() -> None:
     running = Formed(1, (new("a").member._replace(id=0), member("b", 1)))
     made = quorum(GroupSize(1), new("a"), again("b", 1), running=running)
     assert made.missing() == ["a"]
     assert names(made, late=True) == ["b"]
 
 
-def test_after_a_group_that_has_ended_the_numbers_go_on() -> None:
+def test_the_numbers_go_on_after_a_group_has_ended() -> None:
     running = generation(3, "a", "b", has_ended=True)
     made = quorum(GroupSize(1), new("x"), again("a", 3), running=running)
     assert made.awaited() == []
@@ -127,14 +127,14 @@ def test_after_a_group_that_has_ended_the_numbers_go_on() -> None:
     assert (formed.number, formed.survivors, len(formed.members)) == (4, 0, 2)
 
 
-def test_a_name_is_refused_to_the_second_who_has_it() -> None:
+def test_a_name_is_refused_to_the_second_worker() -> None:
     made = quorum(GroupSize(1), new("a"), again("a", 1), again("b", 1), new("c"), running=generation(1, "a", "b"))
     formed = made.decide(False, False)
     assert formed is not None
     assert [each.incarnation for each in formed.members] == ["a/1", "b/1", "c/2"]
 
 
-def test_who_has_no_name_gets_one_by_its_role_and_rank() -> None:
+def test_a_worker_without_a_name_gets_one_by_its_role_and_rank() -> None:
     arrivals = [Arrival(member("", life=number)._replace(role="actor", incarnation=str(number))) for number in range(3)]
     formed = quorum(GroupSize(3, 3), *arrivals).decide(False, False)
     assert formed is not None
@@ -142,19 +142,19 @@ def test_who_has_no_name_gets_one_by_its_role_and_rank() -> None:
     assert [each.id for each in formed.members] == [0, 1, 2]
 
 
-def test_room_is_for_survivors_first() -> None:
+def test_survivors_get_a_place_before_new_workers() -> None:
     made = quorum(GroupSize(1, 2), new("x"), again("b", 1), again("a", 1), running=generation(1, "a", "b"))
     assert names(made) == ["a", "b"]
 
 
 @pytest.mark.parametrize("limits", [GroupSize(2), GroupSize(2, 5)])
-def test_what_is_lacking_is_told(limits: GroupSize) -> None:
+def test_the_reason_of_waiting_is_reported(limits: GroupSize) -> None:
     assert "1 worker of 2 " in quorum(limits, new("a")).lacks()
     assert "2 workers" in quorum(limits, new("a"), new("b")).lacks()
     assert "'a', 'b'; more may join" in quorum(limits, new("a"), new("b")).lacks()
 
 
-def test_all_travels_as_text() -> None:
+def test_arrivals_and_generations_survive_conversion_to_json() -> None:
     arrival = again("a", 3, without=("b",))
     assert Arrival.from_json(arrival.to_json()) == arrival
     formed = generation(3, "a", "b")._replace(survivors=1, limits="2", has_ended=True)
@@ -162,7 +162,7 @@ def test_all_travels_as_text() -> None:
     assert Formed.from_json(formed._replace(group="group").to_json()).group == ""
 
 
-def test_the_order_of_coming_changes_nothing_for_survivors() -> None:
+def test_the_order_of_arrivals_does_not_change_the_ranks_of_survivors() -> None:
     for seed in range(50):
         chance = random.Random(seed)
         arrivals = [again(name, 1) for name in "abcde"]

@@ -1,4 +1,4 @@
-"""The members of a dynamic group in a directory: names, departures, claims to values, and what watchers see."""
+"""Tests of the registry of a dynamic group in a directory: names, departures, claims to values, and watches."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Joined:
         self.member = self.registered.member
 
 
-def test_a_role_names_its_workers(registry: Registry, directory: Directory) -> None:
+def test_a_role_gives_its_workers_their_names(registry: Registry, directory: Directory) -> None:
     actors = [Joined(registry, directory, worker(role="actor")) for _ in range(3)]
     assert [each.member.name for each in actors] == ["actor0", "actor1", "actor2"]
     registry.leave(actors[1].member, actors[1].lease)
     assert Joined(registry, directory, worker(role="actor")).member.name == "actor1"
 
 
-def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> None:
+def test_a_worker_out_of_reach_is_waited_for_if_changes_are_forgotten() -> None:
     engine = NaiveEngine()
     directory = engine.client()
     registry = Registry(directory)
@@ -80,7 +80,7 @@ def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> No
     assert publish(registry, worker("a"), directory.grant(LONG), lambda _: None).member.name == "a"
 
 
-def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directory: Directory) -> None:
+def test_watchers_see_joins_and_how_each_member_has_gone(registry: Registry, directory: Directory) -> None:
     since = registry.roster().revision
     left, lost, expired = (Joined(registry, directory, worker(name)) for name in "abc")
     registry.leave(left.member, left.lease)
@@ -100,20 +100,20 @@ def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directo
     assert registry.roster().members == {}
 
 
-def test_a_lookup_is_of_exactly_that_name(registry: Registry, directory: Directory) -> None:
+def test_a_lookup_finds_exact_names_only(registry: Registry, directory: Directory) -> None:
     longer = Joined(registry, directory, worker("ab"))
     assert registry.find("a") is None
     assert registry.find("ab") == registry.find(1) == longer.registered
     assert registry.find(2) is None
 
 
-def test_all_workers_find_one_identity(registry: Registry, directory: Directory) -> None:
+def test_all_workers_find_the_same_identity(registry: Registry, directory: Directory) -> None:
     identity, founded = registry.identify()
     assert founded
     assert Registry(directory).identify() == (identity, False)
 
 
-def test_nothing_is_left_of_members_that_have_gone(registry: Registry, directory: Directory) -> None:
+def test_members_that_have_gone_leave_no_entries(registry: Registry, directory: Directory) -> None:
     registry.identify()
     kept = directory.list("").entries
     for number in range(20):
@@ -133,12 +133,12 @@ def claims_in(registry: Registry, since: int) -> list[Claimed]:
     return [change for _, change in registry.watch(since, 0)[1] if isinstance(change, Claimed)]
 
 
-def test_one_of_two_has_the_claim_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
+def test_a_worker_has_the_claim_alone_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
     first, second = directory.grant(LONG), directory.grant(LONG)
     claim = registry.claim("x", "a", first)
     assert claim.life == "a"
     assert registry.claim("x", "b", second) == claim
-    assert registry.claim("x", "a", first) == claim  # where the outcome was not known before
+    assert registry.claim("x", "a", first) == claim  # a retry after an unknown outcome
     assert registry.owner("x") == registry.roster().claims["x"] == claim
     directory.revoke(first)
     assert registry.owner("x") is None
@@ -147,7 +147,7 @@ def test_one_of_two_has_the_claim_until_its_lease_ends(registry: Registry, direc
     assert later.token > claim.token
 
 
-def test_a_claim_of_an_earlier_lease_is_not_that_of_the_next(registry: Registry, directory: Directory) -> None:
+def test_a_claim_of_an_earlier_lease_does_not_hold_for_the_next(registry: Registry, directory: Directory) -> None:
     first, second = directory.grant(LONG), directory.grant(LONG)
     registry.claim("x", "a", first)
     with pytest.raises(LeaseLost, match="earlier lease"):
@@ -171,7 +171,7 @@ def test_a_name_that_is_no_key_is_refused(registry: Registry, directory: Directo
         registry.claim(2000 * "x", "me", directory.grant(LONG))
 
 
-# As one member knows them
+# Claims as one member knows them
 
 
 def join(engine: NaiveEngine, name: str, ttl: float = LONG) -> DynamicGroup:
@@ -180,7 +180,7 @@ def join(engine: NaiveEngine, name: str, ttl: float = LONG) -> DynamicGroup:
     return group
 
 
-def test_a_member_that_joins_knows_the_claims_and_hears_of_their_ends(engine: NaiveEngine) -> None:
+def test_a_new_member_knows_the_claims_and_hears_of_their_ends(engine: NaiveEngine) -> None:
     owner = join(engine, "a")
     claim = owner.claim("x")
     assert owner.owns("x", claim)
@@ -195,7 +195,7 @@ def test_a_member_that_joins_knows_the_claims_and_hears_of_their_ends(engine: Na
     other.leave()
 
 
-def test_a_look_that_is_later_than_the_watch_tells_of_ends_too(engine: NaiveEngine) -> None:
+def test_a_refresh_reports_the_end_of_a_claim_once(engine: NaiveEngine) -> None:
     owner, other = join(engine, "a"), join(engine, "b")
     claim = owner.claim("x")
     other.look_for_owner("x")
@@ -210,7 +210,7 @@ def test_a_look_that_is_later_than_the_watch_tells_of_ends_too(engine: NaiveEngi
     other.leave()
 
 
-def test_a_directory_that_does_not_answer_makes_no_owner(engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_without_an_answer_of_the_directory_fails(engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     group = join(engine, "a")
 
     def lose(*_: object) -> None:
@@ -224,7 +224,7 @@ def test_a_directory_that_does_not_answer_makes_no_owner(engine: NaiveEngine, mo
     group.leave()
 
 
-def test_a_worker_that_has_left_claims_nothing(engine: NaiveEngine) -> None:
+def test_a_worker_that_has_left_can_claim_nothing(engine: NaiveEngine) -> None:
     group = join(engine, "a")
     group.leave()
     with pytest.raises(LeaseLost, match="has left"):

@@ -1,4 +1,4 @@
-"""How groups form: those of fixed size, with every way to fail told to all, and dynamic ones."""
+"""Tests of how groups of fixed size form: the members learn of each other, or all get the same error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Stores = Callable[[], SealedStore]
 Join = tuple[SealedStore, Member, int, float]
 
-WAIT = 30.0  # torch looks up the name of each address that connects: with a slow name service 5 s a time
+WAIT = 30.0  # torch looks up the name of each address that connects, which takes 5 s with a slow name service
 
 
 def member(name: str, id_: int = -1) -> Member:
@@ -41,7 +41,7 @@ def outcome(function: Callable[..., T], *args: Any) -> T | errors.TelegradError:
 
 
 def together(*joins: Join) -> list[Any]:
-    """Let all join at once, each in a thread; what each got, an error included."""
+    """Let all join at once, each in a thread; return what each got, an error included."""
     with ThreadPoolExecutor(len(joins)) as pool:
         futures = [pool.submit(outcome, partial(join_static, *join)) for join in joins]
         return [future.result(PATIENCE) for future in futures]
@@ -53,7 +53,7 @@ def crowd(store: SealedStore, size: int, timeout: float = WAIT) -> list[Join]:
 
 @pytest.fixture(params=["hash", "file", "tcp"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
-    """Makes one worker's store after another, all of one place."""
+    """Return a function that opens another worker's store of the same place."""
     if request.param == "hash":
         store = dist.HashStore()
         return lambda: sealed(store)
@@ -63,7 +63,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
     return lambda: sealed(dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False))
 
 
-def test_all_learn_of_all_and_of_their_group(stores: Stores) -> None:
+def test_all_members_learn_of_all_others_and_of_their_group(stores: Stores) -> None:
     rosters = together(*[(stores(), member(f"w{rank}", rank), 4, WAIT) for rank in range(4)])
     for roster in rosters:
         assert list(roster.members) == [member(f"w{rank}", rank) for rank in range(4)]
@@ -71,13 +71,13 @@ def test_all_learn_of_all_and_of_their_group(stores: Stores) -> None:
     assert len(rosters[0].group) >= 32
 
 
-def test_one_group_after_the_other_meets_in_a_store_that_lasts(stores: Stores) -> None:
+def test_several_groups_form_in_turn_in_a_lasting_store(stores: Stores) -> None:
     groups = [{roster.group for roster in together(*crowd(stores(), 2))} for _ in range(4)]
     assert all(len(of_one_group) == 1 for of_one_group in groups)
     assert len(set.union(*groups)) == 4
 
 
-def test_who_has_another_key_is_refused_and_mentioned_to_the_others() -> None:
+def test_a_worker_with_another_key_is_refused_and_reported_to_others() -> None:
     store = dist.HashStore()
     keys = [Keyring([new_key()]), Keyring([new_key()])]
     mine, other = together(*[(sealed(store, ring), member(f"w{rank}", rank), 2, 0.5) for rank, ring in enumerate(keys)])
@@ -89,13 +89,13 @@ def test_who_has_another_key_is_refused_and_mentioned_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_whoever_waits_says_meanwhile_that_another_came_with_another_key(
+def test_the_wait_reports_that_a_worker_came_with_another_key(
     spoiled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.1)
     store = dist.HashStore()
     KeyValueStore(sealed(store)).add_hint(REFUSED)
-    if spoiled:  # a hint, for which nobody gives up
+    if spoiled:  # a spoiled hint must not end the wait
         store.set(REFUSED, "many")
     with pytest.raises(errors.TelegradError), caplog.at_level(logging.INFO, "telegrad"):
         join_static(sealed(store), member("a", 0), 2, 0.5)
@@ -106,7 +106,7 @@ def test_whoever_waits_says_meanwhile_that_another_came_with_another_key(
 @pytest.mark.parametrize(
     ("second", "what"), [(("w1", 2), "the name 'w1'"), (("other", 1), "the rank 1")], ids=["name", "rank"]
 )
-def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, int], what: str) -> None:
+def test_a_name_or_rank_used_twice_is_an_error_for_all(stores: Stores, second: tuple[str, int], what: str) -> None:
     workers = [member("w0", 0), member("w1", 1), member(*second)]
     found = together(*[(stores(), worker, 3, WAIT) for worker in workers])
     for error in found:
@@ -116,7 +116,7 @@ def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, i
         assert str(workers[2]) in str(error)
 
 
-def test_two_that_serve_the_store_hear_of_each_other() -> None:
+def test_two_workers_that_serve_the_store_both_get_an_error() -> None:
     def join(name: str) -> RankTable:
         return join_static(opened(url, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
 
@@ -127,7 +127,7 @@ def test_two_that_serve_the_store_hear_of_each_other() -> None:
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
 
 
-def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
     store = sealed(dist.HashStore())
     joins = crowd(store, 3)
@@ -148,7 +148,7 @@ def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch
     assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
 
 
-def test_different_sizes_are_told_to_all() -> None:
+def test_different_sizes_are_an_error_for_all() -> None:
     store = sealed(dist.HashStore())
     found = together(*[(store, member(f"w{rank}", rank), size, WAIT) for rank, size in enumerate((2, 3))])
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
@@ -156,14 +156,14 @@ def test_different_sizes_are_told_to_all() -> None:
 
 
 @pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_out_of_range_is_told_to_all(rank: int) -> None:
+def test_a_rank_out_of_range_is_an_error_for_all(rank: int) -> None:
     store = sealed(dist.HashStore())
     found = together((store, member("w0", 0), 2, WAIT), (store, member("stray", rank), 2, WAIT))
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all(f"'stray' has rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
 
 
-def test_who_did_not_come_is_named_to_all() -> None:
+def test_missing_ranks_are_named_to_all() -> None:
     store = sealed(dist.HashStore())
     came = crowd(store, 5)
     patient = came[3]
@@ -173,7 +173,7 @@ def test_who_did_not_come_is_named_to_all() -> None:
     assert all("ranks 1, 2, 4 did not join" in str(error) and "0.05 s" in str(error) for error in found)
 
 
-def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_gives_up_informs_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = sealed(dist.HashStore())
     waiting = threading.Event()
     real = KeyValueStore.wait
@@ -194,7 +194,7 @@ def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> N
         assert "KeyboardInterrupt" in str(other.result(WAIT))
 
 
-def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_formed() -> None:
+def test_a_late_worker_of_a_used_rank_waits_for_the_next_group() -> None:
     store = sealed(dist.HashStore())
     together(*crowd(store, 2))
     late = outcome(join_static, store, member("late", 1), 2, 0.05)
@@ -215,7 +215,7 @@ def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tup
     return seen
 
 
-def test_generations_follow_each_other_on_one_port_in_threads() -> None:
+def test_groups_follow_each_other_on_one_port_in_threads() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(3) as pool:
         seen = list(pool.map(lambda rank: meet_again_and_again(rank, url, 3, 4), range(3)))
@@ -223,7 +223,7 @@ def test_generations_follow_each_other_on_one_port_in_threads() -> None:
     assert len(set(seen[0])) == 4
 
 
-def test_generations_follow_each_other_on_one_port_in_processes() -> None:
+def test_groups_follow_each_other_on_one_port_in_processes() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         seen = run_all(made, meet_again_and_again, url, 2, 6)
@@ -231,7 +231,7 @@ def test_generations_follow_each_other_on_one_port_in_processes() -> None:
     assert len(set(seen[0])) == 6
 
 
-def test_many_meet_quickly() -> None:
+def test_sixteen_workers_meet_within_two_seconds() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False) for _ in range(16)]
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Once the key was replaced as docs/security.md says, the new key alone reads all that is in a group's store."""
+"""Tests of a replaced key: after the steps in docs/security.md, the new key alone reads all entries of a store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ names = st.sampled_from(["a", "terms", "b/terms", "rank", "7"])
 
 
 class KeyFile:
-    """A key file, as it is during the recipe."""
+    """A key file as it changes during the documented steps."""
 
     def __init__(self, folder: pathlib.Path, *keys: bytes) -> None:
         self.path = str(folder / "group.key")
@@ -52,7 +51,7 @@ class KeyFile:
         return Keyring(read_keys(self.path), self.path)
 
     def replace(self, raw: Any) -> None:
-        """Go through the recipe; it says how long to wait before the last step."""
+        """Go through the documented steps, which say how long to wait before the last one."""
         self.put(OLD, NEW)
         self.put(NEW, OLD)
         wait_until(lambda: not unreadable(raw))
@@ -65,7 +64,7 @@ def file(tmp_path: pathlib.Path) -> KeyFile:
 
 
 def unreadable(raw: Any) -> list[str]:
-    """Return the places in a store where something is that the new key does not open."""
+    """Return the entries of a store that cannot be opened with the new key."""
     sealer, groups = Sealer(Keyring([NEW]), "reader"), {""}
     places = sorted(raw.list_keys(), key=lambda place: (place.count("/"), not place.endswith("/terms")))
     found = []
@@ -100,8 +99,8 @@ def begin(name: str, meet: Any) -> Worker:
 @given(
     st.dictionaries(st.sampled_from(["telegrad/1", "telegrad/elastic", "telegrad/1/2"]), st.sets(names)), st.booleans()
 )
-def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
-    """The writers have gone, and the one that renews has seen nothing of it."""
+def test_entries_of_writers_that_have_gone_are_renewed(boards: dict[str, set[str]], lists: bool) -> None:
+    """The member that renews has not read any of these entries before."""
     with contextlib.ExitStack() as stack:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         store = dist.HashStore()
@@ -118,7 +117,7 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
         if lists:
             member.renew()
             assert unreadable(store) == []
-        else:  # a stranger has filled the store: what was seen is renewed still
+        else:  # a stranger has filled the store: entries that were read are renewed still
             monkeypatch.setattr(sealed_store, "_MOST_PLACES", 0)
             member._sealer._renew_at = 0
             KeyValueStore(member).read(SERVED)
@@ -127,8 +126,10 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its store is kept by no worker, as by torchrun."""
+def test_a_dynamic_group_renews_its_entries(
+    file: KeyFile, tmp_path: pathlib.Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is a file, or it is kept by no worker, as under torchrun."""
     monkeypatch.setattr(sealed_store, "RENEW_AGAIN", 0.1)
     raw: Any = FileStore(f"{tmp_path}/store")
     if kept:
@@ -143,7 +144,7 @@ def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monk
 
     with ending([begin("first", meet), begin("guest", meet)]) as workers:
         if kept:
-            KeyValueStore(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # behind the first look of the workers
+            KeyValueStore(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # after the workers have looked for it
         workers[1].shutdown(True, PATIENCE)
         workers.append(begin("second", meet))
         file.put(OLD, NEW)
@@ -158,7 +159,7 @@ def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monk
 
 
 @redis_server.NEEDED
-def test_a_dynamic_group_whose_directory_is_on_a_server(file: KeyFile, tmp_path: pathlib.Path) -> None:
+def test_a_dynamic_group_with_a_server_renews_its_entries(file: KeyFile, tmp_path: pathlib.Path) -> None:
     (tmp_path / "redis").mkdir()
     with redis_server.running(tmp_path / "redis") as server:
 
@@ -189,8 +190,8 @@ def directory(meeting: RendezvousStore) -> Directory:
     return meeting.directory()
 
 
-def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pathlib.Path) -> None:
-    """As with torchrun, which starts the workers again in the same store."""
+def test_a_group_of_fixed_size_renews_its_entries_in_a_lasting_store(file: KeyFile, tmp_path: pathlib.Path) -> None:
+    """torchrun restarts the workers with the same store in this way."""
 
     def meet(rank: int, keys: Keyring) -> RendezvousStore:
         return open_store(f"file://{tmp_path}/store", rank, 2, keys, PATIENCE)
@@ -206,7 +207,7 @@ def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pa
         pass
 
 
-def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
+def test_an_elastic_group_renews_its_entries(file: KeyFile, tmp_path: pathlib.Path) -> None:
     def meet(held: DirectoryLease) -> RendezvousStore:
         return JoinRequest(held, held.keys, GroupSize(1, 1), Before(), -1, PATIENCE).meet(0)
 
@@ -221,8 +222,8 @@ def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
             assert worker.turning.generation.number == 2
 
 
-def test_a_store_without_workers(file: KeyFile) -> None:
-    """As the one that `telegrad run` keeps while it starts all workers again."""
+def test_a_store_without_workers_is_renewed(file: KeyFile) -> None:
+    """`telegrad run` keeps such a store while it restarts all workers."""
     raw = dist.HashStore()
     store = SealedStore(raw, file.ring())
     KeyValueStore(store).write(SERVED, OPEN)
@@ -234,13 +235,13 @@ def test_a_store_without_workers(file: KeyFile) -> None:
 
 
 def test_a_renewal_that_fails_is_repeated(file: KeyFile) -> None:
-    """As where the store is lost, and found again over another connection."""
+    """The store may be lost, and be found again over another connection."""
     raw = dist.HashStore()
     store = SealedStore(raw, file.ring())
     for place in ("telegrad/a", "telegrad/b"):
         KeyValueStore(store).write(place, "value")
     file.put(NEW, OLD)
-    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(1):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(store, "look_up", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.renew()

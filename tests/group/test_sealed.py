@@ -1,4 +1,4 @@
-"""A directory whose values are sealed, since other programs can write to it: forged, moved and unsealed values."""
+"""Tests of a directory with sealed values, to which other programs can write: forged, moved and unsealed values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def directory(raw: Directory) -> SealedDirectory:
 
 @pytest.fixture(params=FORGED)
 def forged(request: pytest.FixtureRequest, raw: Directory, directory: SealedDirectory) -> bytes:
-    """What a stranger writes under the key "a"."""
+    """Return the value that another program writes under the key "a"."""
     if request.param == "moved":
         directory.swap("elsewhere", b"value")
         return raw.list("elsewhere").entries[0].value
@@ -59,7 +59,7 @@ def test_values_are_read_as_they_were_written(raw: Directory, directory: SealedD
     assert directory.watch("", second.revision, 0.0)[1][-1].entry is None
 
 
-def test_what_stands_there_shows_no_other_program_what_to_write(raw: Directory, directory: SealedDirectory) -> None:
+def test_a_sealed_value_does_not_help_to_forge_another(raw: Directory, directory: SealedDirectory) -> None:
     directory.swap("a", b"value")
     stands = raw.list("a").entries[0].value
     assert stands != b"value"
@@ -68,14 +68,14 @@ def test_what_stands_there_shows_no_other_program_what_to_write(raw: Directory, 
         directory.list("b")
 
 
-def test_a_forged_value_raises_where_it_is_read(raw: Directory, directory: SealedDirectory, forged: bytes) -> None:
+def test_reading_a_forged_value_raises_an_error(raw: Directory, directory: SealedDirectory, forged: bytes) -> None:
     raw.swap("a", forged)
     for read in (lambda: directory.list("a"), lambda: directory.list(""), lambda: directory.swap("a", b"mine")):
         with pytest.raises(errors.StoreUntrusted, match="'a'"):
             read()
 
 
-def test_a_watch_leaves_a_forged_value_out_and_says_so_once(
+def test_a_watch_leaves_a_forged_value_out_with_one_warning(
     raw: Directory, directory: SealedDirectory, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     since = raw.list("").revision
@@ -91,10 +91,10 @@ def test_a_watch_leaves_a_forged_value_out_and_says_so_once(
     assert "'a'" in line
 
 
-# The key is replaced
+# Replaced keys
 
 
-def test_seals_are_renewed_once_the_key_was_replaced(raw: Directory, tmp_path: pathlib.Path) -> None:
+def test_seals_are_renewed_after_the_key_was_replaced(raw: Directory, tmp_path: pathlib.Path) -> None:
     old, new = new_key(), new_key()
     file = KeyFile(tmp_path, old)
     directory = SealedDirectory(raw, file.ring(), "place")
@@ -118,7 +118,7 @@ def test_seals_are_renewed_once_the_key_was_replaced(raw: Directory, tmp_path: p
         SealedDirectory(raw, Keyring([old]), "place").list("a")
 
 
-def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
+def test_entries_sealed_with_the_old_key_are_renewed_while_both_are_valid(
     raw: Directory, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealed_store, "RENEW_AGAIN", 0.0)
@@ -130,7 +130,7 @@ def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
     assert SealedDirectory(raw, Keyring([new]), "place").list("a").entries[0].value == b"1"
 
 
-def test_a_renewal_that_the_directory_does_not_answer_is_tried_again(tmp_path: pathlib.Path) -> None:
+def test_a_renewal_without_an_answer_is_tried_again(tmp_path: pathlib.Path) -> None:
     old, new = new_key(), new_key()
     file = KeyFile(tmp_path, old)
     engine = NaiveEngine()

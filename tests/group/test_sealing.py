@@ -1,4 +1,4 @@
-"""What stands in a store: nothing is believed that was made up, moved, replayed or removed without the group's key."""
+"""Tests of sealed values in a store: values forged, moved, replayed or removed without the group's key are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ texts = st.text(max_size=40)
 
 
 @given(texts, texts, texts, st.integers(1, 2**63))
-def test_a_value_comes_back(group: str, place: str, value: str, serial: int) -> None:
+def test_a_sealed_value_is_read_by_another_member(group: str, place: str, value: str, serial: int) -> None:
     assert Sealer(KEYS, "a").open(group, place, Sealer(KEYS, "b").seal(group, place, value, serial))[:2] == (
         value,
         serial,
@@ -29,7 +29,7 @@ def test_a_value_comes_back(group: str, place: str, value: str, serial: int) -> 
 
 
 @given(texts, texts, texts, texts, texts, st.integers(1, 99), st.data())
-def test_nothing_else_is_believed(
+def test_changed_or_moved_values_are_refused(
     group: str, place: str, value: str, other_group: str, other_place: str, serial: int, data: st.DataObject
 ) -> None:
     made = Sealer(KEYS, "life").seal(group, place, value, serial)
@@ -55,7 +55,7 @@ def boards(store: Any) -> tuple[KeyValueStore, KeyValueStore]:
     return KeyValueStore(sealed(store), "p"), KeyValueStore(sealed(store), "p")
 
 
-def test_an_older_value_that_is_put_back_is_noticed() -> None:
+def test_an_older_value_that_is_put_back_is_refused() -> None:
     store = dist.HashStore()
     mine, other = boards(store)
     other.write("a", "first")
@@ -68,7 +68,7 @@ def test_an_older_value_that_is_put_back_is_noticed() -> None:
             attempt()
 
 
-def test_a_value_that_is_removed_is_noticed() -> None:
+def test_a_value_that_is_removed_without_the_key_is_refused() -> None:
     store = dist.HashStore()
     mine, other = boards(store)
     other.write("a", "first")
@@ -78,7 +78,7 @@ def test_a_value_that_is_removed_is_noticed() -> None:
         mine.swap("a", "", "second")
 
 
-def test_members_remove_by_a_sealed_value() -> None:
+def test_members_remove_a_value_by_a_sealed_empty_one() -> None:
     mine, other = boards(dist.HashStore())
     mine.write("a", "first")
     assert other.swap("a", "first", "") == ""
@@ -91,7 +91,7 @@ def test_terms_bind_a_board_to_their_group() -> None:
     mine, other = boards(store)
     mine.claim_terms(json.dumps(["one"]))
     mine.write("a", "value")
-    with pytest.raises(errors.StoreUntrusted):  # it does not know the group yet
+    with pytest.raises(errors.StoreUntrusted):  # this member does not know the group yet
         other.read("a")
     assert other.terms()
     assert other.read("a") == "value"
@@ -104,7 +104,7 @@ def test_terms_bind_a_board_to_their_group() -> None:
 
 
 def add(board: KeyValueStore, number: int) -> None:
-    """Add one number to a list, as many do at once."""
+    """Add one number to a list while other threads do the same."""
     while True:
         before = board.read("n")
         more = f"{before} {number}"
@@ -113,7 +113,7 @@ def add(board: KeyValueStore, number: int) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_of_many_that_write_at_once_each_builds_on_what_it_has_read(shared: bool) -> None:
+def test_simultaneous_swaps_lose_no_number(shared: bool) -> None:
     store = dist.HashStore()
     board = KeyValueStore(sealed(store))
     with ThreadPoolExecutor(8) as pool:
@@ -121,7 +121,7 @@ def test_of_many_that_write_at_once_each_builds_on_what_it_has_read(shared: bool
     assert sorted(map(int, board.read("n").split())) == list(range(64))
 
 
-def test_no_write_brings_an_older_serial_back() -> None:
+def test_simultaneous_writes_never_lower_the_serial() -> None:
     store = dist.HashStore()
     reader = KeyValueStore(sealed(store))
 
@@ -134,7 +134,7 @@ def test_no_write_brings_an_older_serial_back() -> None:
 
 
 @pytest.mark.parametrize("forged", ["--5", "9" * 5000, "١", " ", "\x1b[31m", "stoll"])
-def test_a_hint_that_is_no_number(forged: str) -> None:
+def test_a_hint_that_is_no_number_counts_as_zero(forged: str) -> None:
     store = dist.HashStore()
     board = KeyValueStore(sealed(store))
     board.add_hint("n")
@@ -144,8 +144,8 @@ def test_a_hint_that_is_no_number(forged: str) -> None:
     assert board.hint("n") == 0
 
 
-def test_what_a_look_up_has_told_is_no_value() -> None:
-    """Whoever reads the connection to a store, which is open, sees by which value an empty place is told."""
+def test_the_value_that_stands_for_an_empty_entry_is_not_accepted() -> None:
+    """A reader of the open connection to a store learns this value from a look-up, and could write it."""
     told: list[str] = []
 
     class Store(dist.HashStore):
@@ -161,7 +161,7 @@ def test_what_a_look_up_has_told_is_no_value() -> None:
         board.read("n")
 
 
-def test_what_is_missing_is_not_waited_for() -> None:
+def test_reading_a_missing_key_fails_instead_of_waiting() -> None:
     store = dist.HashStore()
     board = KeyValueStore(sealed(store))
     board.write("a", "1")

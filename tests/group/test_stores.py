@@ -1,4 +1,4 @@
-"""Opening the store where workers meet: the URLs, the environment, and all that can be wrong at its address."""
+"""Tests of opening the store where workers meet: URLs, environment variables, and what can be wrong at its address."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def stranger(answer: bytes | None, greets: bool = False) -> Iterator[int]:
-    """A program that is no store: it answers all who say something with `answer`, or is silent; or it speaks first."""
+    """Serve a port that is no store: answer the first bytes with `answer`, or stay silent, or speak first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         held = []
 
@@ -65,7 +65,7 @@ def meets(one: RendezvousStore, other: RendezvousStore) -> bool:
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{}", "tcp://[::1]:{}", "tcp://localhost:{}"])
-def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
+def test_rank_0_serves_and_others_may_come_earlier(url: str) -> None:
     url = url.format(free_port())
     late = threading.Event()
 
@@ -83,12 +83,12 @@ def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
     assert joined.host in url
 
 
-def test_rank_and_size_in_the_url() -> None:
+def test_rank_and_size_are_read_from_the_url() -> None:
     meeting = opened(f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=3", -1, None, 30)
     assert (meeting.rank, meeting.world_size) == (0, 3)
 
 
-def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_size_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("RANK", "0")
@@ -97,10 +97,10 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.rank == 0
     joined = opened("env://", 1, 2, 30)
     assert meets(served, joined)
-    assert opened("env://", 1, None, 30).world_size is None  # no size: a dynamic group
+    assert opened("env://", 1, None, 30).world_size is None  # a dynamic group, as no size is given
 
 
-def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_store_of_the_agent_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
@@ -108,22 +108,22 @@ def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     first, second = opened("env://", 0, 2, 30), opened("env://", 1, 2, 30)
     assert meets(first, second)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # which each agent counts for itself
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # each agent counts this for itself
     assert KeyValueStore(opened("env://", 0, 2, 30).store).read("word") == "heard"
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_workers_meet_in_a_file(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     assert meets(opened(url, 0, 2, 30), opened(url, 1, 2, 5))
     assert opened(url, 1, 2, 30).host is None
 
 
-def test_a_file_that_cannot_be() -> None:
+def test_a_file_that_cannot_be_created_is_an_error() -> None:
     with pytest.raises(errors.StoreUnreachable, match="/nonexistent/store"):
         opened("file:///nonexistent/store", 0, 2, 30)
 
 
-def test_a_scheme_that_the_program_registered() -> None:
+def test_a_scheme_that_the_program_registered_is_used() -> None:
     store = dist.HashStore()
 
     def handler(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -150,7 +150,7 @@ def test_a_scheme_that_the_program_registered() -> None:
         "tcp://[::1",
     ],
 )
-def test_urls_that_say_nothing(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(errors.UsageError):
         opened(url, 0, 2, 30)
 
@@ -179,7 +179,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(
     ],
 )
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "file:///nonexistent/store", "env://"])
-def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(
+def test_an_invalid_rank_or_size_is_refused_before_the_store_is_opened(
     url: str, rank: int, size: int, words: str
 ) -> None:
     with pytest.raises(errors.UsageError, match=words):
@@ -187,7 +187,7 @@ def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_a_host_that_does_not_resolve_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     def unknown(*_: Any, **__: Any) -> NoReturn:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -200,7 +200,7 @@ def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < 1
 
 
-def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
+def test_the_next_server_waits_until_the_last_groups_store_has_gone() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as (other,):
         other.run(serve_a_store_that_is_over, url)
@@ -208,7 +208,7 @@ def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
         thread = threading.Thread(target=lambda: found.append(opened(url, 0, 2, 30)))
         thread.start()
         thread.join(0.3)
-        assert thread.is_alive()  # rather than an error: that server is about to go
+        assert thread.is_alive()  # no error yet, since that server is about to go
         other.kill()
         thread.join(30)
         assert found[0].serves
@@ -222,7 +222,7 @@ def serve_a_store_that_is_over(url: str) -> None:
     KeyValueStore(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
-def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_of_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "GOING", 0.2)
     with stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(errors.StorePortTaken, match=f"port {port}.*MASTER_PORT") as caught:
@@ -240,7 +240,7 @@ def test_a_store_that_is_marked_a_moment_after_it_answers_is_shared() -> None:
 
 
 def test_the_store_of_telegrad_run_is_not_used_before_it_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a worker with another key that comes in that moment would be the first of a group of its own."""
+    """Otherwise a worker with another key that comes at that moment would be the first of another group."""
     raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(raw.port), "TELEGRAD_STORE": f"127.0.0.1:{raw.port}"}
     for name, value in place.items():
@@ -256,7 +256,7 @@ def test_the_store_of_telegrad_run_is_not_used_before_it_is_marked(monkeypatch: 
     assert read_server_mark(opened("env://", -1, None, 10).store) == OPEN
 
 
-def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_another_programs_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MARKED", 0.1)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(errors.StorePortTaken):
@@ -276,8 +276,8 @@ def _host_port(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def test_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "meet_tcp", None)  # torch would sleep for half a second between its tries
+def test_a_store_that_no_worker_serves_is_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "meet_tcp", None)  # torch would sleep for half a second between its attempts
     port = free_port()
     start = time.monotonic()
     with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port}.*rank 0"):
@@ -289,8 +289,10 @@ def test_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "answer", [None, b"", b"220", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.0 400 Bad Request\r\n\r\n", 8 * b"\xff"]
 )
-def test_torchs_client_meets_no_stranger(answer: bytes | None, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can wait there without an end, and a process that ends meanwhile is aborted."""
+def test_torchs_client_is_not_connected_to_another_program(
+    answer: bytes | None, greets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That client can wait there without end, and a process that ends meanwhile is aborted."""
     met: list[object] = []
     monkeypatch.setattr(raw_stores, "reach_tcp", noted(reach_tcp, met))
     with stranger(answer, greets) as port:
@@ -326,7 +328,7 @@ def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.M
 
 
 def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch looks up the name of the other end, for which a name server may take seconds."""
+    """torch looks up the name of the peer, for which a name server may take seconds."""
     tries = []
 
     def connect(*given: Any) -> object:
@@ -346,7 +348,7 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
     assert len(tries) == 2
 
 
-def test_a_store_that_is_over_is_not_joined() -> None:
+def test_a_store_of_an_ended_group_is_not_joined() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     old = opened(url, 0, 2, 30)
     assert KeyValueStore(old.store).read(SERVED) == OPEN
@@ -357,14 +359,14 @@ def test_a_store_that_is_over_is_not_joined() -> None:
     assert meets(again, opened(url, 1, 2, 30))
 
 
-def test_a_worker_without_a_rank_serves_where_nobody_does() -> None:
+def test_a_worker_without_a_rank_serves_if_no_other_does() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     meetings = in_threads(*[lambda: opened(url, -1, None, 30)] * 4)
     assert all(meets(meetings[0], other) for other in meetings)
     assert {(meeting.rank, meeting.world_size) for meeting in meetings} == {(-1, None)}
 
 
-def test_a_lost_store_is_told_briefly() -> None:
+def test_the_error_of_a_lost_store_has_one_line() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     served, joined = opened(url, 0, 2, 30), opened(url, 1, 2, 30)
     del served
@@ -374,7 +376,7 @@ def test_a_lost_store_is_told_briefly() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_a_board(kind: str, tmp_path: Path) -> None:
+def test_reads_swaps_and_hints_work_with_each_kind_of_store(kind: str, tmp_path: Path) -> None:
     raw = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(f"{tmp_path}/store", -1),
@@ -395,7 +397,7 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
     assert KeyValueStore(store).read("a") == ""
 
 
-def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_in_a_dynamic_group_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STRANGE", 0.2)
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, None, 30)
@@ -407,7 +409,7 @@ def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: py
     assert time.monotonic() - begun < 30
 
 
-def test_a_place_without_a_scheme_is_refused_with_those_that_can_be_used() -> None:
+def test_a_url_without_a_scheme_is_refused_with_those_that_can_be_used() -> None:
     with pytest.raises(
         errors.UsageError, match=r"'localhost:29500' cannot be used: .*etcd://HOST:PORT/PREFIX or redis://"
     ):

@@ -1,4 +1,4 @@
-"""What launchers' variables say, as each of them sets them; and what says too little, or two things at once."""
+"""Tests of the variables of each launcher: complete ones, incomplete ones, and contradictions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def port_of(found: LauncherInfo | None) -> int:
 
 
 def told(variables: dict[str, str]) -> tuple[str, int, int, str]:
-    """The launcher, the rank, the size, and the host."""
+    """Return the launcher, the rank, the size and the host."""
     found = detect_launcher(variables)
     assert found is not None
     host = found.init_method.removeprefix("tcp://").rpartition(":")[0]
@@ -74,7 +74,7 @@ def told(variables: dict[str, str]) -> tuple[str, int, int, str]:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_each_launcher(variables: dict[str, str], expected: tuple[str, int, int, str]) -> None:
+def test_each_launcher_is_detected(variables: dict[str, str], expected: tuple[str, int, int, str]) -> None:
     assert told(variables) == expected
 
 
@@ -84,21 +84,21 @@ def test_each_launcher(variables: dict[str, str], expected: tuple[str, int, int,
         (SLURM, TORCHRUN, "torchrun"),
         (OPEN_MPI, TORCHRUN, "torchrun"),
         (KUBERNETES, TORCHRUN, "torchrun"),
-        (SLURM, OPEN_MPI, "Open MPI"),  # which starts a daemon on each node by srun
+        (SLURM, OPEN_MPI, "Open MPI"),  # Open MPI starts a daemon on each node by srun
         (BATCH, OPEN_MPI, "Open MPI"),
         (BATCH, MPICH, "mpiexec"),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "mpiexec"),  # likewise
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "mpiexec"),  # as above
         (SLURM, {"PMI_RANK": "3", "PMI_SIZE": "4"}, "Slurm"),  # srun --mpi=pmi2
         (SLURM, {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4711.0"}, "Slurm"),  # srun --mpi=pmix
         (SLURM, SUBMITIT, "submitit"),
         ({"JOB_COMPLETION_INDEX": "0"}, OPEN_MPI, "Open MPI"),
     ],
 )
-def test_the_innermost_launcher_is_believed(outer: dict[str, str], inner: dict[str, str], name: str) -> None:
+def test_the_innermost_launcher_is_used(outer: dict[str, str], inner: dict[str, str], name: str) -> None:
     assert told(outer | inner)[0] == name
 
 
-def test_a_supervisor_of_our_own_is_believed_where_nobody_was_started_by_its_workers() -> None:
+def test_our_supervisor_is_used_unless_a_launcher_runs_within_it() -> None:
     supervised = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000", STORE: "127.0.0.1:2000"}
     assert detect_launcher(SLURM | supervised) is None
     assert detect_launcher(TORCHRUN | supervised) is None
@@ -115,12 +115,12 @@ def test_a_supervisor_of_our_own_is_believed_where_nobody_was_started_by_its_wor
         BATCH | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
     ],
 )
-def test_without_a_size_nobody_says_anything(variables: dict[str, str]) -> None:
+def test_no_launcher_is_detected_without_a_size(variables: dict[str, str]) -> None:
     assert detect_launcher(variables) is None
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SLURM, SUBMITIT, KUBERNETES])
-def test_an_address_and_a_port_hold_wherever_they_are_set(variables: dict[str, str]) -> None:
+def test_an_address_and_a_port_in_the_environment_are_used(variables: dict[str, str]) -> None:
     host_alone = detect_launcher(variables | {"MASTER_ADDR": "fd00::1"})
     assert host_alone is not None
     assert host_alone.init_method.startswith("tcp://[fd00::1]:")
@@ -131,7 +131,7 @@ def test_an_address_and_a_port_hold_wherever_they_are_set(variables: dict[str, s
         assert port_of(detect_launcher(variables | {"MASTER_PORT": "3000"})) == 3000
 
 
-def test_each_run_has_a_port_of_its_own_and_its_workers_have_the_same() -> None:
+def test_each_run_has_its_own_port_which_its_workers_share() -> None:
     ports = [port_of(detect_launcher(SLURM | {"SLURM_STEP_ID": str(step)})) for step in range(20)]
     ports += [port_of(detect_launcher(SLURM | {"SLURM_JOB_ID": str(job)})) for job in range(20)]
     ports += [port_of(detect_launcher(OPEN_MPI | {"PMIX_NAMESPACE": str(run)})) for run in range(20)]
@@ -162,7 +162,7 @@ ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (TORCHRUN | {"RANK": "-1"}, "RANK is '-1'"),
     ],
 )
-def test_too_little_or_two_things_at_once(variables: dict[str, str], words: str) -> None:
+def test_incomplete_or_contradictory_variables_are_refused(variables: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         detect_launcher(variables)
 
@@ -180,27 +180,27 @@ def test_too_little_or_two_things_at_once(variables: dict[str, str], words: str)
         ("", ""),
     ],
 )
-def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
+def test_the_first_of_slurms_hosts_is_found(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_surroundings_say_what_they_are() -> None:
+def test_the_text_of_a_launcher_names_rank_and_place() -> None:
     assert str(detect_launcher(SLURM)).startswith(
         "Slurm reports that this is rank 3 of 4, rendezvous at tcp://node07:2"
     )
     assert str(detect_launcher(TORCHRUN)) == "torchrun reports that this is rank 5 of 8, rendezvous at MASTER_ADDR"
 
 
-def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:
+def test_each_variable_of_the_page_is_read_by_the_package() -> None:
     page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
     told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
     looked_at = pathlib.Path(telegrad._core.joining.launchers.__file__).read_text()
     assert len(told) > 12
-    assert {name for name in told if name not in looked_at} == set()
+    assert {name for name in told if not re.search(rf"\b{name}\b", looked_at)} == set()
 
 
-# Who a worker is, by its environment
+# The name of a worker, from its environment
 
 
 ACTOR = variables("actor3", "actor", 2, "h", 1234)
@@ -217,14 +217,14 @@ ACTOR = variables("actor3", "actor", 2, "h", 1234)
         ("other", "actor", ("other", "actor")),
     ],
 )
-def test_the_environment_names_who_has_no_other_name(
+def test_the_environment_gives_a_name_if_the_program_gives_none(
     name: str | None, role: str, found: tuple[str | None, str]
 ) -> None:
     assert own_name(name, role, ACTOR) == found
     assert own_name(name, role, {}) == (name, role)
 
 
-def test_only_the_place_of_the_store_has_it() -> None:
+def test_a_worker_is_supervised_only_with_the_store_of_its_supervisor() -> None:
     assert is_supervised("h", 1234, ACTOR)
     assert not is_supervised("h", 1235, ACTOR)
     assert not is_supervised("h", 1234, {})

@@ -9,7 +9,7 @@ import pytest
 
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.web import Dashboard
-from tests.insight.browsers import BROWSER, OPTIONS
+from tests.insight.browsers import AXE, BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group
 
 api = pytest.importorskip("playwright.sync_api")
@@ -229,6 +229,21 @@ def test_the_page_fits_narrow_windows(open_page: Open) -> None:
     for width in (1280, 768, 360, 320):
         page.set_viewport_size({"width": width, "height": 800})
         page.wait_for_function(f"document.documentElement.scrollWidth <= {width}", timeout=2000)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm install --prefix build axe-core@4")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 768, 360])
+def test_axe_finds_no_faults(open_page: Open, group: Group, theme: str, width: int) -> None:
+    page = open_page(color_scheme=theme, viewport={"width": width, "height": 900}, bypass_csp=True)
+    page.locator("summary").evaluate_all("all => all.forEach((each) => each.click())")
+    page.get_by_label("Calls, threads, bytes and passes of").select_option("trainer")
+    page.get_by_text("trainer rank 0 on node, pid 100").wait_for()
+    group.silent = {"stage3": "stuck in C"}
+    page.get_by_text("Live; no answer from stage3").wait_for()
+    page.evaluate(AXE.read_text())
+    assert page.evaluate("async () => (await axe.run()).violations.map((each) => [each.id, each.help])") == []
 
 
 def test_the_page_needs_the_token(browser: Any, dashboard: Dashboard) -> None:

@@ -1,4 +1,4 @@
-"""For torchrun's elastic agents: notes each group that forms. One alone waits for another; the first two lose one."""
+"""A program for torchrun's elastic agents: it notes each group. A single worker waits; the first pair loses one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import telegrad.rpc as rpc
 
 
 def pairs_noted(notes: pathlib.Path) -> int:
-    """How many workers of groups of two have written."""
+    """Return the number of notes of workers in groups of two."""
     return sum(line.startswith("2") for line in notes.read_text().splitlines()) if notes.exists() else 0
 
 
@@ -28,7 +28,7 @@ def main() -> None:
             time.sleep(0.05)
         os._exit(1)
     if not last:
-        time.sleep(600)  # its agent ends it, since another one has come, or has lost its worker
+        time.sleep(600)  # its agent ends it, since another agent has come, or has lost its worker
     rpc.shutdown()
 
 

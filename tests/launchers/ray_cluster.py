@@ -1,4 +1,4 @@
-"""A group inside of actors on a cluster of three nodes: all on this host, but each with daemons of its own."""
+"""A group inside of actors on a cluster of three nodes: all on this host, but each with its own daemons."""
 
 from __future__ import annotations
 

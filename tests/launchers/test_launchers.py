@@ -1,6 +1,6 @@
-"""The launchers themselves start the same program, which is told nothing: a test of each that is installed here.
+"""Tests of each installed launcher, which starts a program without any settings for the group.
 
-Slurm's own commands need a cluster; small programs in `shims` set what they set.
+Slurm's own commands need a cluster; small programs in `shims` set the same variables.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ EXAMPLES = HERE.parent.parent / "examples" / "clusters"
 PATIENCE = 200.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 HELLO = str(EXAMPLES / "hello.py")
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in containers
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # needed in containers
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2 * PATIENCE)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This one; programs beside the interpreter are found, and what another launcher said is not."""
+    """Return this environment without variables of other launchers; programs beside the interpreter are found."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     said = re.compile("SLURM_|OMPI_|PMI|SUBMITIT_|RAY_|RANK$|WORLD_SIZE$|MASTER_")
     return {**{name: value for name, value in os.environ.items() if not said.match(name)}, "PATH": path, **more}
 
 
 def needs(*programs: str) -> str:
-    """The first of them that is installed."""
+    """Return the first of the programs that is installed."""
     path = environment()["PATH"]
     found = next((where for name in programs if (where := shutil.which(name, path=path))), None)
     if found is None:
@@ -59,13 +59,13 @@ def output_of(command: list[str], cwd: pathlib.Path, **variables: str) -> str:
 
 
 def check_greetings(out: str, size: int = 2) -> None:
-    """Each worker has printed who it is, and whom it called."""
+    """Check that each worker has printed its own name and that of the worker that it called."""
     said = re.findall(r"worker(\d+) of (\d+): worker(\d+) is on", out)
     expected = [(str(rank), str(size), str((rank + 1) % size)) for rank in range(size)]
     assert sorted(said) == expected, out
 
 
-def test_torchrun(tmp_path: pathlib.Path) -> None:
+def test_torchrun_on_one_node(tmp_path: pathlib.Path) -> None:
     check_greetings(output_of([*TORCHRUN, "--standalone", "--nproc-per-node=2", HELLO], tmp_path))
 
 
@@ -81,7 +81,7 @@ def begin(command: list[str], cwd: pathlib.Path, **variables: str) -> subprocess
 
 
 def ends_of(made: list[subprocess.Popen[str]]) -> list[str]:
-    """What these have printed in the end, which must be in order."""
+    """Return the output of the processes, which must end with success."""
     said = [process.communicate(timeout=PATIENCE) for process in made]
     assert [process.returncode for process in made] == [0] * len(made), said
     return [out for out, _ in said]
@@ -89,7 +89,7 @@ def ends_of(made: list[subprocess.Popen[str]]) -> list[str]:
 
 @pytest.fixture
 def made() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that end with the test."""
+    """Yield a list for processes that end with the test."""
     begun: list[subprocess.Popen[str]] = []
     yield begun
     for process in begun:
@@ -98,7 +98,7 @@ def made() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def elastic_agent(notes: pathlib.Path, place: str, patience: int) -> list[str]:
-    """One for one or two hosts, which waits so long for the second."""
+    """Return the command of an agent for one or two hosts, which waits `patience` seconds for the second."""
     hosts = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=telegrad", place]
     how = ["--max-restarts=2", f"--rdzv-conf=last_call_timeout={patience}"]
     return [*TORCHRUN, *hosts, *how, str(HERE / "elastic.py"), str(notes)]
@@ -108,7 +108,7 @@ PAIR = [["2", "worker0", "worker1"], ["2", "worker1", "worker0"]]
 
 
 def test_elastic_torchrun_after_a_death(tmp_path: pathlib.Path, made: list[subprocess.Popen[str]]) -> None:
-    """All start anew, though one agent alone has counted that."""
+    """All workers are restarted, though only one agent counts the restart."""
     agent = elastic_agent(tmp_path / "notes", f"--rdzv-endpoint=127.0.0.1:{free_port()}", 100)
     made += [begin(agent, tmp_path) for _ in range(2)]
     ends_of(made)
@@ -121,7 +121,7 @@ def test_elastic_torchrun_with_a_host_that_comes_later(
 ) -> None:
     notes = tmp_path / "notes"
     agent = elastic_agent(notes, f"--rdzv-endpoint=127.0.0.1:{free_port()}", 1)
-    alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second waits for a key that the first has never set
+    alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second waits for a key that the first never sets
     made.append(begin(agent, tmp_path, **alone))
     until = time.monotonic() + PATIENCE
     while not notes.exists() and time.monotonic() < until:

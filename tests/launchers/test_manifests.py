@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes are such as it accepts, and tell the workers where they are."""
+"""Tests of the manifests for Kubernetes: they are valid, and their variables lead the workers to their group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from telegrad.launch import worker_command
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "examples" / "clusters"
 VERSIONS = ("1.30", "1.31")
-# What a JobSet has beside the Jobs in it, whose schema is Kubernetes' own; jobset.x-k8s.io/v1alpha2 itself is nowhere
-# to be installed from.
+# The fields of a JobSet beside the Jobs in it, whose schema is Kubernetes' own; jobset.x-k8s.io/v1alpha2 itself
+# cannot be installed from anywhere.
 OF_A_JOBSET = {
     "replicatedJobs",
     "network",
@@ -39,7 +39,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def job_of(replicated: dict[str, Any], jobset: str) -> dict[str, Any]:
-    """The Job that the controller of JobSets makes."""
+    """Return the Job that the controller of JobSets makes."""
     name = f"{jobset}-{replicated['name']}-0"
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, **replicated["template"]}
 
@@ -55,7 +55,7 @@ def test_the_job_is_valid(version: str) -> None:
         validator.validate(document, version, strict=True)
 
 
-def test_the_jobs_pods_know_where_they_are() -> None:
+def test_the_pods_of_the_job_find_their_group() -> None:
     service, job = documents("job.yaml")
     name, spec = job["metadata"]["name"], job["spec"]
     assert service["spec"]["selector"] == {"job-name": name}
@@ -97,7 +97,7 @@ def test_the_jobset_is_valid(version: str) -> None:
     assert set(policy["targetReplicatedJobs"]) <= set(names)
 
 
-def test_the_jobsets_pods_make_a_dynamic_group_at_the_learners() -> None:
+def test_the_pods_of_the_jobset_make_a_dynamic_group_at_the_learner() -> None:
     (jobset,) = documents("jobset.yaml")
     name = jobset["metadata"]["name"]
     for replicated in jobset["spec"]["replicatedJobs"]:
@@ -106,7 +106,7 @@ def test_the_jobsets_pods_make_a_dynamic_group_at_the_learners() -> None:
         assert variables["MASTER_ADDR"] == f"{name}-learner-0-0.{name}"
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_the_validation_finds_an_invalid_job() -> None:
     _, job = documents("job.yaml")
     job["spec"]["completion"] = 4
     with pytest.raises(validator.ValidationError):

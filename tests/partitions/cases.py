@@ -1,4 +1,4 @@
-"""Faults of the network between the hosts of a group, and of its processes: each returns what it has injected."""
+"""Faults of the network between the hosts of a group, and of its processes: each case returns its injected faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEAR, FAR = frozenset({0, 1, 2, APART}), frozenset({3, 4})  # the directory is o
 NAMES = [f"worker{number}" for number in range(WORKERS)]
 WARM = 2.0  # seconds before the first fault
 HEALED = checker.SETTLE + 2.0  # seconds after the last one
-PATIENCE = 90.0  # seconds for a worker to do what it is told
+PATIENCE = 90.0  # seconds for a worker to follow an order
 
 
 Pairs = frozenset[tuple[int, int]]
@@ -35,7 +35,7 @@ class World(NamedTuple):
     silence: float
 
     def join(self) -> None:
-        """Bring all workers into the group that are not."""
+        """Let all workers join that are not in the group."""
         addresses = self.network.addresses
         for number, process in enumerate(self.group):
             process.begin(member.join, number, self.engine.url, addresses[number], self.silence)
@@ -76,7 +76,7 @@ def split(seconds: float) -> Case:
 
 
 def splits(world: World) -> list[Fault]:
-    """Each is shorter than the time in which a renewal must arrive."""
+    """Split the hosts several times, each time for less than the time in which a renewal must arrive."""
     found = []
     for _ in range(8):
         found.append(world.fault(world.silence / 3, _between(NEAR, FAR), FAR))
@@ -85,14 +85,14 @@ def splits(world: World) -> list[Fault]:
 
 
 def one_way(world: World) -> list[Fault]:
-    """Packets from one member to another are lost, then those of the other direction; both reach the directory."""
+    """Drop packets from one member to another, then those of the other direction; both reach the directory."""
     found = [world.fault(3 * world.silence, {(1, 2)}, ())]
     pause(HEALED)
     return [*found, world.fault(3 * world.silence, {(2, 1)}, ())]
 
 
 def directory_apart(world: World) -> list[Fault]:
-    """Nobody reaches the first host that serves the directory, nor is reached from there."""
+    """Separate the first host that serves the directory from all others."""
     host = world.engine.hosts[0]
     others = set(range(WORKERS)) - {host}
     away: set[int] = {host} if isinstance(world.engine, EtcdCluster) else others
@@ -111,7 +111,7 @@ def loss(seconds: float) -> Case:
 
 
 def stopped(seconds: float) -> Case:
-    """A worker's process is stopped, and goes on later."""
+    """Stop a worker's process for a while."""
 
     def inject(world: World) -> list[Fault]:
         pid = world.group[2].pid
@@ -128,7 +128,7 @@ def stopped(seconds: float) -> Case:
 
 
 def server_killed(world: World) -> list[Fault]:
-    """One server of the directory is killed during a split, and comes back."""
+    """Kill one server of the directory during a split, and restart it."""
     begins = time.monotonic()
     pairs = _between(NEAR, FAR)
     world.network.cut(pairs)
@@ -152,7 +152,7 @@ def server_killed(world: World) -> list[Fault]:
 
 
 def run(world: World, folder: pathlib.Path, name: str, case: Case, delay: float, slack: float) -> list[str]:
-    """Bring the group together, inject what the case says, and return what is wrong with the record of it."""
+    """Bring the group together, inject the faults of the case, and return the violations in its record."""
     world.join()
     for number, process in enumerate(world.group):
         process.begin(member.start, str(folder / NAMES[number]), [each for each in NAMES if each != NAMES[number]])
@@ -171,7 +171,7 @@ def run(world: World, folder: pathlib.Path, name: str, case: Case, delay: float,
 
 
 def _final(world: World) -> Final:
-    """Ask a worker that is in the group; where all were lost, one that has joined anew."""
+    """Ask a worker that is in the group; if all were lost, one that has joined anew."""
     lost = world.all_run(member.is_lost)
     if not all(lost):
         final: Final = world.group[lost.index(False)].run(member.final)

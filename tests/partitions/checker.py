@@ -1,7 +1,7 @@
-"""The rules that a record of workers must keep while the network fails. Pure: a record in, what is wrong out.
+"""The rules for records of workers while the network fails. They have no side effects: a record in, violations out.
 
 Each rule returns one text for each violation. A pause of a process (no RAN for a while) is evidence that the machine
-did not run it: delays are counted without the pauses of those who were concerned.
+did not run it: delays are counted without the pauses of the workers that were concerned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.partitions.record import (
 )
 
 PAUSE = 3 * TICK  # seconds between two RAN, above which the process was paused
-SETTLE = 10.0  # seconds after healing, within which each worker is back or was told
+SETTLE = 10.0  # seconds after healing, within which each worker is back or has learned of its loss
 DROP = 2.0  # seconds beyond the silence, within which the directory's side drops a worker
 ON_THE_WAY = 0.5  # seconds that a packet may have been under way as a fault began, or a message as a worker was lost
 
@@ -48,16 +48,16 @@ class Record:
         slack: float = 0.0,
         directory_may_pause: bool = False,
     ) -> None:
-        """Take what was recorded.
+        """Take the recorded events.
 
         Args:
-            events: of all workers.
+            events: those of all workers.
             faults: one at least.
-            final: what the directory had at the end.
+            final: the content of the directory at the end.
             silence: the option.
             slack: seconds by which leases may outlive the silence, and DROP.
             directory_may_pause: the directory's server goes on counting while the machine does not run it, as that of
-                another project may: no worker is then taken for one that has renewed its lease.
+                another project may: then no worker counts as one that has renewed its lease.
         """
         self.events, self.faults, self.final, self.silence = sorted(events), faults, final, silence
         self.dropped_after = silence + DROP + slack
@@ -98,7 +98,7 @@ class Record:
 
 
 def check(record: Record, delay: float) -> list[str]:
-    """Return all that is wrong. `delay`: seconds between two answered calls of workers that reach one another."""
+    """Return all violations. `delay`: seconds between two answered calls of workers that reach one another."""
     return [
         *one_owner(record),
         *acknowledged_stays(record),
@@ -112,7 +112,7 @@ def check(record: Record, delay: float) -> list[str]:
 
 
 def one_owner(record: Record) -> Iterator[str]:
-    """At no time do two owners act, and tokens only rise."""
+    """Check that two owners never act at the same time, and that tokens only rise."""
     owners: dict[int, str] = {}
     highest = 0
     for event in record.of(OWNED):
@@ -124,7 +124,7 @@ def one_owner(record: Record) -> Iterator[str]:
 
 
 def acknowledged_stays(record: Record) -> Iterator[str]:
-    """What a compare-and-set was told to have written is there until its only writer writes again."""
+    """Check that an acknowledged compare-and-set stays until its only writer writes again."""
     for worker in record.workers:
         written = 0
         tried: set[int] = set()
@@ -145,7 +145,7 @@ def acknowledged_stays(record: Record) -> Iterator[str]:
 
 
 def calls_go_on(record: Record, delay: float) -> Iterator[str]:
-    """Workers that reach one another can call each other all the time, whether the directory is reached or not."""
+    """Check that workers that reach one another can call each other, with and without the directory."""
     for caller, callee, gap, at in gaps_of_calls(record):
         if gap > delay:
             yield f"{caller} got no answer of {callee} for {gap:.1f} s from {at - record.begins:.1f} s on"
@@ -173,7 +173,7 @@ def longest_gap(record: Record, caller: str, callee: str, begins: float, ends: f
 
 
 def connected(record: Record, caller: str, callee: str) -> Spans:
-    """Return when two workers could call each other, with time to connect again behind each fault between them."""
+    """Return when two workers could call each other, with time to connect again after each fault between them."""
     until = _parted(record, {caller, callee})
     since = record.begins
     spans = []
@@ -188,7 +188,7 @@ def connected(record: Record, caller: str, callee: str) -> Spans:
 def _parted(record: Record, pair: set[str]) -> float:
     """Return until when two workers must be able to call each other, as far as the directory is concerned.
 
-    Where one is declared lost, that is as it loses the directory; where both lose it, they go on until healing.
+    If one is declared lost, that is when it loses the directory; if both lose it, they go on until healing.
     """
     told = pair & record.told.keys()
     if not told:
@@ -199,7 +199,7 @@ def _parted(record: Record, pair: set[str]) -> float:
 
 
 def told_or_back(record: Record) -> Iterator[str]:
-    """Soon after healing each worker calls all members, or was told that it was declared lost."""
+    """Check that each worker calls all members soon after healing, or has learned that it was declared lost."""
     members = record.final.members
     for worker in record.workers:
         if (told := record.told.get(worker)) is not None:
@@ -227,7 +227,7 @@ def calls_after(record: Record, caller: str, callee: str) -> list[Event]:
 
 
 def unreachable_are_dropped(record: Record) -> Iterator[str]:
-    """Soon after the silence, workers() on the directory's side leaves out the workers that cannot reach it."""
+    """Check that workers() on the directory's side soon leaves out the workers that cannot reach it."""
     for fault in record.faults:
         for event in record.of(SAW):
             if event.worker not in record.away and fault.begins < event.began < fault.ends:
@@ -238,7 +238,7 @@ def unreachable_are_dropped(record: Record) -> Iterator[str]:
 
 
 def renewing_stay(record: Record) -> Iterator[str]:
-    """A worker that renews its lease is never dropped, nor said to be lost."""
+    """Check that a worker that renews its lease is never dropped, nor declared lost."""
     for worker in filter(record.lasting, record.workers):
         if worker in record.told:
             yield f"{worker} renewed its lease, and was declared lost"
@@ -249,7 +249,7 @@ def renewing_stay(record: Record) -> Iterator[str]:
 
 
 def lost_are_refused(record: Record) -> Iterator[str]:
-    """A worker serves no calls of one that it knows to be lost."""
+    """Check that a worker serves no calls of one that it knows to be lost."""
     for lost in record.of(LOST):
         for event in record.of(SERVED, lost.worker):
             if event.other == lost.other and event.at > lost.at + ON_THE_WAY:
@@ -258,7 +258,7 @@ def lost_are_refused(record: Record) -> Iterator[str]:
 
 
 def faults_had_effect(record: Record) -> Iterator[str]:
-    """Each fault dropped, stopped or killed something, and no call crossed a cut."""
+    """Check that each fault dropped, stopped or killed something, and that no call crossed a cut."""
     for fault in record.faults:
         if fault.evidence <= 0:
             yield f"the fault at {fault.begins - record.begins:.1f} s had no effect"

@@ -20,7 +20,7 @@ class Engine:
     """A directory; its servers are on `hosts`, and a majority of them decides."""
 
     hosts: tuple[int, ...] = (0,)
-    missing = ""  # why it cannot be run here
+    missing = ""  # the reason why it cannot be run here
     slack = 0.0  # seconds by which leases outlive their ttl
     may_pause = True  # it counts on while the machine does not run it; the embedded one notices that
 
@@ -43,7 +43,7 @@ class Engine:
             process.wait(PATIENCE)
 
     def begin_restart(self) -> Callable[[], None]:
-        """Kill one server; return what starts it again."""
+        """Kill one server; return the function that restarts it."""
         host = self.hosts[0]
         self._processes[host].kill()
         self._processes[host].wait(PATIENCE)
@@ -64,19 +64,19 @@ class Engine:
 
 
 class Embedded(Engine):
-    """Worker 0 starts the directory; its keeper starts it again once it was killed."""
+    """A directory that worker 0 starts, and its keeper restarts once it was killed."""
 
     may_pause = False
 
     def start(self) -> None:
-        """Done by the worker."""
+        """Do nothing: the worker starts it."""
 
     def stop(self) -> None:
-        """It ends with the group."""
+        """Do nothing: it ends with the group."""
 
 
 class Etcd(Engine):
-    """One server on the host without a worker."""
+    """A server on the host without a worker."""
 
     hosts: tuple[int, ...] = (APART,)
     missing = "" if ETCD else "needs etcd (apt-get install etcd-server)"

@@ -1,4 +1,4 @@
-"""The program of each worker: it calls the others, owns a claim while it may, writes numbers, and records all that."""
+"""The program of each worker: it calls the others, owns a claim while it may, writes numbers, and records all acts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _threads: list[threading.Thread] = []
 
 
 def enter(namespace: str) -> None:
-    """Have this process, and all that it starts, be on a host."""
+    """Move this process, and all processes that it starts, to a host."""
     torch.set_num_threads(1)
     hosts.enter(namespace)
 
 
 def join(number: int, url: str, address: str, silence: float) -> None:
-    """Join the group, anew where this worker was declared lost."""
+    """Join the group, or join it again if this worker was declared lost."""
     global _group, _name
     if current.worker is not None:
         return
@@ -74,7 +74,7 @@ def start(path: str, others: list[str]) -> None:
 
 
 def finish() -> None:
-    """Act no more."""
+    """Stop acting and recording."""
     global _recorder
     _over.set()
     for thread in _threads:
@@ -86,7 +86,7 @@ def finish() -> None:
 
 
 def final() -> Final:
-    """Return what the directory has."""
+    """Return the content of the directory."""
     at = time.monotonic()
     entries = {entry.key: entry for entry in _group.directory.list("").entries}
     numbers = {key.removeprefix(NUMBERS): int(each.value) for key, each in entries.items() if key.startswith(NUMBERS)}
@@ -99,7 +99,7 @@ def is_lost() -> bool:
 
 
 def server_pid() -> int:
-    """Return the process of the directory that this worker has started."""
+    """Return the process id of the directory that this worker has started."""
     assert _group._keeping is not None
     return _group._keeping._keeper.pid
 
@@ -150,7 +150,7 @@ def _look() -> None:
 
 
 class _Ticker:
-    """Records that this process runs, and that it was told of its own loss."""
+    """Record that this process runs, and that it learned of its own loss."""
 
     def __init__(self) -> None:
         self._is_told = False
@@ -163,11 +163,11 @@ class _Ticker:
 
 
 class _Owner:
-    """Owns the claim while it can: a key under the worker's lease, whose creation is the fencing token."""
+    """Own the claim while possible: a key under the worker's lease, whose creation is the fencing token."""
 
     def __init__(self) -> None:
         self._token = 0
-        self._due = 0.0  # when to claim next
+        self._due = 0.0  # time of the next claim
 
     def act(self) -> None:
         now = time.monotonic()
@@ -186,7 +186,7 @@ class _Owner:
 
 
 class _Writer:
-    """Writes rising numbers to a key that only this worker writes."""
+    """Write rising numbers to a key that only this worker writes."""
 
     def __init__(self) -> None:
         self._found: Entry | None = None

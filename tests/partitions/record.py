@@ -1,4 +1,4 @@
-"""What each worker writes down while the network fails: one line of JSON for each event, in a file of its own.
+"""The record of each worker while the network fails: one line of JSON for each event, in a file per worker.
 
 All namespaces have one kernel, so `time.monotonic()` is one clock for all workers.
 """
@@ -11,12 +11,12 @@ import threading
 from typing import NamedTuple
 
 # The acts of workers.
-CALLED = "called"  # the worker called `other`; `outcome` is "" where it was answered
+CALLED = "called"  # the worker called `other`; `outcome` is "" if it answered
 SERVED = "served"  # the worker served a call of `other`
 OWNED = "owned"  # the worker acted as the owner of the claim, with `token`; at `at` it checked that it holds the lease
 WROTE = "wrote"  # the worker wrote the number `token` to its key by compare-and-set; `outcome` is one of those below
 SAW = "saw"  # workers() returned `seen`
-JOINED, LEFT, LOST = "on_join", "on_leave", "on_lost"  # a callback told of `other`
+JOINED, LEFT, LOST = "on_join", "on_leave", "on_lost"  # a callback reported `other`
 TOLD = "told"  # the worker learned that it was declared lost
 RAN = "ran"  # the process had the processor: written each TICK
 
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What was injected."""
+    """An injected fault."""
 
     begins: float
     ends: float
@@ -48,16 +48,16 @@ class Fault(NamedTuple):
 
 
 class Final(NamedTuple):
-    """What the directory had at the end."""
+    """The content of the directory at the end."""
 
-    at: float  # when it was asked
+    at: float  # time of the request
     members: frozenset[str]
-    numbers: dict[str, int]  # by worker, what it wrote last
-    claim: int  # the token of the claim; 0 where nobody owns it
+    numbers: dict[str, int]  # by worker, the last number that it wrote
+    claim: int  # the token of the claim; 0 if it has no owner
 
 
 class Recorder:
-    """Appends events to a file. For any thread."""
+    """A writer that appends events to a file, for any thread."""
 
     def __init__(self, path: str, worker: str) -> None:
         self._worker = worker

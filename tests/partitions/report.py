@@ -1,4 +1,4 @@
-"""Figures of a record, for people: how long what took."""
+"""Figures of a record for people: the duration of each reaction."""
 
 from __future__ import annotations
 

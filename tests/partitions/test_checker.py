@@ -1,4 +1,4 @@
-"""Each rule of the checker finds what breaks it, in records that are made up, and nothing in a right one."""
+"""Tests of the checker with made-up records: each rule finds its violations, and nothing in a right record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def times(begins: float, ends: float) -> list[float]:
 
 
 def right() -> list[Event]:
-    """Return the record of a split that went well: c and d were lost, and told so."""
+    """Return the record of a split that went well: c and d were lost, and learned of it."""
     ran = [Event(at / 10, who, RAN) for who in ALL for at in range(int(OVER * 10) + 1)]
     calls = [
         Event(at + 0.01, one, CALLED, began=at, other=other)
@@ -81,7 +81,7 @@ def is_call(one: str, other: str, begins: float, ends: float) -> Callable[[Event
     return holds
 
 
-def test_a_right_record_has_no_fault() -> None:
+def test_a_right_record_has_no_violations() -> None:
     assert checker.check(record(), 1.0) == []
 
 
@@ -111,11 +111,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_record_is_found(text: str) -> None:
+def test_the_violations_of_a_wrong_record_are_found(text: str) -> None:
     assert any(text in found for found in checker.check(WRONG[text], 1.0))
 
 
-def test_a_pause_of_a_process_is_no_delay_of_the_group() -> None:
+def test_a_pause_of_a_process_does_not_count_as_a_delay() -> None:
     missing = is_call("a", "b", 20.0, 22.0)
     ran = [event for event in right() if event.act == RAN and event.worker == "b" and 19.5 < event.at < 22.5]
     assert list(checker.calls_go_on(record(without=missing), 1.0))
@@ -128,7 +128,7 @@ def test_a_worker_whose_process_was_paused_may_be_lost() -> None:
     assert not list(checker.renewing_stay(record(gone, without=lambda e: e.act == RAN and 15 < e.at < 19)))
 
 
-def test_where_the_directory_was_paused_leases_may_end() -> None:
+def test_leases_may_end_while_the_directory_is_paused() -> None:
     told = Event(20.0, "a", TOLD)
     answered = [Event(at / 1.0, "a", WROTE, token=3, outcome=REFUSED, seen=("3",)) for at in range(4, 46)]
     for paused in (False, True):

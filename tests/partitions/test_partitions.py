@@ -18,9 +18,9 @@ from tests.partitions.cases import World
 from tests.partitions.engines import APART, ENGINES, WORKERS
 
 SILENCE, DEFAULT_SILENCE = 3.0, 10.0  # seconds, the option
-DELAY = 2.0  # seconds between two answered calls; a tenth as a rule, but the machine may be busy
-LOSSY = 8.0  # the same, where each fifth packet is lost: of 24000, one is lost seven times in a row
-RESTART = 5.0  # seconds in which a server that was killed is back, and counts all leases anew
+DELAY = 2.0  # seconds between two answered calls; usually a tenth, but the machine may be busy
+LOSSY = 8.0  # the same with a loss of every fifth packet: of 24000, one is lost seven times in a row
+RESTART = 5.0  # seconds in which a killed server is back, and counts all leases anew
 
 CASES = {
     "split for 5 s": (cases.split(5), DELAY, 0.0),
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @contextlib.contextmanager
 def world_on(engine: str, silence: float, folder: pathlib.Path) -> Iterator[World]:
-    """A group of five whose directory is of that kind."""
+    """Yield a group of five workers whose directory is of this kind."""
     kind = ENGINES[engine]
     if kind.missing:
         pytest.skip(kind.missing)
@@ -72,7 +72,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault(world: World, name: str, tmp_path: pathlib.Path) -> None:
+def test_a_group_keeps_the_rules_despite_a_fault(world: World, name: str, tmp_path: pathlib.Path) -> None:
     case, delay, slack = CASES[name]
     assert cases.run(world, tmp_path, name, case, delay, slack) == []
 
@@ -80,14 +80,14 @@ def test_a_fault(world: World, name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PATIENT)
-def test_a_fault_with_the_default_silence(engine: str, name: str, tmp_path: pathlib.Path) -> None:
+def test_a_group_with_the_default_silence_keeps_the_rules(engine: str, name: str, tmp_path: pathlib.Path) -> None:
     case, delay = PATIENT[name]
     (records := tmp_path / "records").mkdir()
     with world_on(engine, DEFAULT_SILENCE, tmp_path) as made:
         assert cases.run(made, records, f"{engine}, {name}, default silence", case, delay, 0.0) == []
 
 
-def test_a_short_split(tmp_path: pathlib.Path) -> None:
+def test_a_group_keeps_the_rules_during_a_short_split(tmp_path: pathlib.Path) -> None:
     (records := tmp_path / "records").mkdir()
     with world_on("embedded", SILENCE, tmp_path) as made:
         assert cases.run(made, records, "short split", cases.split(4), DELAY, 0.0) == []

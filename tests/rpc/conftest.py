@@ -1,4 +1,4 @@
-"""Places where groups meet, and a group of a caller and actors."""
+"""Fixtures: an address at which workers meet, and a group of one caller and five actors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.cluster import agents_here, free_port
 
 @pytest.fixture
 def tcp() -> str:
-    """Where the workers of a test meet."""
+    """Return a TCP address at which the workers of a test meet."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
 def team() -> Iterator[list[Worker]]:
-    """`w0`, for which this thread speaks, and the actors `w1` to `w5`."""
+    """Start `w0`, the current worker of this thread, and the actors `w1` to `w5`."""
     with agents_here(6, role_of=lambda rank: "actor" if rank else "") as made:
         yield made
 

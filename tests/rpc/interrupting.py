@@ -1,9 +1,9 @@
-"""Interrupts at chosen points of calls, and what must hold after each. For the main thread of a process in a group.
+"""Interrupt calls at chosen points, and check the state after each; for the main thread of a process in a group.
 
-A point is where CPython looks for signals: the entry of a function, a backward jump, a call. `Injection` counts them by
-a trace function, and marks SIGINT pending at the n-th, as the arrival of the signal does. CPython itself calls the
-handler, at the next place where it looks, so no point is tried that cannot occur. The mark is set by an object that
-dies as the trace function ends: set any earlier, the handler would run within that.
+A point is a place where CPython checks for signals: the entry of a function, a backward jump, a call. `Injection`
+counts them by a trace function, and marks SIGINT pending at the n-th, as the arrival of the signal does. CPython
+itself calls the handler at the next place where it checks, so no impossible point is tried. The mark is set by an
+object that dies as the trace function ends: set any earlier, the handler would run within that function.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.rpc.members import Counter
 LIMIT = 10.0  # seconds that anything may take afterwards, on a busy machine
 A, B = "worker1", "worker2"
 
-# asyncio.run makes a KeyboardInterrupt of what has cancelled its task, but for an instant at its beginning.
+# asyncio.run raises KeyboardInterrupt when SIGINT has cancelled its task, except for an instant at its beginning.
 INTERRUPTED = (KeyboardInterrupt, asyncio.CancelledError)
 
 _LOOKS = {
@@ -51,7 +51,7 @@ _LOOKS = {
 
 
 class _Arrival:
-    """SIGINT arrives as this dies."""
+    """An object at whose death SIGINT arrives."""
 
     __del__ = staticmethod(_thread.interrupt_main)
 
@@ -92,7 +92,7 @@ Injection.trace = FunctionType(Injection.trace.__code__, {**globals(), "__name__
 
 
 def settle() -> None:
-    """Have what has arrived come out. (Where functions are traced, a handler that waits is run up to 5 ms later.)"""
+    """Wait until deferred handlers have run, which in traced functions happens up to 5 ms later."""
     waiting: Any = getattr(sys.modules.get("telegrad._core.interrupts"), "_deferred", ())
     wait_until(lambda: not waiting)
 
@@ -109,14 +109,14 @@ def interrupted(act: Callable[[], object], injection: Injection) -> bool:
             sys.settrace(None)
             settle()
             return True
-    except INTERRUPTED:  # the second one
+    except INTERRUPTED:  # the second interrupt
         return True
     finally:
         sys.settrace(None)
     return False
 
 
-# What the other workers run
+# Functions that the other workers run
 
 
 def double(value: Any) -> Any:
@@ -128,7 +128,7 @@ def numbers() -> Any:
 
 
 class Picky:
-    """Runs code of the user as it is pickled, and as it comes back."""
+    """A value that runs code of the user when it is pickled and when it is unpickled."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
@@ -144,13 +144,13 @@ class Picky:
 
 
 def books() -> dict[str, int]:
-    """What a worker holds for others."""
+    """Return the numbers of references and contexts that a worker keeps."""
     gc.collect()
     contexts = len(current.here().conductor.contexts._contexts)
     return {**rpc.debug_info(), "contexts": contexts}
 
 
-# What is interrupted
+# Calls that are interrupted
 
 
 def call() -> None:
@@ -246,7 +246,7 @@ def backward() -> None:
 
 
 class Trained:
-    """A module and an optimizer elsewhere."""
+    """A module and an optimizer on another worker, and published weights."""
 
     def __init__(self) -> None:
         self.module = RemoteModule(A, torch.nn.Linear, (3, 1))
@@ -332,11 +332,11 @@ SCENES: dict[str, Callable[[], None]] = {
 }
 
 
-# What must hold
+# Conditions after an interrupt
 
 
 def standing() -> dict[str, Any]:
-    """What this worker holds, once all is over."""
+    """Return what this worker holds, once no call is in flight."""
     gc.collect()
     agent = current.here().agent
     peers = [*agent._connections._peers.values()]
@@ -358,7 +358,7 @@ def standing() -> dict[str, Any]:
 def link_of(descriptor: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # closed meanwhile, as the one that lists them
+    except OSError:  # closed meanwhile, such as that of the listing
         return ""
 
 
@@ -373,7 +373,7 @@ def lent() -> list[Any]:
 
 
 def check_calls() -> None:
-    """The next call to each worker works."""
+    """Check that the next call to each worker works."""
     for to in (A, B):
         began = time.monotonic()
         assert rpc.rpc_sync(to, double, (3,), timeout=LIMIT) == 6
@@ -381,7 +381,7 @@ def check_calls() -> None:
 
 
 def prepare() -> dict[str, Any]:
-    """Run everything twice, so that what is made once is there."""
+    """Run each scene twice, so that lazily made objects exist; return what this worker holds then."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _trained[:] = [Trained()]
     for _ in range(2):
@@ -394,13 +394,13 @@ def prepare() -> dict[str, Any]:
 
 
 def is_under_way(now: dict[str, Any]) -> bool:
-    """Letters are to be delivered, or a worker has not heard yet that a context has ended."""
+    """Return True if letters are pending, or a worker does not know yet that a context has ended."""
     passing = ("pending", "contexts")
     return any(count for to in ("here", A, B) for name, count in now[to].items() if name.startswith(passing))
 
 
 def holds_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Blocks of shared memory are kept for a while, some more where calls that were given up still use theirs."""
+    """Return True if no more is held than before, except blocks that calls which were given up use for a while."""
     is_more = now["descriptors"] > before["descriptors"] or now["blocks"] > before["blocks"] + 8
     others = now.keys() - {"descriptors", "blocks"}
     return not is_more and all(now[name] == before[name] for name in others)
@@ -453,15 +453,15 @@ def sleep_there() -> None:
 
 
 class Stop(BaseException):
-    """What a handler raises to end the program."""
+    """An exception that a handler raises to end the program."""
 
 
 class Alarm(Exception):
-    """What a handler raises as an ordinary error."""
+    """An ordinary error that a handler raises."""
 
 
 def other_handlers(seed: int, count: int) -> int:
-    """What any handler raises comes out once, and as the object that it is; return how often."""
+    """Check that the exception of a handler is raised once, as the same object; return how often."""
     before = prepare()
     chooser = random.Random(seed)
     made: list[BaseException] = []
@@ -470,7 +470,7 @@ def other_handlers(seed: int, count: int) -> int:
         made.append(chooser.choice((Stop, Alarm))())
         raise made[-1]
 
-    known = {act: points(act) for act in SCENES.values() if act is not in_a_loop}  # asyncio makes others of it
+    known = {act: points(act) for act in SCENES.values() if act is not in_a_loop}  # asyncio replaces the exception
     signal.signal(signal.SIGINT, stop)
     done = 0
     for act, most in known.items():
@@ -481,7 +481,7 @@ def other_handlers(seed: int, count: int) -> int:
                 interrupted(act, injection)
             except (Stop, Alarm) as error:
                 came = error
-            # Calls that wait shorter have less points.
+            # Calls that wait shorter have fewer points.
             about = f"SEED={seed} {act.__name__}, point {point}: {injection.where}"
             assert [came] == made if injection.where else came is None, about
             done += came is not None
@@ -492,14 +492,14 @@ def other_handlers(seed: int, count: int) -> int:
 
 
 def blocked(value: Any = None) -> Any:
-    """Code of the user that a signal finds in the midst of something; on another thread, its caller is interrupted."""
+    """Interrupt the main thread, which runs this code of the user, or waits while another thread runs it."""
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGALRM)
     assert _came.wait(LIMIT), "what the handler has raised did not come"
 
 
-_came = threading.Event()  # what a handler has raised has reached the caller
+_came = threading.Event()  # the exception of a handler has reached the caller
 
 
 class Blocked(torch.autograd.Function):
@@ -523,7 +523,7 @@ class BlockedPickle:
 
 
 def over_there(weight: torch.Tensor) -> torch.Tensor:
-    """What another worker gives: so that the pass has a part there."""
+    """Return the result of another worker, so that the pass has a part there."""
     there: torch.Tensor = rpc.rpc_sync(A, double, (weight,), timeout=LIMIT)
     return there
 
@@ -588,7 +588,7 @@ def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) ->
     future = rpc.rpc_async(A, time.sleep, (HELD,), timeout=LIMIT)
     future.add_done_callback(blocked)
     future.cancel()
-    _came.wait(LIMIT)  # another thread may run the callback: then this is what is interrupted
+    _came.wait(LIMIT)  # another thread may run the callback: then this wait is interrupted
 
 
 OWN_CODE = (
@@ -609,9 +609,9 @@ OWN_CODE = (
 
 
 def in_own_code() -> int:
-    """What a handler raises while a call runs code of the user comes out of that call, as the object it is.
+    """Check that a call raises what a handler raises within its code of the user, as the same object.
 
-    Behind another worker, that code may run on a thread that is not interrupted. Return how often it came.
+    Behind another worker, that code may run on a thread that is not interrupted. Return how often it was raised.
     """
     rpc.rpc_sync(rpc.get_worker_info().name, double, (1,))  # as an optimizer with parameters here does
     before = prepare()
@@ -642,7 +642,7 @@ def in_own_code() -> int:
 
 
 def beside_another_thread(seed: int) -> int:
-    """Calls of another thread over the same connection go on; return how many."""
+    """Check that calls of another thread over the same connection go on; return how many."""
     prepare()
     chooser = random.Random(seed)
     known = points(call_with_tensors)
@@ -715,12 +715,12 @@ def held_call() -> None:
 
 
 AT_RANDOM = 200  # handlers that run at random places
-HELD = 0.03  # seconds that what is interrupted waits for
+HELD = 0.03  # seconds for which an interrupted call waits
 WAITS = (held_call, futures, held_reference, held_group, held_stream, held_backward)
 
 
 def calls_in_handlers(seed: int) -> None:
-    """Each kind of call, by a handler that has interrupted each kind of wait; both give what they should."""
+    """Make each kind of call in a handler that interrupts each kind of wait; check both results."""
     before = prepare()
     handled: list[str] = []
     wanted: list[Callable[[], None]] = []
@@ -757,11 +757,11 @@ def calls_in_handlers(seed: int) -> None:
     check_standing(before)
 
 
-_meetings: Iterator[str]  # paths that nothing has
+_meetings: Iterator[str]  # paths of files that do not exist
 
 
 def live() -> None:
-    """A whole life in a group of one."""
+    """Join a group of one worker, make a call, and leave it."""
     options = rpc.TelegradOptions(init_method=f"file://{next(_meetings)}")
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
@@ -789,7 +789,7 @@ def _lives(seed: int, count: int) -> int:
     for _ in range(count):
         point = chooser.randrange(known)
         injection = Injection(point, point + chooser.choice((0, chooser.randrange(1, 200))))
-        with contextlib.suppress(Exception):  # of shutdown, where init_rpc was interrupted
+        with contextlib.suppress(Exception):  # of shutdown after an interrupted init_rpc
             interrupted(live, injection)
         sys.settrace(None)
         began = time.monotonic()
@@ -822,7 +822,7 @@ def sweep(names: list[str], count: int, seed: int) -> int:
         chosen = range(known) if not count else chooser.sample(range(known), min(known, count // len(names)))
         for point in chosen:
             again = chooser.choice((0, chooser.randrange(1, 200)))
-            if act is in_a_loop:  # of which asyncio lets the second interrupt break its loop
+            if act is in_a_loop:  # a second interrupt breaks the loop of asyncio
                 again = 0
             injection = Injection(point, point + again)
             try:

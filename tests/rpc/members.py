@@ -1,4 +1,4 @@
-"""What worker processes do in the tests of membership: they join, call, and note what they are told."""
+"""Functions that worker processes run in the tests of membership: they join, call, and record events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def join(name: str | None, where: str, rank: int = -1, role: str = "", **options
 
 
 def account(joins: bool = True, losses: bool = False) -> None:
-    """Note from now on which workers come and go, and the warnings of the log; with `losses` the reasons, too."""
+    """Record joins, departures and warnings of the log from now on; with `losses` also the reasons of losses."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.put(record.getMessage())
     logging.getLogger("telegrad").addHandler(handler)
@@ -50,7 +50,7 @@ def line_with(words: str) -> str:
 
 
 def wait_for_lines(*each: str) -> None:
-    """Wait until a line with each of these words has come, in any order."""
+    """Wait until each of these texts has been in a line of the log, in any order."""
     missing = set(each)
     while missing:
         line = lines.get(timeout=PATIENCE)
@@ -58,7 +58,7 @@ def wait_for_lines(*each: str) -> None:
 
 
 def names() -> list[str]:
-    """Return the members, as the directory has them."""
+    """Return the names of the members, as the directory has them."""
     return [worker.name for worker in rpc.workers()]
 
 
@@ -67,7 +67,7 @@ def call(to: str | int, function: Callable[..., Any] = operator.add, args: Any =
 
 
 def error_of(function: Callable[..., object], *args: Any, **named: Any) -> tuple[type[Exception] | None, str]:
-    """Return the type and the text of what a function raises."""
+    """Return the type and the text of the exception that a function raises."""
     try:
         function(*args, **named)
     except Exception as error:

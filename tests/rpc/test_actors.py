@@ -1,4 +1,4 @@
-"""Actors: the methods of one object run one after the other, in the order of each caller."""
+"""Tests of actors: the methods of one object run one after the other, in the order of each caller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 @actor
 class Log:
-    """Writes down who called, and notices two at once."""
+    """An actor that records its calls, and how many ran at once."""
 
     def __init__(self, gate: str | None = None) -> None:
         if gate is not None:
@@ -39,7 +39,7 @@ class Log:
         return len(self.seen)
 
     def note_slowly(self, *what: object) -> None:
-        """Another thread may have the lead meanwhile."""
+        """Record a call after a nested call, during which another thread may become the leader."""
         self.inside += 1
         self.most = max(self.most, self.inside)
         rpc_sync("w0", abs, (-1,))
@@ -66,7 +66,7 @@ class Log:
 
 
 class Heir(Log):
-    """Actors are inherited."""
+    """A subclass of an actor, which is an actor, too."""
 
 
 class Plain:
@@ -103,7 +103,7 @@ def test_calls_run_in_the_order_in_which_they_were_made() -> None:
 
 
 def make_calls(log: RRef[Log], number: int, seed: int) -> None:
-    """On a caller: calls of all kinds, with arguments that take different ways."""
+    """Make calls of all kinds, with arguments that are sent in different ways."""
     chance = random.Random(seed + number)
     calls = []
     for index in range(100):
@@ -116,7 +116,7 @@ def make_calls(log: RRef[Log], number: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_order_under_load_from_several_callers(transport: str) -> None:
+def test_the_order_holds_under_load_from_several_callers(transport: str) -> None:
     seed = int(os.environ.get("TELEGRAD_SEED") or random.randrange(1 << 30))
     print(f"SEED={seed}")
     with agents_here(4, transport=transport, num_worker_threads=4):
@@ -146,7 +146,7 @@ def test_calls_that_wait_hold_no_thread_and_other_objects_go_on(gate: str) -> No
     assert [each.wait() for each in waiting] == list(range(1, 501))
 
 
-def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(gate: str) -> None:
+def test_calls_to_an_unfinished_actor_keep_their_order_and_hold_no_thread(gate: str) -> None:
     log = remote("w1", Log, (gate,))
     threads = threading.active_count()
     calls = [log.rpc_async().note(number) for number in range(100)]
@@ -156,7 +156,7 @@ def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(g
     assert [each.wait() for each in calls] == list(range(1, 101))
 
 
-def test_who_calls_what_could_not_be_made_is_told() -> None:
+def test_calls_to_an_actor_that_could_not_be_made_raise_its_error() -> None:
     broken = remote("w1", Log, ("no such gate",))
     for _ in range(3):
         with pytest.raises(KeyError, match="no such gate"):
@@ -177,7 +177,7 @@ def test_an_error_does_not_stop_the_queue() -> None:
     assert log.rpc_sync().all()[1] == [(0,), (2,), (4,), (6,), (8,)]
 
 
-def test_one_caller_does_not_wait_for_all_calls_of_another() -> None:
+def test_a_caller_does_not_wait_for_all_calls_of_another() -> None:
     queue: Any = _Queue(object())
 
     class Fake:
@@ -218,7 +218,7 @@ class Asker:
         return future.wait()
 
     def leave_behind(self, worker: str) -> None:
-        """Nobody waits for it in here."""
+        """Begin a call, and do not wait for it."""
         rpc_async(worker, add_one, (self.me,))
 
     def add(self) -> None:
@@ -271,7 +271,7 @@ DEADLOCK = r"waits for a call that calls Asker\.get of the same object"
 
 
 @pytest.mark.parametrize("way", ["sync", "async", "twice"])
-def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way: str) -> None:
+def test_a_call_that_would_wait_for_itself_is_refused(way: str) -> None:
     asker = make_asker()
     with pytest.raises(errors.UsageError, match=f"Asker.ask_over {DEADLOCK}"):
         asker.rpc_sync().ask_over("w2", way)
@@ -282,13 +282,13 @@ def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way
     assert asker.rpc_sync().get() == 0
 
 
-def test_a_call_that_comes_back_before_it_is_waited_for_is_refused_then() -> None:
+def test_waiting_for_a_call_that_already_called_back_is_refused() -> None:
     reached.clear()
     with pytest.raises(errors.UsageError, match=f"Asker.wait_at_last {DEADLOCK}"):
         make_asker().rpc_sync().wait_at_last("w2")
 
 
-def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn() -> None:
+def test_a_call_back_of_a_call_without_a_wait_gets_its_turn() -> None:
     asker = make_asker()
     for _ in range(5):
         asker.rpc_sync().leave_behind("w2")
@@ -296,7 +296,7 @@ def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn() -> None:
         pass
 
 
-def test_a_method_whose_value_comes_later_lets_others_in() -> None:
+def test_a_method_that_returns_a_future_lets_other_calls_run() -> None:
     asker = make_asker()
     soon = asker.rpc_async().soon()
     asker.rpc_sync().now(7)
@@ -329,7 +329,7 @@ def test_only_classes_can_be_actors() -> None:
 
 
 def drive(worker: str) -> list[int]:
-    """In a process that knows the class by value only."""
+    """Call an actor on another process, which gets its class by value."""
 
     class Counter:
         def __init__(self) -> None:
@@ -349,6 +349,6 @@ def drive(worker: str) -> list[int]:
     return counter.rpc_sync().all()
 
 
-def test_between_processes_also_a_class_that_travels_by_value() -> None:
+def test_an_actor_class_sent_by_value_keeps_the_order_of_calls() -> None:
     with group(2) as processes:
         assert processes[0].run(drive, "worker1") == list(range(300))

@@ -1,4 +1,4 @@
-"""Calls that asyncio awaits: on any loop, in any thread; how they are cancelled, and what a loop that ends leaves."""
+"""Tests of calls that asyncio awaits: any loop and thread, cancellation, and loops that end early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rpc.members import Counter
 
 pytestmark = pytest.mark.usefixtures("here")
 
-opened = threading.Event()  # what `hold` waits for
+opened = threading.Event()  # `hold` waits for it
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -38,17 +38,17 @@ def closed(five: list[Worker]) -> Iterator[None]:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """`asyncio.run`, and that of another loop where it is installed."""
+    """Return `asyncio.run`, and that of uvloop where it is installed."""
     if request.param == "asyncio":
         return asyncio.run
     return pytest.importorskip("uvloop").run
 
 
-# What is called
+# Functions that are called
 
 
 def hold(value: int = 0) -> int:
-    """As long as it is wanted, or until it is opened."""
+    """Wait until the call is cancelled or `opened` is set; return the value."""
     while not rpc.cancelled() and not opened.wait(0.005):
         pass
     return value
@@ -59,7 +59,7 @@ def fail(text: str) -> None:
 
 
 def give_up() -> None:
-    """A call is cancelled here by whoever made it."""
+    """Make a call, cancel it, and wait for it."""
     future = rpc_async("w2", hold)
     future.cancel()
     future.wait()
@@ -78,7 +78,7 @@ def count(n: int) -> Iterator[int]:
 # Values and errors
 
 
-def test_whatever_gives_a_future_can_be_awaited(run: Run) -> None:
+def test_every_kind_of_future_can_be_awaited(run: Run) -> None:
     async def use() -> None:
         counter = rpc.remote("w1", Counter)
         await counter.future()
@@ -102,14 +102,14 @@ def test_whatever_gives_a_future_can_be_awaited(run: Run) -> None:
     run(use())
 
 
-def test_a_thousand_at_once(run: Run) -> None:
+def test_a_thousand_calls_are_awaited_at_once(run: Run) -> None:
     async def use() -> list[int]:
         return await asyncio.gather(*(rpc_async("w1", abs, (-i,)) for i in range(1000)))
 
     assert run(use()) == [*range(1000)]
 
 
-def test_tasks_groups_and_times_of_asyncio() -> None:
+def test_functions_and_timeouts_of_asyncio_accept_calls() -> None:
     async def use() -> None:
         futures = [rpc_async("w1", abs, (-i,)) for i in range(5)]
         assert sorted([await each for each in asyncio.as_completed(futures)]) == [*range(5)]
@@ -125,7 +125,7 @@ def test_tasks_groups_and_times_of_asyncio() -> None:
     asyncio.run(use())
 
 
-def test_what_would_hang_is_refused() -> None:
+def test_asyncio_wait_refuses_futures_of_calls() -> None:
     async def use() -> None:
         await asyncio.wait([rpc_async("w1", abs, (-1,))])  # type: ignore[type-var]
 
@@ -133,7 +133,7 @@ def test_what_would_hang_is_refused() -> None:
         asyncio.run(use())
 
 
-def test_one_future_on_the_loops_of_several_threads(run: Run) -> None:
+def test_the_loops_of_several_threads_can_await_the_same_future(run: Run) -> None:
     future = rpc_async("w1", hold, (7,))
 
     async def use() -> Any:
@@ -149,7 +149,7 @@ def test_one_future_on_the_loops_of_several_threads(run: Run) -> None:
     assert found == [7, 7, 7]
 
 
-def test_context_variables_stay_those_of_the_task() -> None:
+def test_awaiting_a_call_keeps_the_context_variables_of_the_task() -> None:
     own: contextvars.ContextVar[int] = contextvars.ContextVar("own")
 
     async def one(i: int) -> bool:
@@ -179,7 +179,7 @@ def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[]
         await asyncio.wait([task])
         assert task.cancelled()
         assert future.done()
-        wait_until(lambda: five[1].agent.idle)  # so it was told, for what it runs waits
+        wait_until(lambda: five[1].agent.idle)  # its function waits until it is cancelled
 
         future = begin()
         tasks = [asyncio.create_task(_awaited(future)) for _ in range(2)]
@@ -189,7 +189,7 @@ def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[]
         assert [task.cancelled() for task in tasks] == [True, True]
         with pytest.raises(asyncio.CancelledError):
             await future
-        with pytest.raises((CallCancelled, GroupError)) as caught:  # as those who wait in threads see it
+        with pytest.raises((CallCancelled, GroupError)) as caught:  # the error of threads that wait
             await future
         assert caught.value.__class__.__name__ in {"CallCancelled", "GroupError"}
         assert (caught.value.__cause__ is not None) == isinstance(caught.value, GroupError)
@@ -197,7 +197,7 @@ def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[]
     run(use())
 
 
-def test_a_group_of_tasks_outlives_one_whose_call_is_cancelled() -> None:
+def test_a_task_group_survives_a_task_whose_call_is_cancelled() -> None:
     group_of_tasks: Any = getattr(asyncio, "TaskGroup", None)
     if group_of_tasks is None:
         pytest.skip("it came with Python 3.11")
@@ -215,7 +215,7 @@ def test_a_group_of_tasks_outlives_one_whose_call_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("function", [give_up, await_one_given_up])
-def test_what_others_have_cancelled_is_an_error(function: Callable[[], Any]) -> None:
+def test_a_call_cancelled_on_another_worker_does_not_cancel_the_task(function: Callable[[], Any]) -> None:
     async def use() -> None:
         task = asyncio.create_task(_awaited(rpc_async("w1", function)))
         await asyncio.wait([task])
@@ -228,7 +228,7 @@ def test_what_others_have_cancelled_is_an_error(function: Callable[[], Any]) -> 
     asyncio.run(use())
 
 
-def test_what_is_shielded_goes_on() -> None:
+def test_a_shielded_call_goes_on() -> None:
     async def use() -> int:
         future = rpc_async("w1", hold, (4,))
         with pytest.raises(asyncio.TimeoutError):
@@ -242,7 +242,7 @@ def test_what_is_shielded_goes_on() -> None:
 # Loops that end
 
 
-def test_the_end_of_a_run_cancels_what_its_tasks_await(run: Run) -> None:
+def test_the_end_of_a_run_cancels_the_calls_that_its_tasks_await(run: Run) -> None:
     future = rpc_async("w1", hold)
     tasks = []
 
@@ -255,7 +255,7 @@ def test_the_end_of_a_run_cancels_what_its_tasks_await(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_loop_that_is_closed_before_the_answer_harms_nobody(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_closed_before_the_answer_disturbs_no_other_wait(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     loop = (importlib.import_module(kind) if kind == "asyncio" else pytest.importorskip(kind)).new_event_loop()
     one = rpc_async("w1", hold, (1,))
     several = rpc.group(["w1", "w2"]).rpc_async(hold, (2,))

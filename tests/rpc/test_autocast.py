@@ -1,4 +1,4 @@
-"""The caller's autocast holds in what it calls, as its grad mode does; what that enters holds for it alone."""
+"""Tests of modes: the caller's autocast and grad mode hold in its calls, a function's own modes for it alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OFF = False, torch.bfloat16, True
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cached", [True, False])
-def test_it_holds_in_every_kind_of_call(dtype: torch.dtype, cached: bool) -> None:
+def test_autocast_holds_in_every_kind_of_call(dtype: torch.dtype, cached: bool) -> None:
     holder = remote("w1", Holder)
     with torch.autocast("cpu", dtype, cache_enabled=cached):
         mine = state()
@@ -70,7 +70,7 @@ def test_it_holds_in_every_kind_of_call(dtype: torch.dtype, cached: bool) -> Non
 
 
 class Block(nn.Module):
-    """Recomputed in the backward pass, on target."""
+    """Layers that, with `again`, are recomputed in the backward pass."""
 
     def __init__(self, again: bool = False) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def of_block(module: RRef[Block], context: int) -> tuple[list[torch.Tensor], lis
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_remote_module_computes_and_recomputes_as_one_here(again: bool) -> None:
+def test_a_remote_module_computes_in_autocast_as_a_local_one(again: bool) -> None:
     inputs = torch.randn(3, 4)
     here, there = Block(again), RemoteModule("w1", Block, (again,))
     with torch.autocast("cpu"):
@@ -116,7 +116,7 @@ def test_a_remote_module_computes_and_recomputes_as_one_here(again: bool) -> Non
         assert torch.equal(mine, theirs.grad)
 
 
-def test_it_holds_in_all_stages_of_a_pipeline_and_in_the_loss() -> None:
+def test_autocast_holds_in_all_stages_of_a_pipeline_and_in_the_loss() -> None:
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     first, second = Block(), Block()
     stages = [RemoteModule("w1", Block), RemoteModule("w2", Block)]
@@ -176,7 +176,7 @@ def test_a_function_that_sets_the_grad_mode_sets_it_for_itself() -> None:
         assert rpc_sync("w1", modes_later) == (NONE, NONE)
 
 
-def test_a_result_of_a_function_that_sets_the_grad_mode_has_its_history() -> None:
+def test_the_result_of_a_function_that_disables_grad_keeps_its_graph() -> None:
     x = torch.ones(3, requires_grad=True)
 
     def doubled(value: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_a_result_of_a_function_that_sets_the_grad_mode_has_its_history() -> Non
 
 
 async def wait_in(mode: Callable[[], AbstractContextManager[Any]], name: str) -> tuple[Modes, Modes]:
-    """Wait in a mode for `let_go`."""
+    """Wait in a mode for `let_go`; return the modes within it and after it."""
     with mode():
         await _event(name).wait()
         inside = modes()
@@ -223,7 +223,7 @@ INSIDE: list[tuple[Any, Modes]] = [
 
 
 @pytest.mark.parametrize("outer", [torch.enable_grad, torch.no_grad])
-def test_a_coroutine_that_waits_in_a_mode_leaves_that_to_itself(outer: Callable[[], Any]) -> None:
+def test_the_mode_of_a_waiting_coroutine_holds_for_it_alone(outer: Callable[[], Any]) -> None:
     _events.clear()
     names = [str(number) for number in range(len(INSIDE))]
     with outer():
@@ -237,7 +237,7 @@ def test_a_coroutine_that_waits_in_a_mode_leaves_that_to_itself(outer: Callable[
     assert rpc_sync("w1", modes_later) == (NONE, NONE)
 
 
-def test_a_stream_that_yields_in_a_mode_leaves_that_to_itself() -> None:
+def test_the_mode_of_a_stream_that_yields_holds_for_it_alone() -> None:
     def counting() -> Any:
         with torch.no_grad():
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Calls that are answered in batches."""
+"""Tests of `functions.batch`: calls that run in batches."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ async def pair(values: list[int]) -> list[int]:
     return [len(values)] * len(values)
 
 
-def test_runs_once_enough_calls_are_there() -> None:
+def test_a_batch_runs_once_it_is_full() -> None:
     adder = remote("w1", Adder)
     calls = [adder.rpc_async().full(torch.ones(2) * i, amounts=i) for i in range(8)]
     assert [call.wait().tolist() for call in calls] == [[2 * i, 2 * i] for i in range(8)]
     assert adder.rpc_sync().seen() == [4, 4]
 
 
-def test_runs_when_the_first_has_waited_long_enough() -> None:
+def test_a_batch_runs_when_its_first_call_has_waited_long_enough() -> None:
     adder = remote("w1", Adder)
     assert [call.wait() for call in [adder.rpc_async().timely(i) for i in range(3)]] == [0, 2, 4]
     assert sum(adder.rpc_sync().seen()) == 3
@@ -102,7 +102,7 @@ def test_each_object_has_batches_of_its_own() -> None:
     assert [call.wait() for call in calls] == [2] * 8
 
 
-def test_callers_of_equal_modes_share_a_batch_which_runs_in_these() -> None:
+def test_calls_in_equal_modes_share_a_batch_that_runs_in_these_modes() -> None:
     adder, given = remote("w1", Adder), torch.ones(2, 2)
     calls = []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_callers_of_equal_modes_share_a_batch_which_runs_in_these() -> None:
     assert [call.wait() for call in calls] == wanted * 2
 
 
-def test_gradients_go_through_a_batch_of_one_context() -> None:
+def test_gradients_flow_through_a_batch() -> None:
     adder = remote("w1", Adder)
     given = [torch.ones(2, requires_grad=True) for _ in range(2)]
     with autograd.context() as context:
@@ -125,12 +125,12 @@ def test_gradients_go_through_a_batch_of_one_context() -> None:
         assert [found[each].tolist() for each in given] == [[3, 3], [3, 3]]
 
 
-def test_a_function_by_its_name() -> None:
+def test_a_batched_function_is_pickled_by_its_name() -> None:
     assert [call.wait() for call in [rpc_async("w2", pair, (i,)) for i in range(2)]] == [2, 2]
     assert pickle.loads(pickle.dumps(pair)) is pair
 
 
-def test_a_class_that_travels_by_its_code() -> None:
+def test_a_batched_method_works_in_a_class_sent_by_value() -> None:
     class Doubler:
         @functions.batch(max_size=2, max_wait=LONG)
         async def double(self, values: list[int]) -> list[int]:
@@ -144,7 +144,7 @@ def test_a_class_that_travels_by_its_code() -> None:
     assert asyncio.run(both()) == [2, 4]
 
 
-def test_an_object_whose_batches_are_in_use_can_be_sent() -> None:
+def test_an_object_with_used_batches_can_be_pickled() -> None:
     adder = Adder()
     assert adder.full is adder.full
     copied = pickle.loads(pickle.dumps(adder))
@@ -153,14 +153,14 @@ def test_an_object_whose_batches_are_in_use_can_be_sent() -> None:
 
 
 @pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError)])
-def test_all_callers_hear_of_an_error(method: str, error: type[Exception]) -> None:
+def test_an_error_of_a_batch_is_raised_for_each_caller(method: str, error: type[Exception]) -> None:
     adder = remote("w1", Adder)
     for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
         with pytest.raises(error, match=r"no such|returned 1 results for a batch of 2"):
             call.wait()
 
 
-def test_a_wrong_call_harms_no_other() -> None:
+def test_a_call_with_wrong_arguments_does_not_disturb_its_batch() -> None:
     adder = remote("w1", Adder)
     good = [adder.rpc_async().full(1) for _ in range(3)]
     with pytest.raises(TypeError, match="missing a required argument"):
@@ -169,13 +169,13 @@ def test_a_wrong_call_harms_no_other() -> None:
     assert [call.wait() for call in good] == [2] * 3
 
 
-def test_runs_outside_of_its_callers_contexts() -> None:
+def test_a_batch_runs_outside_of_its_callers_contexts() -> None:
     adder = remote("w1", Adder)
     with autograd.context(), torch.no_grad():
         assert adder.rpc_async().context(torch.ones(1)).wait() == (False, False)
 
 
-def test_a_batch_that_waited_as_its_loop_ended_holds_up_no_other() -> None:
+def test_a_batch_whose_loop_has_ended_does_not_delay_the_next() -> None:
     adder = Adder()
 
     async def give_up() -> None:
@@ -209,7 +209,7 @@ def test_each_loop_has_batches_of_its_own() -> None:
     assert in_threads(lambda: asyncio.run(one(1)), second) == [2, 4]
 
 
-def test_what_cannot_run_in_batches() -> None:
+def test_functions_that_cannot_run_in_batches_are_refused() -> None:
     with pytest.raises(UsageError, match="async def"):
         functions.batch(2, 1)(lambda values: values)
 
@@ -220,7 +220,7 @@ def test_what_cannot_run_in_batches() -> None:
         functions.batch(2, 1)(named)
 
 
-def test_many_callers_at_once() -> None:
+def test_calls_of_many_threads_share_batches() -> None:
     adder = remote("w1", Adder)
     worker = current.here()
     results: list[int] = []

@@ -1,4 +1,4 @@
-"""What can be called and sent, between agents of this process."""
+"""Tests of calls between agents of this process: functions, nested calls, futures, errors and arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def who() -> str:
 
 
 def relay(path: list[str], function: Callable[..., Any], *args: Any) -> str:
-    """Call on along `path`."""
+    """Call the function at the end of a path of workers."""
     if not path:
         return function(*args)
     return remote_calls.rpc_sync(path[0], relay, (path[1:], function, *args))
@@ -88,14 +88,14 @@ def ask_by_info() -> str:
     return remote_calls.rpc_sync(presence.get_worker_info("w1"), who)
 
 
-def test_by_name_rank_and_worker_info(pair: list[Worker]) -> None:
+def test_workers_are_called_by_name_rank_and_worker_info(pair: list[Worker]) -> None:
     assert pair[0].agent.call("w1", operator.add, (1, 2), None) == 3
     assert pair[0].agent.call(1, operator.add, (1, 2), None) == 3
     assert pair[0].agent.call("w0", ask_by_info, None, None) == "w1"
 
 
 @pytest.mark.parametrize("function", [torch.add, scripted, torch.ops.aten.add])
-def test_torch_functions(pair: list[Worker], function: Callable[..., Any]) -> None:
+def test_functions_of_torch_can_be_called(pair: list[Worker], function: Callable[..., Any]) -> None:
     assert pair[0].agent.call("w1", function, (torch.ones(2), 3), None).tolist() == [4, 4]
 
 
@@ -103,7 +103,7 @@ def test_torch_functions(pair: list[Worker], function: Callable[..., Any]) -> No
     "function", [async_add, Adder.static_async, Adder.class_async, Adder(0).bound_async], ids=alike
 )
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_async_execution(pair: list[Worker], function: Callable[..., Any], to: str) -> None:
+def test_async_execution_of_each_kind_of_function(pair: list[Worker], function: Callable[..., Any], to: str) -> None:
     assert pair[0].agent.call("w1", function, (to, torch.ones(2), 1, 2), None).tolist() == [4, 4]
 
 
@@ -133,12 +133,12 @@ def test_many_nested_calls_in_flight(threads: int) -> None:
 
 
 def fan_out_unseen(to: str, count: int) -> int:
-    """Waits inside of torch, where nobody can see it."""
+    """Wait inside torch, where the scheduler does not notice it."""
     futures: list[torch.futures.Future[int]] = [remote_calls.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
     return sum(torch.futures.wait_all(futures))
 
 
-def test_waits_that_are_not_seen_do_not_use_up_the_slots() -> None:
+def test_waits_inside_torch_do_not_use_up_the_slots() -> None:
     with agents(2, num_worker_threads=1) as (a, _):
         futures = [a.agent.call_async("w1", fan_out_unseen, ("w0", 2), None) for _ in range(3)]
         assert [future.wait() for future in futures] == [2, 2, 2]
@@ -151,7 +151,7 @@ def test_a_connection_that_broke_is_made_again() -> None:
         lost = [a.agent.call_async("w1", wait_gate, None, None) for _ in range(2)]
         assert a.agent.call("w1", echo, (1,), None) == 1
         links.cut(b)
-        for future in lost:  # each with what it was itself, of all that have ended for one reason
+        for future in lost:  # each error tells of its own call, though all have the same cause
             with pytest.raises(errors.PeerLost, match="may or may not have run") as told:
                 future.wait()
             assert re.search(
@@ -163,7 +163,7 @@ def test_a_connection_that_broke_is_made_again() -> None:
         gate.set()
 
 
-def test_futures_are_torchs_own() -> None:
+def test_futures_of_calls_are_futures_of_torch() -> None:
     with agents(2) as (a, _):
         futures: list[torch.futures.Future[Any]] = [
             a.agent.call_async("w1", operator.add, (i, i), None) for i in range(3)
@@ -182,7 +182,7 @@ def test_futures_are_torchs_own() -> None:
             torch.futures.collect_all([failing]).wait()
 
 
-def test_slots_bound_what_runs_at_once() -> None:
+def test_slots_limit_the_functions_that_run_at_once() -> None:
     with agents(2, num_worker_threads=2) as (a, _):
         futures = [a.agent.call_async("w1", crowd, None, None) for _ in range(6)]
         crowd_opened.wait(10)
@@ -213,7 +213,7 @@ def crowd() -> None:
 
 @pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_the_receiver_owns_what_it_got(pair: list[Worker], size: int, to: str) -> None:
+def test_the_receiver_owns_the_tensors_that_it_gets(pair: list[Worker], size: int, to: str) -> None:
     sent = torch.arange(size)
     back = pair[0].agent.call(to, echo, (sent,), None)
     assert torch.equal(back, torch.arange(size))
@@ -227,7 +227,7 @@ def test_the_receiver_owns_what_it_got(pair: list[Worker], size: int, to: str) -
 # Errors
 
 
-def test_remote_error_is_of_the_same_type_and_tells_where(pair: list[Worker]) -> None:
+def test_a_remote_error_has_the_same_type_and_names_the_worker(pair: list[Worker]) -> None:
     with pytest.raises(ValueError, match="boom") as caught:
         pair[0].agent.call("w1", fail, (ValueError, "boom"), None)
     assert type(caught.value) is ValueError
@@ -250,8 +250,8 @@ def wait_gate() -> bool:
     return waiting[0].wait(10)
 
 
-def test_a_stuck_short_function_does_not_hold_up_others() -> None:
-    """A function that was short before, and then waits for a later call of the same connection."""
+def test_a_function_that_is_slow_for_once_does_not_hold_up_others() -> None:
+    """The function was short before, and then waits for a later call of the same connection."""
     with agents(2, num_worker_threads=4) as (a, _):
         turnstile.set()
         for _ in range(20):
@@ -288,7 +288,7 @@ def test_closing_fails_calls_in_flight() -> None:
         gate.set()
 
 
-def test_closed_agent_says_so() -> None:
+def test_a_call_of_a_closed_agent_raises_shut_down() -> None:
     with agents(2) as (a, _):
         a.agent.close()
         with pytest.raises(errors.ShutDown, match="w0"):
@@ -296,7 +296,7 @@ def test_closed_agent_says_so() -> None:
 
 
 class Witness:
-    """Lives as long as the frame that holds it."""
+    """An object that lives as long as the frame that holds it."""
 
 
 def fail_and_wait(wait: Callable[..., Any], seen: list[weakref.ref[Witness]]) -> bool:
@@ -337,7 +337,7 @@ def test_a_closed_agents_error_keeps_no_frames_alive() -> None:
         assert [ref() for ref in seen] == [None] * 3
 
 
-def test_a_callbacks_error_tells_where_it_was_raised(pair: list[Worker]) -> None:
+def test_the_error_of_a_callback_names_the_failing_function(pair: list[Worker]) -> None:
     child = pair[0].agent.call_async("w1", echo, (1,), None).then(lambda done: fail(KeyError, done.wait()))
     with pytest.raises(KeyError) as caught:
         child.wait()
@@ -345,7 +345,7 @@ def test_a_callbacks_error_tells_where_it_was_raised(pair: list[Worker]) -> None
         assert "in fail" in caught.value.__notes__[0]
 
 
-def test_a_future_tells_what_it_waits_for(pair: list[Worker]) -> None:
+def test_the_repr_of_a_future_describes_its_call(pair: list[Worker]) -> None:
     agent = pair[0].agent
     waiting[0] = threading.Event()
     future = agent.call_async("w1", wait_gate, None, None)
@@ -362,7 +362,7 @@ def test_a_future_tells_what_it_waits_for(pair: list[Worker]) -> None:
     assert repr(Future()) == "<Future: not done>"
 
 
-# What cannot be a call is refused before it travels: tests/test_checks.py tries each parameter, tests/limits the texts
+# Invalid calls are refused before they are sent: tests/test_checks.py tests each parameter, tests/limits the texts
 
 
 class Pair(NamedTuple):
@@ -383,7 +383,7 @@ REFUSED = pytest.mark.usefixtures("here", "nothing_travels")
 
 @pytest.fixture
 def nothing_travels(five: list[Worker], request: pytest.FixtureRequest) -> Iterator[None]:
-    """A call that is refused was never begun."""
+    """Check that a call that is refused was never begun."""
     before = five[0].agent.started
     yield
     assert five[0].agent.started - before == ("allowed" in request.node.name)
@@ -392,7 +392,7 @@ def nothing_travels(five: list[Worker], request: pytest.FixtureRequest) -> Itera
 @REFUSED
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("function", [take, annotated, torch.neg])
-def test_it_is_caught_as_the_builtin_type(call: Callable[..., Any], function: Callable[..., Any]) -> None:
+def test_a_refused_call_raises_a_builtin_type_of_error(call: Callable[..., Any], function: Callable[..., Any]) -> None:
     for kind in (TypeError, ValueError, RuntimeError, UsageError):
         with pytest.raises(kind, match=r"args must be a tuple .* write args=\(x,\)"):
             call("w1", function, torch.ones(()))
@@ -407,7 +407,7 @@ def test_any_tuple_or_list_is_allowed(args: Any) -> None:
 
 
 @REFUSED
-def test_arguments_that_cannot_be_sent_are_counted_as_the_program_wrote_them() -> None:
+def test_an_argument_that_cannot_be_sent_is_named_by_its_position() -> None:
     lock = threading.Lock()
     for refused in (
         lambda: rpc_sync("w1", take, (1, [lock])),  # type: ignore[arg-type]

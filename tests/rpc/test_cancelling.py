@@ -1,4 +1,4 @@
-"""Calls that are not wanted any more: what is told, what ends, what goes on."""
+"""Tests of cancelled calls: futures, functions, nested calls, deadlines, references and gradients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.links import callers_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
 
-SOON = 2.0  # seconds; what takes a few milliseconds, on a machine that is busy
+SOON = 2.0  # seconds that a few milliseconds may become on a busy machine
 
 
 class Story:
-    """What happened, in the functions below; all workers are in this process."""
+    """The events of the functions below; all workers are in this process."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -60,11 +60,11 @@ def fresh(five: list[Worker]) -> Iterator[None]:
     wait_until(lambda: all(worker.agent.idle for worker in five))
 
 
-# What is called
+# Functions that are called
 
 
 def hold(name: str = "hold") -> bool:
-    """Until the gate opens; whether it is wanted then."""
+    """Wait until the gate opens; return False if the call is cancelled then."""
     story.tell(f"{name} begins")
     assert story.gate.wait(PATIENCE)
     story.tell(f"{name} ends {rpc.cancelled()}")
@@ -72,14 +72,14 @@ def hold(name: str = "hold") -> bool:
 
 
 def watch(name: str = "watch") -> None:
-    """As long as it is wanted."""
+    """Wait until the call is cancelled."""
     story.tell(f"{name} begins")
     wait_until(rpc.cancelled)
     story.tell(f"{name} sees")
 
 
 async def rest(name: str = "rest") -> None:
-    """Until it is cancelled."""
+    """Wait until the task is cancelled."""
     story.tell(f"{name} begins")
     try:
         await asyncio.Event().wait()
@@ -88,14 +88,14 @@ async def rest(name: str = "rest") -> None:
 
 
 async def stay(name: str = "stay") -> int:
-    """Does not heed it."""
+    """Wait until the task is cancelled, and return all the same."""
     with contextlib.suppress(asyncio.CancelledError):
         await rest(name)
     return 7
 
 
 def by_way_of(path: list[str], function: Callable[..., Any]) -> Any:
-    """Plain functions, each waiting for the next."""
+    """Call a function at the end of a path of plain functions, each of which waits for the next."""
     if not path:
         return rpc_sync("w4", function) if current.agent().name != "w4" else function()
     try:
@@ -120,7 +120,7 @@ def by_future(to: str, function: Callable[..., Any]) -> Any:
 
 @functions.async_execution
 def by_callback(to: str) -> Any:
-    """Makes another call once the first has ended."""
+    """Make another call once the first has ended."""
 
     def again(done: Any) -> Any:
         try:
@@ -138,7 +138,7 @@ def by_callback(to: str) -> Any:
 @pytest.mark.parametrize(
     ("function", "event"), [(hold, ""), (watch, "watch sees"), (rest, "rest is cancelled"), (stay, "stay is cancelled")]
 )
-def test_the_future_ends_at_once_and_the_function_sees_it(function: Callable[..., Any], event: str) -> None:
+def test_a_cancelled_future_ends_at_once_and_its_function_notices(function: Callable[..., Any], event: str) -> None:
     future = rpc_async("w1", function)
     story.wait_for(f"{function.__name__} begins")
     assert future.cancel()
@@ -161,7 +161,7 @@ def test_a_call_that_is_done_cannot_be_cancelled() -> None:
     assert not rpc.Future().cancel()  # which stands for no call
 
 
-def test_who_waits_is_woken() -> None:
+def test_cancelling_wakes_a_thread_that_waits() -> None:
     for _ in range(5):
         future = rpc_async("w1", hold)
         story.wait_for("hold begins")
@@ -174,7 +174,7 @@ def test_who_waits_is_woken() -> None:
         timer.join()
 
 
-def test_a_callback_may_cancel() -> None:
+def test_a_callback_may_cancel_another_call() -> None:
     first, second = rpc_async("w1", hold), rpc_async("w2", rest)
     story.wait_for("hold begins")
     story.wait_for("rest begins")
@@ -185,7 +185,7 @@ def test_a_callback_may_cancel() -> None:
     story.wait_for("rest is cancelled", SOON)
 
 
-def test_what_then_gave_ends_its_cause() -> None:
+def test_cancelling_a_future_of_then_cancels_the_call() -> None:
     future = rpc_async("w1", rest)
     child = future.then(lambda done: done.value()).then(lambda done: done.value())
     story.wait_for("rest begins")
@@ -197,7 +197,7 @@ def test_what_then_gave_ends_its_cause() -> None:
     story.wait_for("rest is cancelled", SOON)
 
 
-# Other ends
+# Timeouts and interrupts
 
 
 @pytest.mark.parametrize("function", [watch, rest])
@@ -210,7 +210,7 @@ def test_what_then_gave_ends_its_cause() -> None:
     ],
     ids=["sync", "async", "remote"],
 )
-def test_the_callee_hears_of_a_timeout(call: Callable[..., Any], function: Callable[..., Any]) -> None:
+def test_a_timeout_cancels_the_called_function(call: Callable[..., Any], function: Callable[..., Any]) -> None:
     with pytest.raises(CallTimeout):
         call(function)
     story.wait_for("watch sees" if function is watch else "rest is cancelled", SOON)
@@ -232,7 +232,7 @@ class Watched:
     ],
     ids=["call", "group", "waits for workers", "gather", "references"],
 )
-def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupt_cancels_the_called_functions(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     def interrupt() -> None:
         story.wait_for("watch begins")
         os.kill(os.getpid(), signal.SIGINT)
@@ -247,8 +247,8 @@ def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any], caplog: pytes
     assert "was never retrieved" not in caplog.text
 
 
-def test_it_reaches_the_callee_soon() -> None:
-    """10 ms are promised: of several the median, with room for a machine that is busy."""
+def test_a_cancellation_reaches_the_callee_soon() -> None:
+    """The documented time is 10 ms; the median of several may be 50 ms, for busy machines."""
     took = []
     for _ in range(9):
         story.events.clear()
@@ -261,7 +261,7 @@ def test_it_reaches_the_callee_soon() -> None:
     assert sorted(took)[4] < 0.05, took
 
 
-# What waits for its turn
+# Calls that wait for a slot or a turn
 
 
 @functions.must_finish
@@ -269,13 +269,13 @@ def keep(name: str) -> bool:
     return hold(name)
 
 
-def test_what_waits_for_a_slot_never_begins_unless_it_must_finish() -> None:
+def test_a_cancelled_call_in_the_queue_begins_only_if_it_must_finish() -> None:
     with agents(2, num_worker_threads=1) as (a, b):
         running = a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
         futures = [a.agent.call_async("w1", function, (function.__name__,), None) for function in (hold, keep)]
         last = a.agent.call_async("w1", hold, ("last",), None)
-        wait_until(lambda: len(calls_of(b)) == 4)  # else the others would not even be sent
+        wait_until(lambda: len(calls_of(b)) == 4)  # else the cancelled calls would never be sent
         for future in futures:
             future.cancel()
         wait_until(lambda: len(unwanted(b)) == 2)
@@ -301,7 +301,7 @@ class Actor:
         return hold(name)
 
 
-def test_a_turn_of_an_actor_goes_to_the_next(five: list[Worker]) -> None:
+def test_the_turn_of_a_cancelled_call_goes_to_the_next_call(five: list[Worker]) -> None:
     reference: RRef[Actor] = remote("w1", Actor)
     resting = reference.rpc_async().rest()
     story.wait_for("rest begins")
@@ -318,10 +318,10 @@ def test_a_turn_of_an_actor_goes_to_the_next(five: list[Worker]) -> None:
     assert "second begins" not in story.events
 
 
-# What was called meanwhile
+# Nested calls
 
 
-def test_callbacks_of_a_call_that_is_cancelled_begin_nothing() -> None:
+def test_callbacks_of_a_cancelled_call_begin_no_calls() -> None:
     future = rpc_async("w1", by_callback, ("w2",))
     story.wait_for("hold begins")
     future.cancel()
@@ -367,7 +367,7 @@ def test_nested_calls_are_cancelled(
 
 
 def goes_on(to: str) -> None:
-    """Sees that it is cancelled, and begins something all the same."""
+    """Wait until the call is cancelled, and make calls all the same."""
     watch("first")
     for call in (rpc_sync, rpc_async, remote):
         try:
@@ -402,7 +402,7 @@ async def finish_in_the_middle(to: str) -> None:
     await rest("then")
 
 
-def test_new_calls_fail_at_once() -> None:
+def test_new_calls_of_a_cancelled_function_fail_at_once() -> None:
     future = rpc_async("w1", goes_on, ("w2",))
     story.wait_for("first begins")
     future.cancel()
@@ -414,11 +414,11 @@ def test_new_calls_fail_at_once() -> None:
     assert "second begins" not in story.events
 
 
-# What must finish
+# Functions that must finish
 
 
 @pytest.mark.parametrize("function", [finish, finish_later])
-def test_what_must_finish_goes_on_with_what_it_calls(function: Callable[..., Any], five: list[Worker]) -> None:
+def test_a_must_finish_function_goes_on_with_its_nested_calls(function: Callable[..., Any], five: list[Worker]) -> None:
     future = rpc_async("w1", function, ("w2",))
     story.wait_for("finish begins")
     assert future.cancel()
@@ -428,7 +428,7 @@ def test_what_must_finish_goes_on_with_what_it_calls(function: Callable[..., Any
     assert "finish is cancelled" not in story.events
 
 
-def test_only_what_must_finish_does(five: list[Worker]) -> None:
+def test_a_coroutine_is_cancelled_after_the_part_that_must_finish(five: list[Worker]) -> None:
     future = rpc_async("w1", finish_in_the_middle, ("w2",))
     story.wait_for("finish begins")
     future.cancel()
@@ -443,7 +443,7 @@ def test_only_what_must_finish_does(five: list[Worker]) -> None:
 
 
 def begin_to_watch(path: str) -> None:
-    """In processes: what happens is written to a file."""
+    """Begin calls between processes, which write their events to a file."""
     for function in (watch_a_file, rest_on_a_file, keep_a_file, watch_a_file):
         rpc_async("worker1", function, (path,))
 
@@ -480,7 +480,7 @@ def _has(path: pathlib.Path, wanted: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("way", ["killed", "leaves"])
-def test_who_goes_cancels_what_it_asked_for(way: str, tmp_path: pathlib.Path) -> None:
+def test_the_end_of_a_caller_cancels_its_calls(way: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "events"
     with group(2) as made:
         made[0].run(begin_to_watch, str(path))
@@ -492,7 +492,7 @@ def test_who_goes_cancels_what_it_asked_for(way: str, tmp_path: pathlib.Path) ->
         wait_until(lambda: _has(path, ["watch sees", "rest ends", "watch sees", "keep ends False"]))
 
 
-def test_a_connection_that_broke_cancels_what_came_over_it() -> None:
+def test_a_broken_connection_cancels_the_calls_that_came_over_it() -> None:
     with agents(2) as (a, b):
         future = a.agent.call_async("w1", rest, (), None)
         story.wait_for("rest begins")
@@ -504,7 +504,7 @@ def test_a_connection_that_broke_cancels_what_came_over_it() -> None:
         wait_until(lambda: b.agent.idle)
 
 
-def test_values_that_others_may_refer_to_are_made_though_their_maker_has_gone() -> None:
+def test_a_shared_value_is_made_though_its_creator_has_left() -> None:
     with agents(3, num_worker_threads=1) as (a, b, c):
         a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
@@ -529,12 +529,12 @@ def keep_reference(reference: RRef[Any]) -> None:
 
 
 def calls_of(worker: Worker) -> list[Any]:
-    """What a worker runs or has to run."""
+    """Return the calls that a worker runs or has queued."""
     return [call for caller in callers_of(worker) for call in [*caller.calls.values()]]
 
 
 def unwanted(worker: Worker) -> list[Any]:
-    """Those of them of which it was told that they are cancelled."""
+    """Return those of a worker's calls that it knows to be cancelled."""
     return [call for call in calls_of(worker) if call.cancelled]
 
 
@@ -553,7 +553,7 @@ def test_the_creation_of_a_value_can_be_cancelled() -> None:
     assert not reference.future().cancel()
 
 
-def test_to_drop_a_reference_does_not_cancel_its_creation() -> None:
+def test_dropping_a_reference_does_not_cancel_its_creation() -> None:
     reference = remote("w1", hold)
     story.wait_for("hold begins")
     del reference
@@ -566,7 +566,7 @@ def give_back(reference: RRef[Any], _: torch.Tensor) -> list[RRef[Any]]:
     return [reference, RRef(torch.ones(3))]
 
 
-def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[Worker]) -> None:
+def test_references_in_a_cancelled_call_are_freed(five: list[Worker]) -> None:
     def counts() -> list[int]:
         return [count for worker in five[:3] for count in worker.references.counts().values()]
 
@@ -587,11 +587,11 @@ def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[
     wait_until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
 
 
-# Time
+# Deadlines
 
 
 def chain(path: list[str], limit: float) -> tuple[float | None, Any]:
-    """The time that is left where a path of calls ends."""
+    """Return the time that is left at the end of a path of calls, and the worker there."""
     if path:
         return rpc_sync(path[0], chain, (path[1:], limit), timeout=limit)
     return rpc.time_left(), current.agent().name
@@ -623,13 +623,13 @@ def late(to: str) -> None:
 
 @pytest.fixture(scope="module")
 def timed() -> Iterator[list[Worker]]:
-    """Only the first passes its deadlines."""
+    """Start three agents, of which only the first passes its deadlines."""
     with agents(3, of_rank=lambda rank: {"pass_deadlines": rank == 0}) as made:
         yield made
 
 
 @pytest.mark.parametrize("function", [chain, chain_of_coroutines])
-def test_nested_calls_have_what_is_left(function: Callable[..., Any], timed: list[Worker]) -> None:
+def test_nested_calls_have_the_time_that_is_left(function: Callable[..., Any], timed: list[Worker]) -> None:
     current.enter(timed[0])
     path = ["w2", "w1", "w2"]
     left, _ = rpc_sync("w1", function, (path, 0), timeout=5)
@@ -637,15 +637,15 @@ def test_nested_calls_have_what_is_left(function: Callable[..., Any], timed: lis
     left, _ = rpc_sync("w1", function, (path, 100), timeout=5)
     assert 0 < left < 5
     left, _ = rpc_sync("w1", function, (path, 2), timeout=5)
-    assert 0 < left < 5  # what is told is the smallest that a worker with the option knows of
+    assert 0 < left < 5  # the smallest limit that a worker with the option knows of
     assert rpc_sync("w1", function, ([], 0), timeout=0) == (None, "w1")
     assert rpc_sync("w1", left_of_what_must_finish, timeout=5) is None
     assert rpc.time_left() is None
-    current.enter(timed[1])  # which has not asked for it
+    current.enter(timed[1])  # which does not pass its deadlines
     assert rpc_sync("w2", function, ([], 0), timeout=5) == (None, "w2")
 
 
-def test_an_error_says_whose_limit_it_was(timed: list[Worker]) -> None:
+def test_an_error_names_the_call_whose_limit_it_was(timed: list[Worker]) -> None:
     current.enter(timed[0])
     future = rpc_async("w1", hold_elsewhere, ("w2",), timeout=0.3)
     with pytest.raises(CallTimeout):
@@ -684,7 +684,7 @@ def scaled(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["runs", "queued"])
-def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
+def test_a_backward_pass_leaves_out_cancelled_calls(begins: bool) -> None:
     with agents_here(3, num_worker_threads=1) as (_, b, _):
         if not begins:
             blocker = rpc_async("w1", hold, ("blocker",))
@@ -709,7 +709,7 @@ def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
         assert ("scaled begins" in story.events) == begins
 
 
-def test_a_backward_pass_leaves_out_what_never_left() -> None:
+def test_a_backward_pass_leaves_out_calls_that_were_never_sent() -> None:
     with agents_here(2), autograd.context() as context:
         x = torch.ones(3, requires_grad=True)
         futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
@@ -721,7 +721,7 @@ def test_a_backward_pass_leaves_out_what_never_left() -> None:
 
 
 class Model:
-    """Acts on many states at once."""
+    """A model that acts on several states at once."""
 
     @functions.batch(max_size=2, max_wait=0.2)
     async def act(self, states: list[int]) -> list[int]:
@@ -729,7 +729,7 @@ class Model:
         return [-state for state in states]
 
 
-def test_a_batch_goes_on_without_what_was_cancelled(five: list[Worker]) -> None:
+def test_a_batch_runs_without_a_cancelled_call(five: list[Worker]) -> None:
     model: RRef[Model] = remote("w1", Model)
     alone = model.rpc_async().act(1)
     wait_until(lambda: calls_of(five[1]))
@@ -765,7 +765,7 @@ async def call_later(name: str) -> None:
 tasks: list[asyncio.Task[None]] = []
 
 
-def test_what_a_cancelled_call_left_behind_is_bound_to_it() -> None:
+def test_calls_of_a_task_that_a_cancelled_call_left_are_refused() -> None:
     for name, finishes in (("free", True), ("bound", False)):
         future = rpc_async("w1", leaves_a_task, (name, finishes))
         story.wait_for(f"{name} begins")

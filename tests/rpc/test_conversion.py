@@ -1,4 +1,4 @@
-"""Values and references where the callee's annotations ask for the other, and how many messages each case takes."""
+"""Tests of the conversion of values and references by the callee's annotations, with the number of messages."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class Model:
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[list[Worker]]:
-    """Three agents in this process; this thread speaks for the first."""
+    """Start three agents in this process; the first is current in this thread."""
     with agents_here(3) as made:
         yield made
 
 
 @pytest.fixture
 def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What crosses connections: the kinds of frames, and of letters."""
+    """Count the frames and letters that are sent, by their kinds."""
     for worker in trio:
         worker.references.flush()
     counts: Counter[str] = Counter()
@@ -101,7 +101,7 @@ def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
-    """The counts, once no letter is on its way any more."""
+    """Wait until no letter is pending; return the counts, and reset them."""
     wait_until(lambda: not any(worker.references.counts()["pending_letters"] for worker in trio))
     counts = dict(sent)
     sent.clear()
@@ -109,7 +109,7 @@ def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
 
 
 def on(owner: str) -> rpc.RRef[torch.Tensor]:
-    """A reference to a tensor on that worker, known there."""
+    """Return a reference to a tensor on that worker, which knows of it."""
     if owner == "w0":
         return rpc.RRef(torch.ones(2))
     ref = rpc.remote(owner, torch.ones, (2,))
@@ -117,18 +117,18 @@ def on(owner: str) -> rpc.RRef[torch.Tensor]:
     return ref
 
 
-def test_value_to_value(trio: list[Worker], sent: Counter[str]) -> None:
+def test_a_value_for_a_value_takes_one_call(trio: list[Worker], sent: Counter[str]) -> None:
     assert rpc.rpc_sync("w1", plain, (torch.ones(2),)) == "Tensor"
     assert settled(trio, sent) == {"call": 1, "result": 1}
 
 
-def test_value_to_reference(trio: list[Worker], sent: Counter[str]) -> None:
+def test_a_value_becomes_a_reference(trio: list[Worker], sent: Counter[str]) -> None:
     assert rpc.rpc_sync("w1", wanted, [torch.ones(2)]) == "RRef"
     assert settled(trio, sent) == {"call": 1, "result": 1, "dropped": 1}
 
 
 @pytest.mark.parametrize(("owner", "calls"), [("w0", 1), ("w1", 1), ("w2", 2)])
-def test_reference_to_value(trio: list[Worker], sent: Counter[str], owner: str, calls: int) -> None:
+def test_a_reference_becomes_its_value(trio: list[Worker], sent: Counter[str], owner: str, calls: int) -> None:
     ref = on(owner)
     settled(trio, sent)
     assert rpc.rpc_sync("w1", plain, (ref,)) == "Tensor"
@@ -143,7 +143,7 @@ def test_reference_to_value(trio: list[Worker], sent: Counter[str], owner: str, 
         ("w2", {"confirm": 1, "confirmed": 1, "settled": 1, "dropped": 1}),
     ],
 )
-def test_reference_to_reference(trio: list[Worker], sent: Counter[str], owner: str, letters: dict[str, int]) -> None:
+def test_a_reference_is_passed_on(trio: list[Worker], sent: Counter[str], owner: str, letters: dict[str, int]) -> None:
     ref = on(owner)
     settled(trio, sent)
     assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
@@ -151,11 +151,11 @@ def test_reference_to_reference(trio: list[Worker], sent: Counter[str], owner: s
 
 
 @pytest.mark.parametrize("function", [bare, wanted])
-def test_any_form_of_reference(trio: list[Worker], function: Callable[..., str]) -> None:
+def test_any_annotation_of_a_reference_converts_a_value(trio: list[Worker], function: Callable[..., str]) -> None:
     assert rpc.rpc_sync("w1", function, (torch.ones(2),)) == "RRef"
 
 
-def test_without_a_clear_wish_nothing_is_converted(trio: list[Worker]) -> None:
+def test_without_a_clear_annotation_nothing_is_converted(trio: list[Worker]) -> None:
     ref, tensor = on("w1"), torch.ones(2)
     assert rpc.rpc_sync("w1", free, (ref,)) == "RRef"
     assert rpc.rpc_sync("w1", free, (tensor,)) == "Tensor"
@@ -190,12 +190,12 @@ def test_all_ways_to_call(trio: list[Worker], owner: str) -> None:
     assert rpc.rpc_sync("w0", plain, (ref,)) == "Tensor"
 
 
-def test_a_borrowed_reference_may_be_dropped_at_once(trio: list[Worker]) -> None:
+def test_a_reference_may_be_dropped_while_its_call_runs(trio: list[Worker]) -> None:
     futures = [rpc.rpc_async("w1", plain, (rpc.remote("w2", torch.ones, (2,)),)) for _ in range(20)]
     assert [future.wait() for future in futures] == ["Tensor"] * 20
 
 
-def test_the_error_of_a_value_is_the_calls(trio: list[Worker]) -> None:
+def test_a_call_raises_the_error_of_a_value_that_failed(trio: list[Worker]) -> None:
     failed: Any = rpc.remote("w2", torch.ones, ["x"])
     with pytest.raises(TypeError):
         rpc.rpc_sync("w1", plain, (failed,))

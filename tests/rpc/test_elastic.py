@@ -1,4 +1,4 @@
-"""Elastic groups of real processes: kills, stops, stores and directories that go, servers, and torchrun."""
+"""Tests of elastic groups of processes: kills, stops, lost stores and directories, servers, and torchrun."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def join(place: str, name: str, least: int = 1, most: int | None = None, rank: i
 
 STATE = {"step": 0, "total": 0, "over": 0}
 FOLDER = pathlib.Path()
-ENDS: dict[int, int] = {}  # by step: whether the program is over behind that
+ENDS: dict[int, int] = {}  # by step: 1 if the program ends after it
 
 
 def state_here() -> dict[str, int]:
@@ -60,12 +60,12 @@ def state_here() -> dict[str, int]:
 
 
 def part(step: int) -> tuple[int, int]:
-    """A worker's part in a step, and whether that is the last: all ask the one of rank 0."""
+    """Return a worker's part in a step, and 1 if the step is the last one, which rank 0 decides for all."""
     return step * step, ENDS.setdefault(step, int((FOLDER / "done").exists()))
 
 
 def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, **own: Any) -> tuple[Any, ...]:
-    """Make steps with whoever is there until `done` lies in the folder; the last state, and the generations."""
+    """Make steps until the folder has a file `done`; return the last state and the generations."""
     global STATE, FOLDER
     STATE, FOLDER = {"step": 0, "total": 0, "over": 0}, pathlib.Path(folder)
     try:
@@ -93,7 +93,7 @@ def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, **o
             _tell(name, STATE["step"], now.size)
         except errors.PeerError:
             number = 0
-        except errors.GroupEnded:  # the others had heard of the end, and left before this worker made its last step
+        except errors.GroupEnded:  # the others knew of the end, and left before this worker made its last step
             return STATE, seen
     rpc.shutdown()
     return STATE, seen
@@ -109,14 +109,14 @@ def is_right(state: dict[str, int]) -> bool:
 
 
 def told(folder: pathlib.Path, name: str) -> tuple[int, int]:
-    """How far a worker is, and in what company."""
+    """Return the step of a worker, and the size of its generation."""
     path = folder / name
     step, size = path.read_text().split() if path.exists() else (0, 0)
     return int(step), int(size)
 
 
 def wait_for_steps(folder: pathlib.Path, name: str, count: int, size: int = 0) -> None:
-    """Until it has made so many more, in a generation of that size."""
+    """Wait until a worker has made so many more steps, and its generation has that size."""
     first = told(folder, name)[0]
     wait_until(lambda: told(folder, name)[0] >= first + count and size in (0, told(folder, name)[1]))
 
@@ -126,7 +126,7 @@ def end(folder: pathlib.Path, made: list[Process]) -> list[Any]:
     return [process.end() for process in made]
 
 
-def test_all_go_on_step_by_step_in_one_generation(place: str, tmp_path: pathlib.Path) -> None:
+def test_workers_make_steps_in_one_generation(place: str, tmp_path: pathlib.Path) -> None:
     with processes(3) as made:
         for number, process in enumerate(made):
             process.begin(train, place, f"w{number}", str(tmp_path), 2, 3)
@@ -136,7 +136,7 @@ def test_all_go_on_step_by_step_in_one_generation(place: str, tmp_path: pathlib.
     assert sorted(seen for _, seen in found) == [[(1, rank, 3)] for rank in range(3)]
 
 
-def test_who_died_is_dropped_and_comes_back(place: str, tmp_path: pathlib.Path) -> None:
+def test_a_dead_worker_is_dropped_and_may_come_back(place: str, tmp_path: pathlib.Path) -> None:
     with processes(4) as made:
         for number, process in enumerate(made[:3]):
             process.begin(train, place, f"w{number}", str(tmp_path), 2, 3)
@@ -153,7 +153,7 @@ def test_who_died_is_dropped_and_comes_back(place: str, tmp_path: pathlib.Path) 
 
 
 @pytest.mark.nightly
-def test_spares_wait_for_room_and_hear_of_the_end(tcp: str, tmp_path: pathlib.Path) -> None:
+def test_spare_workers_wait_for_a_place_or_for_the_end(tcp: str, tmp_path: pathlib.Path) -> None:
     with processes(4) as made:
         for number, process in enumerate(made):
             process.begin(train, tcp, f"w{number}", str(tmp_path), 2, 2)
@@ -163,7 +163,7 @@ def test_spares_wait_for_room_and_hear_of_the_end(tcp: str, tmp_path: pathlib.Pa
         others = [number for number in range(4) if number != first]
         wait_until(lambda: sum(told(tmp_path, f"w{number}")[0] > 10 for number in others) == 2)
         found = end(tmp_path, [made[number] for number in others])
-    assert sorted(len(seen) for _, seen in found) == [0, 1, 2]  # one waited in vain, one came in, one was there
+    assert sorted(len(seen) for _, seen in found) == [0, 1, 2]  # one never joined, one joined later, one was there
     assert all(is_right(state) for state, seen in found if seen)
 
 
@@ -179,7 +179,7 @@ def crash(place: str, least: int) -> str:
                 return str(error)
 
 
-def test_below_the_least_they_are_told(tcp: str) -> None:
+def test_too_few_workers_raise_group_incomplete(tcp: str) -> None:
     with processes(2) as made:
         made[0].begin(crash, tcp, 2)
         made[1].begin(join, tcp, "victim", 2)
@@ -191,7 +191,7 @@ def test_below_the_least_they_are_told(tcp: str) -> None:
 
 
 def values_end(place: str, name: str, folder: str) -> dict[str, str]:
-    """What becomes of a reference, a context, a call and a future of an old generation."""
+    """Return the errors of references, a context, a call and a future of an old generation."""
     join(place, name, 2, 3)
     other = next(worker for worker in rpc.workers() if worker.name != name)
     theirs = rpc.remote(other, torch.ones, (2,))
@@ -226,7 +226,7 @@ def just_join(place: str, name: str) -> Any:
     return now
 
 
-def test_what_belongs_to_an_old_generation_ends_with_named_errors(tcp: str, tmp_path: pathlib.Path) -> None:
+def test_objects_of_an_old_generation_raise_specific_errors(tcp: str, tmp_path: pathlib.Path) -> None:
     with processes(3) as made:
         for number, process in enumerate(made[:2]):
             process.begin(values_end, tcp, f"w{number}", str(tmp_path))
@@ -255,7 +255,7 @@ def serve(place: str, name: str, least: int = 2) -> str:
 
 
 def drive(place: str, name: str, steps: int, victims: list[int], size: int) -> list[int]:
-    """Calls all others in each step; sizes of the generations. Kills some of them, by their process ids."""
+    """Call all others in each step, and kill the victims by their process ids; return the sizes of the generations."""
     join(place, name, 2)
     sizes: list[int] = []
     for _ in range(steps):
@@ -275,7 +275,7 @@ def drive(place: str, name: str, steps: int, victims: list[int], size: int) -> l
     return sizes
 
 
-def test_those_who_serve_go_along(tcp: str) -> None:
+def test_servers_go_along_to_the_next_generation(tcp: str) -> None:
     with processes(4) as made:
         for number, process in enumerate(made[1:]):
             process.begin(serve, tcp, f"server{number}")
@@ -287,7 +287,7 @@ def test_those_who_serve_go_along(tcp: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_driver_that_died_comes_back_to_those_who_serve(tcp: str) -> None:
+def test_a_driver_that_died_comes_back_to_its_servers(tcp: str) -> None:
     with processes(4) as made:
         for number, process in enumerate(made[1:3]):
             process.begin(serve, tcp, f"server{number}")
@@ -311,7 +311,7 @@ def straggle(place: str, name: str, sleeps: float) -> list[tuple[int, int]]:
 
 
 @pytest.mark.nightly
-def test_who_does_not_come_is_left_out_and_comes_back(tcp: str) -> None:
+def test_a_worker_that_is_late_is_left_out_and_comes_back(tcp: str) -> None:
     with processes(2) as made:
         made[0].begin(straggle, tcp, "quick", 0.0)
         made[1].begin(straggle, tcp, "slow", 3.0)
@@ -326,7 +326,7 @@ def leave_early(place: str, name: str, steps: int, graceful: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("graceful", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_one_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
+def test_a_worker_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
     with processes(3) as made:
         for number, process in enumerate(made):
             process.begin(leave_early, tcp, f"w{number}", 5 if number == 2 else 10, graceful or number < 2)
@@ -348,7 +348,7 @@ def refused(place: str) -> list[tuple[type[Exception] | None, str]]:
     return found
 
 
-def test_what_cannot_be_is_refused(tcp: str) -> None:
+def test_wrong_sizes_and_groups_of_fixed_size_are_refused(tcp: str) -> None:
     with processes(1) as made:
         for kind, said in made[0].run(refused, tcp):
             assert kind is not None
@@ -366,7 +366,7 @@ def in_vain(place: str) -> tuple[str, str]:
     return str(alone.value), str(called.value)
 
 
-def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(tcp: str) -> None:
+def test_waits_that_could_never_end_raise(tcp: str) -> None:
     with processes(1) as made:
         alone, called = made[0].run(in_vain, tcp)
     assert alone.endswith("not 2: w; a new worker joins at the next rpc.rendezvous_again()")
@@ -409,7 +409,7 @@ def end_of_waiting() -> Any:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
-def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> None:
+def test_the_time_that_a_leader_was_stopped_does_not_count_as_a_wait(tcp: str) -> None:
     with processes(2) as made:
         for process, name in zip(made, "ab", strict=True):
             process.begin(join, tcp, name, 2, 2)
@@ -427,8 +427,8 @@ def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> N
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
-def test_kills_at_random_moments(place: str, tmp_path: pathlib.Path, kills: int) -> None:
-    """Any worker is killed and started again; the state in the end is as if nobody had been."""
+def test_the_state_is_right_after_kills_at_random_moments(place: str, tmp_path: pathlib.Path, kills: int) -> None:
+    """Workers are killed and started again; the state in the end is the same as without kills."""
     seed = int(os.environ.get("TELEGRAD_SEED", random.randrange(1 << 30)))
     print(f"SEED={seed}")
     chance = random.Random(seed)
@@ -489,7 +489,7 @@ def torchrun(script: pathlib.Path, *arguments: str, nodes: str, port: int) -> su
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one"]
     command += ["--rdzv-conf=last_call_timeout=2,join_timeout=60", "--monitor-interval=0.2"]
-    # Else the agents of torch 2.13 do not tell a node that comes later where the first one serves the store.
+    # Otherwise, the agents of torch 2.13 do not tell a later node the address of the store on the first node.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(nodes != "1"))}
     return subprocess.Popen(
         [*command, str(script), *arguments],
@@ -502,7 +502,7 @@ def torchrun(script: pathlib.Path, *arguments: str, nodes: str, port: int) -> su
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_torchrun_restarts_all_and_they_meet_again(tmp_path: pathlib.Path) -> None:
+def test_workers_that_torchrun_restarts_form_a_group_again(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)
     process = torchrun(script, str(tmp_path), "2", "crash", nodes="1", port=free_port())
@@ -526,14 +526,14 @@ def test_another_node_joins_under_torchrun(tmp_path: pathlib.Path) -> None:
     assert sizes == {"2", "4"}
 
 
-# A worker that is stopped for longer than `silence`, and goes on
+# A worker that is stopped for longer than `silence`, and resumes
 
 
 SILENCE = 1.0
 
 
 def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[Any, ...]:
-    """Make steps in a group that waits for other workers for far longer than this test does."""
+    """Make steps in a group that waits for other workers for far longer than the test does."""
     times = {"rpc_timeout": 10 * PATIENCE, "silence": SILENCE, "heartbeat": SILENCE}
     return train(place, name, folder, least, 3, rank=int(name.removeprefix("w")), **times)
 
@@ -543,7 +543,7 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[
 def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
     tcp: str, tmp_path: pathlib.Path, rank: int, least: int
 ) -> None:
-    """Where they are too few without it they wait in the directory, and it must come there by itself."""
+    """If the others are too few, they wait in the directory until the stopped worker joins them by itself."""
     names = [f"w{number}" for number in range(3)]
     others = [name for name in names if name != names[rank]]
     with processes(3) as made:
@@ -566,7 +566,7 @@ def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
 
 
 def kill_directory() -> None:
-    """Kill the process of the directory, where this worker keeps it."""
+    """Kill the process of the directory, if this worker keeps it."""
     for each in holders:
         keeping = each.found.keeping if each.found is not None else None
         if keeping is not None and keeping._keeper is not None:
@@ -580,7 +580,7 @@ holders: list[DirectoryLease] = []  # of this process
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> dict[str, int]:
     """Make steps as `train` does; return the last state.
 
-    `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
+    `fatal`: this worker dies as soon as it has decided that generation. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
     hold, swap = DirectoryLease.hold, EmbeddedDirectory.swap
@@ -608,13 +608,13 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
 
 
 def kill_often() -> None:
-    for _ in range(3):  # and not without an end: on a busy host, it takes as long to start the process again
+    for _ in range(3):  # a limited number: on a busy host, the process takes as long to start again
         pause(random.uniform(0.3, 1.5))
         kill_directory()
 
 
 def records(folder: pathlib.Path) -> Iterator[tuple[int, int, list[str]]]:
-    """Return what all workers have written down: numbers, sizes and the members that were there."""
+    """Yield the records of all workers: numbers, sizes and members of generations."""
     for path in folder.glob("log *"):
         for line in path.read_text().splitlines():
             yield json.loads(line)
@@ -626,7 +626,7 @@ def wait_for_generation(folder: pathlib.Path, number: int, size: int) -> None:
 
 
 def check(folder: pathlib.Path) -> None:
-    """Check that there was one generation of each number: all that were in it have seen the same members."""
+    """Check that there was one generation of each number: all its members have seen the same members."""
     seen: dict[int, set[str]] = {}
     for number, size, lives in records(folder):
         known = seen.setdefault(number, set(lives))
@@ -641,8 +641,8 @@ def end_and_check(folder: pathlib.Path, made: list[Process]) -> None:
 
 
 @pytest.mark.parametrize("kills", ["", "with"])
-def test_one_that_keeps_all_dies_as_it_has_formed_a_generation(place: str, tmp_path: pathlib.Path, kills: str) -> None:
-    """It came first, so it serves the store, keeps the directory and decides; those who are left form the next one."""
+def test_the_first_worker_dies_once_it_has_formed_a_generation(place: str, tmp_path: pathlib.Path, kills: str) -> None:
+    """The first worker serves the store, keeps the directory and decides; the others form the next generation."""
     with processes(4) as made:
         made[0].begin(work, place, "w0", str(tmp_path), 1, kills)
         wait_until((tmp_path / "come w0").exists)
@@ -657,7 +657,7 @@ def test_one_that_keeps_all_dies_as_it_has_formed_a_generation(place: str, tmp_p
 
 
 @pytest.mark.parametrize("kills", ["", "with"])
-def test_one_that_keeps_all_dies_as_it_has_formed_a_later_generation(
+def test_the_first_worker_dies_once_it_has_formed_a_later_generation(
     place: str, tmp_path: pathlib.Path, kills: str
 ) -> None:
     with processes(4) as made:

@@ -1,4 +1,4 @@
-"""How a group ends: who may say so, who is waited for, and what is said of those who do not take part."""
+"""Tests of the end of a group: `shutdown` in remote calls, required workers, and log lines of long waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _said: list[str] = []
 
 
 def listen() -> None:
-    """From now on: what is logged and would be seen."""
+    """Record the warnings and errors of the log from now on."""
     _said[:] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: _said.append(record.getMessage())
@@ -42,7 +42,7 @@ def said() -> list[str]:
     return list(_said)
 
 
-# Called by a remote call
+# Functions that end a group, in remote calls
 
 
 def shut_down() -> None:
@@ -80,10 +80,10 @@ def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function:
     assert kind is errors.UsageError
     assert "'worker1'" in text
     assert "at the end of the main program" in text
-    assert workers[0].run(lambda: rpc.rpc_sync("worker1", int)) == 0  # it is in the group still
+    assert workers[0].run(lambda: rpc.rpc_sync("worker1", int)) == 0  # it is still in the group
 
 
-def test_a_remote_call_may_have_a_worker_leave_at_once() -> None:
+def test_a_remote_call_may_shut_a_worker_down_at_once() -> None:
     def call() -> Outcome:
         return error_of(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
 
@@ -93,18 +93,18 @@ def test_a_remote_call_may_have_a_worker_leave_at_once() -> None:
         made[0].run(rpc.shutdown)
 
 
-# Who must take part
+# Required workers
 
 
 @pytest.mark.parametrize("require", [True, ["worker0"], [0]], ids=str)
-def test_a_required_worker_that_died_is_an_error_in_the_end(require: bool | list[str] | list[int]) -> None:
+def test_the_death_of_a_required_worker_is_an_error_of_shutdown(require: bool | list[str] | list[int]) -> None:
     with group(3) as made:
         for process in made[1:]:
             process.run(listen)
             process.begin(error_of, rpc.shutdown)
         made[0].kill()
         found = [process.end() for process in made[1:]]
-        assert found == [(None, "")] * 2  # nobody required it
+        assert found == [(None, "")] * 2  # no worker required it
     with group(3) as made:
         for process in made[1:]:
             process.run(listen)
@@ -132,7 +132,7 @@ def leaves_with(require: bool | list[str] | list[int]) -> tuple[type[Exception] 
     return kind, text, said()
 
 
-def test_a_required_worker_that_only_the_leader_saw_die() -> None:
+def test_a_death_that_only_the_leader_noticed_is_an_error_at_all_workers() -> None:
     with group(4) as made:
         made[3].kill()
         made[3].join()
@@ -143,7 +143,7 @@ def test_a_required_worker_that_only_the_leader_saw_die() -> None:
             assert "'worker3'" in text
 
 
-def test_who_leaves_in_order_is_not_missed_and_nothing_is_said() -> None:
+def test_workers_that_leave_in_order_are_not_missed_or_logged() -> None:
     def leave_and_tell() -> list[str]:
         listen()
         rpc.rpc_sync("worker0", int)
@@ -158,9 +158,9 @@ def test_who_leaves_in_order_is_not_missed_and_nothing_is_said() -> None:
             assert [process.end() for process in made] == [[]] * 3
 
 
-def test_who_leaves_early_is_missed() -> None:
+def test_a_required_worker_that_leaves_early_is_an_error() -> None:
     with group(2) as made:
-        made[1].run(rpc.rpc_sync, "worker0", int)  # else it may be about to connect as that one leaves
+        made[1].run(rpc.rpc_sync, "worker0", int)  # else it may connect while the other leaves
         made[1].begin(error_of, lambda: rpc.shutdown(require=True))
         made[0].run(leave_early)
         kind, text = made[1].end()
@@ -213,19 +213,19 @@ def test_a_worker_whose_driver_failed_exits_with_an_error(
     if why:
         assert worker.returncode == 1
         assert why in text
-        assert text.count("telegrad: worker 'driver'") == 1  # said when it happened, without any logging set up
+        assert text.count("telegrad: worker 'driver'") == 1  # logged when it happened, without any logging set up
     else:
         assert (worker.returncode, text) == (0, "")
 
 
-def test_a_lost_worker_is_told_once() -> None:
+def test_a_lost_worker_is_logged_once() -> None:
     def call_in_vain() -> list[str]:
         with contextlib.suppress(errors.PeerError):
             rpc.rpc_sync("worker1", time.sleep, (PATIENCE,))
         for _ in range(3):
             with contextlib.suppress(errors.PeerError):
                 rpc.rpc_sync("worker1", int)
-        wait_until(said)  # the calls have failed a moment before
+        wait_until(said)  # the calls may fail a moment before
         return said()
 
     with group(2) as made:
@@ -253,7 +253,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
-def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
+def test_shutdown_logs_the_worker_it_waits_for(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
     with agents(3) as made:
         waits = [worker for worker in made if worker is not made[2]]
 
@@ -274,7 +274,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
-def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
+def test_shutdown_logs_where_calls_are_in_flight(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
     may_end.clear()
     with agents(3) as made:
         call = made[2].agent.call_async(2, wait_until_it_may_end, (), None)
@@ -293,7 +293,7 @@ def misses(worker: Worker, name: str) -> bool:
     return worker.parting.missing() == [name]
 
 
-def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
+def test_a_wait_in_shutdown_reports_the_missing_worker_on_request() -> None:
     with agents(3) as made:
         leaving = [threading.Thread(target=worker.shutdown, args=(True, PATIENCE)) for worker in made]
         for thread in leaving[:2]:
@@ -308,7 +308,7 @@ def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
         assert not any(thread.is_alive() for thread in leaving)
 
 
-# Calls to several workers, and what is said of them where they take long
+# Calls to several workers, and the log lines of slow ones
 
 
 WORKERS = {"w1": 1, "w2": 2, "w3": 3}
@@ -323,7 +323,7 @@ def work(number: int) -> int:
 
 
 @pytest.mark.usefixtures("here")
-def test_how_far_they_are_is_said_where_it_takes_long(
+def test_the_progress_of_slow_calls_to_several_workers_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.05)
@@ -351,7 +351,7 @@ def test_how_far_they_are_is_said_where_it_takes_long(
 
 
 @pytest.mark.usefixtures("here")
-def test_what_fails_is_told_whether_it_was_followed_or_not() -> None:
+def test_failures_are_raised_with_and_without_log_lines_of_progress() -> None:
     may_end.set()
     for doing in ("", "checkpoint.save: writing"):
         with pytest.raises(WorkersFailed) as caught:

@@ -1,4 +1,4 @@
-"""What the text of an error tells: one block for each worker that it went through, of the user's own lines."""
+"""Tests of the text of remote errors: one block per worker, with lines of the user's code only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -19,7 +19,7 @@ from telegrad._core.calls.futures import Future
 from telegrad.errors import TelegradError, WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_stream, rpc_sync
 from tests.cluster import PATIENCE, agents_here, wait_until
 from tests.links import cut
 from tests.wire.test_failures import HIDDEN, Nameless, hides
@@ -90,7 +90,7 @@ def by_proxy(hops: int) -> Any:
 
 
 def retold(hops: int) -> Any:
-    """Each hop raises an error of its own, with the text of the last in it."""
+    """Raise a new error at each hop, with the text of the previous one in it."""
     try:
         return nested(0) if not hops else rpc_sync(to(hops - 1), retold, (hops - 1,))
     except ValueError as error:
@@ -117,7 +117,7 @@ def test_each_hop_adds_one_block(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("function", WAYS)
-def test_only_the_users_lines_are_told(function: Callable[..., Any]) -> None:
+def test_only_lines_of_the_users_code_are_shown(function: Callable[..., Any]) -> None:
     text = told_by(function, 2)
     assert 'raise ValueError("boom")' in text
     files = set(re.findall(r'File "([^"]+)"', text))
@@ -125,12 +125,66 @@ def test_only_the_users_lines_are_told(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("function", [nested, waiting, referred, by_proxy])
-def test_a_simple_error_takes_few_lines_all_of_the_user(function: Callable[..., Any]) -> None:
+def test_a_simple_error_has_few_lines_all_of_the_users_code(function: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="boom") as raised:
         function(1)
     text = "".join(traceback.format_exception(raised.value))
     assert set(re.findall(r'File "([^"]+)"', text)) == {__file__}
     assert len(text.splitlines()) <= 15 + (function is by_proxy)  # which has a frame more
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        raise ValueError("boom")
+
+
+def yields() -> Iterator[int]:
+    yield 1
+    raise ValueError("boom")
+
+
+def run_backward(begin: Callable[[int, torch.Tensor, torch.Tensor], object]) -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        begin(context_id, rpc_sync("w1", FailsBackward.apply, (x,)).sum(), x)
+
+
+async def read_stream() -> None:
+    async for _ in rpc_stream("w1", yields):
+        pass
+
+
+USES: dict[str, Callable[[], object]] = {
+    "await": lambda: asyncio.run(awaited(1)),
+    "stream": lambda: list(rpc_stream("w1", yields)),
+    "async stream": lambda: asyncio.run(read_stream()),
+    "backward": lambda: run_backward(lambda context_id, loss, x: autograd.backward(context_id, loss)),
+    "backward_async": lambda: run_backward(lambda *given: autograd.backward_async(*given[:2]).wait()),
+    "grad": lambda: run_backward(autograd.grad),
+    "RemoteModule": lambda: RemoteModule("w1", Fails).eval()(torch.ones(2)),
+    "forward_async": lambda: RemoteModule("w1", Fails).eval().forward_async(torch.ones(2)).wait(),
+    "module_cls": lambda: RemoteModule("w1", nested, (0,)),  # type: ignore[arg-type]
+    "pipeline": lambda: Pipeline([RemoteModule("w1", Fails)], chunks=2).eval()(torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_use_shows_lines_of_the_package(use: str) -> None:
+    with pytest.raises(ValueError, match="boom") as raised:
+        USES[use]()
+    text = "".join(traceback.format_exception(raised.value))
+    assert "/telegrad/" not in text.replace(__file__, "")
+    assert "During handling" not in text
 
 
 def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +203,7 @@ def test_a_lambda_is_named(here: None) -> None:
         rpc_sync("w1", lambda: 1 / 0)
 
 
-def test_a_reference_that_failed_tells_of_its_making_alone() -> None:
+def test_the_error_of_a_failed_reference_has_a_single_block() -> None:
     reference = remote("w1", nested, (0,))
     for _ in range(2):
         with pytest.raises(ValueError, match="boom") as raised:
@@ -157,7 +211,7 @@ def test_a_reference_that_failed_tells_of_its_making_alone() -> None:
         assert str(raised.value).count("On worker") == 1
 
 
-def test_modules_and_optimizers_are_named() -> None:
+def test_errors_name_modules_and_optimizers() -> None:
     with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\):"):
         RemoteModule("w1", nn.Linear, (3,))
     module = RemoteModule("w1", nn.Linear, (3, 2))
@@ -184,7 +238,7 @@ def test_the_stage_of_a_pipeline_is_named(stages: int) -> None:
     assert len(text) < 2000
 
 
-def test_several_workers_that_fail_are_told_in_one_line_each() -> None:
+def test_several_workers_that_fail_take_one_line_each() -> None:
     parameters = [remote(f"w{i}", nn.Parameter, (torch.ones(1),)) for i in (1, 2, 3)]
     with pytest.raises(WorkersFailed) as raised:
         DistributedOptimizer(torch.optim.SGD, parameters, lr=-1.0)
@@ -218,7 +272,7 @@ def test_each_caller_of_a_batch_gets_the_lines_once() -> None:
 
 def test_the_log_names_the_worker_and_the_users_function(caplog: pytest.LogCaptureFixture) -> None:
     told_by(by_proxy, 1)
-    assert caplog.text == ""  # the callers get it
+    assert caplog.text == ""  # the callers get the error
     with caplog.at_level(logging.DEBUG, logger="telegrad"):
         told_by(by_proxy, 1)
         with pytest.raises(ValueError, match="boom"):
@@ -229,7 +283,7 @@ def test_the_log_names_the_worker_and_the_users_function(caplog: pytest.LogCaptu
     assert f"telegrad: worker 'w1': {__name__}.awaited, called by worker 'w0', raised ValueError: boom" in said
 
 
-def test_futures_of_the_same_program_keep_where_they_failed() -> None:
+def test_the_error_of_an_awaited_callback_has_a_single_traceback() -> None:
     async def wait() -> Any:
         return await rpc_async("w1", nested, (0,)).then(lambda done: done.wait())
 
@@ -247,7 +301,7 @@ def fails_later() -> None:
     raise ValueError("boom")
 
 
-def test_an_error_that_nobody_gets_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_cannot_reach_its_caller_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with agents_here(2) as (_, callee):
         made = remote("w1", fails_later)
         assert begun.wait(PATIENCE)
@@ -273,7 +327,7 @@ async def raises_later(name: str) -> None:
 
 
 @pytest.mark.parametrize("function", [raises, raises_later], ids=lambda each: each.__name__)
-def test_calls_end_and_slots_are_free(function: Callable[[str], Any]) -> None:
+def test_calls_with_unreadable_errors_end_and_free_their_slots(function: Callable[[str], Any]) -> None:
     with agents_here(2, num_worker_threads=2):
         for name in KINDS:
             futures = [rpc_async("w1", function, (name,), timeout=PATIENCE) for _ in range(3)]

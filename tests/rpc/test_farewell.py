@@ -1,4 +1,4 @@
-"""How a worker waits in shutdown: asleep, until there is something to see."""
+"""Tests of the wait in `shutdown`: a worker sleeps until something changes, and does not wait for dead workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ begun, may_end = threading.Event(), threading.Event()
 
 
 class Slept(threading.Event):
-    """Tells for how long each one who waits for it would sleep."""
+    """An event that records the timeout of each wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def group() -> Iterator[list[Worker]]:
 
 
 def times(worker: Worker) -> queue.SimpleQueue[float]:
-    """For how long a worker would sleep, each time that it waits."""
+    """Return the timeouts with which a worker waits in shutdown."""
     changed = worker.parting._changed
     assert isinstance(changed, Slept)
     return changed.times
@@ -70,7 +70,7 @@ def assert_ends(thread: threading.Thread) -> None:
 def test_a_server_that_waits_in_shutdown_sleeps_while_it_serves(group: list[Worker], server: int) -> None:
     waits, other = leaving(group[server]), group[1 - server]
     slept = times(group[server])
-    assert slept.get(timeout=PATIENCE) == pytest.approx(FIRST, abs=1)  # when it says for whom it waits
+    assert slept.get(timeout=PATIENCE) == pytest.approx(FIRST, abs=1)  # until it logs the missing worker
     for _ in range(100):
         assert other.agent.call(server, operator.add, (1, 2), None) == 3
     assert slept.empty()
@@ -83,7 +83,7 @@ def work() -> None:
     assert may_end.wait(PATIENCE)
 
 
-def test_a_worker_that_was_asked_too_early_looks_again(group: list[Worker]) -> None:
+def test_a_worker_asked_during_a_call_polls_until_the_call_ends(group: list[Worker]) -> None:
     begun.clear()
     may_end.clear()
     call = group[1].agent.call_async(0, work, None, None)
@@ -101,7 +101,7 @@ def test_a_worker_that_was_asked_too_early_looks_again(group: list[Worker]) -> N
 def test_letters_leave_in_the_order_in_which_they_were_decided(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a slow thread greets a worker that has left, and its silence looks like a death."""
+    """Otherwise a slow thread greets a worker that has left, and its silence looks like a death."""
     leader, other = group
     sent: list[Message] = []
     greets, goes_on = threading.Event(), threading.Event()
@@ -123,7 +123,7 @@ def test_letters_leave_in_the_order_in_which_they_were_decided(
     assert sent == [Entered(), Ask(1)]
 
 
-def test_a_connection_that_is_made_as_its_worker_leaves_tells_of_that(
+def test_a_connection_made_while_its_worker_leaves_reports_the_shutdown(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stays, leaves = group
@@ -146,7 +146,7 @@ def test_a_connection_that_is_made_as_its_worker_leaves_tells_of_that(
     assert isinstance(heard.get(timeout=PATIENCE), ShutDown)
 
 
-def test_who_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "telegrad")
     stays, leaves = group
     who = leaves.me.identity
@@ -159,7 +159,7 @@ def test_who_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCa
 
 
 def broken_off() -> PeerUnreachable:
-    """Return how a connection fails that is reset in its handshake."""
+    """Return the error of a connection that is reset in its handshake."""
     error = PeerUnreachable("worker broke off the handshake")
     error.__cause__ = ConnectionResetError("reset")
     return error
@@ -194,9 +194,7 @@ def test_a_letter_whose_connection_is_reset_is_sent_again(
     "is_silent",
     [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="fills a queue of Linux's"))],
 )
-def test_a_worker_that_is_found_dead_after_a_broken_handshake_is_not_waited_for(
-    group: list[Worker], is_silent: bool
-) -> None:
+def test_a_worker_found_dead_after_a_broken_handshake_is_not_waited_for(group: list[Worker], is_silent: bool) -> None:
     stays, dead = group
     with contextlib.ExitStack() as stack:
         address = "127.0.0.1", free_port()
@@ -216,7 +214,7 @@ def test_a_worker_that_is_found_dead_after_a_broken_handshake_is_not_waited_for(
 def test_a_dead_worker_whose_address_answers_is_not_waited_for(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a proxy answers, which takes connections for it and ends them."""
+    """A proxy accepts connections to the worker, and closes them."""
     monkeypatch.setattr(parting, "BROKEN", 0.0)
     stays, dead = group
     with socket.create_server(("127.0.0.1", 0)) as proxy:
@@ -230,10 +228,8 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
         assert_ends(waits)
 
 
-def test_a_handshake_that_breaks_off_again_and_again_is_one_doubt(
-    group: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each answer to a knock leads to a further try, and each try to further knocks."""
+def test_repeated_broken_handshakes_are_a_single_doubt(group: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each answer to a knock leads to another attempt, and each attempt to more knocks."""
     stays, other = group
     monkeypatch.setattr(stays.membership, "_settle_doubts", lambda: None)
     for _ in range(3):

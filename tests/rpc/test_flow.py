@@ -1,4 +1,4 @@
-"""Who may be how far ahead in a stream, and that nobody waits for ever: the rules alone, in random orders of events."""
+"""Tests of the flow control of streams alone: limits hold and neither side waits for ever, in any order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fed(window: int = 4, most: int = 100) -> SendWindow[str]:
 # The callee's side
 
 
-def test_what_has_not_left_was_not_taken_whatever_the_reader_says() -> None:
+def test_a_reader_cannot_acknowledge_items_that_were_not_sent() -> None:
     supply = fed(window=2)
     supply.put(1, 30)
     supply.put(2, 30)
@@ -30,7 +30,7 @@ def test_what_has_not_left_was_not_taken_whatever_the_reader_says() -> None:
     assert supply.may_go_on
 
 
-def test_what_has_not_left_is_kept() -> None:
+def test_items_that_were_not_sent_count_as_kept() -> None:
     supply = fed()
     supply.pull(0, 0, "a")
     awaited = supply.awaited
@@ -47,8 +47,8 @@ def test_what_has_not_left_is_kept() -> None:
     assert supply.kept == 0
 
 
-def test_once_closed_pulls_are_answered_without_those_before_them() -> None:
-    """Those may have been lost with their connection, and would never come: the calls of these would never end."""
+def test_a_closed_stream_answers_pulls_without_the_earlier_ones() -> None:
+    """Earlier pulls may be lost with their connection; if later ones waited for them, their calls would never end."""
     supply = fed()
     supply.pull(1, 0, "b")
     supply.pull(3, 0, "d")
@@ -56,10 +56,10 @@ def test_once_closed_pulls_are_answered_without_those_before_them() -> None:
     assert supply.pull(5, 0, "f") == [Answer("f", [], True)]
 
 
-# The reader's
+# The reader's side
 
 
-def test_half_a_window_is_told_at_once() -> None:
+def test_a_reader_reports_half_a_window_at_once() -> None:
     intake = ReceiveWindow(4, 100)
     intake.came([1, 2, 3], [0, 0, 0], False)
     intake.take()
@@ -84,7 +84,7 @@ def test_more_items_than_may_be_unread_are_refused() -> None:
         intake.came([3, 4], [0, 0], False)
 
 
-# Both, over a network that keeps no order
+# Both sides, over a network that keeps no order
 
 
 class World:
@@ -95,7 +95,7 @@ class World:
         self.window, self.most = rng.randint(1, 6), rng.randint(1, 40)
         self.weights = [rng.randint(0, 25) for _ in range(rng.randint(0, 30))]
         self.ahead = rng.randint(1, 3)  # pulls in flight
-        self.eager = rng.random() < 0.5  # whether it pulls before it has nothing left
+        self.eager = rng.random() < 0.5  # True if it pulls while it has items left
         self.closes_at = rng.randint(0, 30) if rng.random() < 0.2 else None
         self.supply: SendWindow[int] = SendWindow(self.window, self.most)
         self.intake = ReceiveWindow(self.window, self.most)
@@ -106,7 +106,7 @@ class World:
         self.next_answer = self.pulled = self.answered = 0
 
     def steps(self) -> list[str]:
-        """What may happen next."""
+        """Return the events that may happen next."""
         found = []
         if not self.ended and self.supply.may_go_on:
             found.append("yield")
@@ -148,7 +148,7 @@ class World:
             self.to_callee.append(("pull", *self.intake.pull()))
 
     def resume(self) -> None:
-        """The function goes on to its next yield, or to its end."""
+        """Run the function to its next yield, or to its end."""
         if self.supply.closed or self.yielded == len(self.weights):
             self.ended = True
             self.answer(self.supply.end())
@@ -172,7 +172,7 @@ class World:
         while steps := self.steps():
             self.do(self.rng.choice(steps))
             self.check()
-        assert self.ended  # nobody waits for another for ever
+        assert self.ended  # neither side waits for ever
         assert self.intake.over
         assert not self.supply.kept
         if self.closes_at is None or self.closes_at > len(self.weights) or self.closes_at == 0:
@@ -182,7 +182,7 @@ class World:
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 
 
-def test_any_order_of_events_brings_all_items_within_the_window() -> None:
+def test_all_items_arrive_within_the_window_in_any_order_of_events() -> None:
     for seed in SEEDS:
         try:
             World(random.Random(seed)).run()

@@ -1,4 +1,4 @@
-"""Groups of processes: how they form, how they end, and what happens when they break."""
+"""Tests of groups of processes: how they form, end and fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Outcome = tuple[type[Exception] | None, str, float]
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> Outcome:
-    """The type and text of what a call raises, and how long it took."""
+    """Return the type and the text of a call's error, and the seconds that it took."""
     start = time.monotonic()
     try:
         function(*args)
@@ -44,14 +44,14 @@ def error_of(function: Callable[..., Any], *args: Any) -> Outcome:
     return None, "", time.monotonic() - start
 
 
-def test_all_call_all(workers: list[Process]) -> None:
+def test_all_workers_call_all_workers(workers: list[Process]) -> None:
     def everyone(rank: int) -> list[int]:
         return [rpc.rpc_sync(f"worker{to}", operator.add, (rank, to)) for to in range(4)]
 
     assert run_all(workers, everyone) == [[rank + to for to in range(4)] for rank in range(4)]
 
 
-def test_who_am_i(workers: list[Process]) -> None:
+def test_worker_infos_of_this_worker_and_of_others(workers: list[Process]) -> None:
     def me(rank: int) -> tuple[rpc.WorkerInfo, int]:
         return rpc.get_worker_info(), rpc.get_worker_info("worker3").id
 
@@ -65,14 +65,14 @@ def test_a_process_is_in_one_group(workers: list[Process]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "tcp"}, {"transport": "unix"}, {"shared_memory": 0}], ids=str)
-def test_tensors_by_each_way(options: dict[str, Any]) -> None:
+def test_tensors_by_each_transport(options: dict[str, Any]) -> None:
     with group(2, **options) as made:
         for size in 2 * (10, 100_000, 3_000_000):
             total = made[0].run(lambda n: float(rpc.rpc_sync("worker1", torch.add, (torch.ones(n), 1)).sum()), size)
             assert total == 2 * size
 
 
-def test_shutdown_and_again() -> None:
+def test_repeated_groups_leak_no_descriptors() -> None:
     def rounds(rank: int, port: int) -> int:
         for generation in range(6):
             init(rank, 2, port)
@@ -104,7 +104,7 @@ def relay(to: int, pause: float) -> int:
     return rpc.rpc_sync(to, operator.add, (1, 1))
 
 
-def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_shutdown_may_arrive_while_a_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
     join, take = Agent.join, Handlers.take
 
@@ -128,7 +128,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.Mo
     in_threads(lambda: live(0), lambda: live(1))
 
 
-def test_shutdown_timeout_names_who_is_missing() -> None:
+def test_a_timeout_of_shutdown_names_the_missing_worker() -> None:
     with group(2) as made:
         kind, text, took = made[0].run(error_of, rpc.shutdown, True, 0.3)
         assert kind is errors.CallTimeout
@@ -181,7 +181,7 @@ def test_a_stopped_worker_times_out_and_comes_back() -> None:
         assert made[0].run(call, "worker1") == 3
 
 
-def test_who_did_not_come_is_named() -> None:
+def test_a_worker_that_did_not_join_is_named() -> None:
     kind, text, took = error_of(init_alone, 2, 0.3)
     assert kind is errors.GroupIncomplete
     assert "rank 1" in text
@@ -193,14 +193,14 @@ def init_alone(count: int, timeout: float, rank: int = 0, port: int | None = Non
     rpc.init_rpc("alone", rank=rank, world_size=count, rpc_backend_options=options)
 
 
-def test_store_unreachable() -> None:
+def test_an_unreachable_store_is_an_error() -> None:
     kind, text, took = error_of(init_alone, 2, 0.5, 1)
     assert kind is errors.StoreUnreachable
     assert "rank 0" in text
     assert took < 3
 
 
-def test_a_stranger_in_the_stores_place() -> None:
+def test_another_server_at_the_address_of_the_store_is_an_error() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -216,7 +216,7 @@ def test_calls_before_init() -> None:
 
 
 @pytest.mark.parametrize("url", ["tcp://[::1]:{port}", "tcp://127.0.0.1:{port}", "file://{folder}/store"])
-def test_ways_to_meet(url: str, tmp_path: pathlib.Path) -> None:
+def test_groups_form_by_each_kind_of_url(url: str, tmp_path: pathlib.Path) -> None:
     def meet(rank: int, method: str) -> tuple[int, None]:
         options = rpc.TensorPipeRpcBackendOptions(init_method=method, transport="tcp", rpc_timeout=PATIENCE)
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
@@ -226,7 +226,7 @@ def test_ways_to_meet(url: str, tmp_path: pathlib.Path) -> None:
         assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
 
 
-def test_under_torchrun(tmp_path: pathlib.Path) -> None:
+def test_a_group_forms_under_torchrun(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(
         "import os, operator, telegrad.rpc as rpc\n"
@@ -286,10 +286,10 @@ def test_workers_join_and_leave_a_dynamic_group(tcp: str) -> None:
         assert made[2].run(call, "first") == 3
         made[1].run(rpc.shutdown)
         kind, _, _ = made[0].run(error_of, call, "second", int, ())
-        if kind is errors.ShutDown:  # it was sent before its connection had told of the end
+        if kind is errors.ShutDown:  # it was sent before the connection reported the end
             kind, _, _ = made[0].run(error_of, call, "second", int, ())
         assert kind is errors.UnknownWorker
-        assert made[1].run(join, "second", tcp) == 1  # a new one under the old name
+        assert made[1].run(join, "second", tcp) == 1  # a new worker under the old name
         assert made[0].run(call, "second") == 3
         assert made[2].run(call, 1) == 3
         kind, text, _ = made[1].run(error_of, join_again, tcp)
@@ -329,14 +329,14 @@ except KeyboardInterrupt: sys.exit(7)
     ],
     ids=["forgets shutdown", "exits", "Ctrl-C in wait", "Ctrl-C in a call"],
 )
-def test_programs_end(end: str, code: int) -> None:
+def test_programs_end_without_shutdown_with_their_exit_code(end: str, code: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(port=free_port(), end=end)], timeout=PATIENCE, capture_output=True
     )
     assert ran.returncode == code, ran.stderr.decode()
 
 
-def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:
+def test_a_worker_unreachable_for_a_moment_is_not_considered_dead() -> None:
     with agents(2) as (first, second):
         for told in second.agent.lost:
             told(first.me.identity, errors.PeerUnreachable("it broke off the handshake"))

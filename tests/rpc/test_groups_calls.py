@@ -1,4 +1,4 @@
-"""Calls to groups: results in order, as they come and reduced; what fails; what travels; who dies."""
+"""Tests of calls to groups: order of results, reductions, maps, errors, deaths and cancelling."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_arguments_are_encoded_once(actors: rpc.Group, team: list[Worker]) -> No
     assert team[0].agent._fanout.encodings == before + 4
 
 
-def test_what_fails_is_told_by_worker_and_the_rest_is_there(actors: rpc.Group) -> None:
+def test_a_group_error_has_the_errors_and_results_by_worker(actors: rpc.Group) -> None:
     future = actors.rpc_async(odd_ones_fail, (7,))
     with pytest.raises(errors.GroupError) as caught:
         future.wait()
@@ -97,14 +97,14 @@ def fails_as_a_group() -> None:
     rpc.group("actor").rpc_sync(odd_ones_fail, (7,))
 
 
-def test_the_error_of_a_group_travels(actors: rpc.Group) -> None:
+def test_a_group_error_is_raised_at_another_worker(actors: rpc.Group) -> None:
     with pytest.raises(errors.GroupError, match="w5: ValueError: not on w5") as caught:
         rpc.rpc_sync("w2", fails_as_a_group)
     assert sorted(caught.value.errors) == ["w1", "w3", "w5"]
 
 
 @pytest.mark.usefixtures("closed")
-def test_results_as_they_come(actors: rpc.Group) -> None:
+def test_as_completed_yields_results_as_they_come(actors: rpc.Group) -> None:
     future = actors.rpc_async(pass_gate)
     assert repr(future).endswith("0 of 5 are there>")
     come = iter(future.as_completed())
@@ -120,14 +120,14 @@ def test_results_as_they_come(actors: rpc.Group) -> None:
     assert future.wait() == NAMES
 
 
-def test_errors_come_as_they_do(actors: rpc.Group) -> None:
+def test_as_completed_yields_errors_too(actors: rpc.Group) -> None:
     come = dict(actors.rpc_async(odd_ones_fail, (7,)).as_completed())
     assert come["w2"] == come["w4"] == 7
     assert "not on w1" in str(come["w1"])
 
 
 @pytest.mark.usefixtures("closed")
-def test_the_first_few_that_succeed(actors: rpc.Group) -> None:
+def test_first_returns_the_first_results_that_succeed(actors: rpc.Group) -> None:
     assert set(actors.rpc_async(odd_ones_fail, (7,)).first(2)) == {"w2", "w4"}
     with pytest.raises(errors.GroupError):
         actors.rpc_async(odd_ones_fail, (7,)).first(3)
@@ -135,7 +135,7 @@ def test_the_first_few_that_succeed(actors: rpc.Group) -> None:
         actors.rpc_async(number).first(6)
 
 
-def test_in_asyncio(actors: rpc.Group) -> None:
+def test_group_futures_in_asyncio(actors: rpc.Group) -> None:
     async def main() -> list[Any]:
         future = actors.rpc_async(name)
         seen = [each async for each, _ in future.as_completed()]
@@ -156,18 +156,18 @@ def ask_all_later() -> Any:
 later = functions.async_execution(ask_all_later)
 
 
-def test_groups_are_called_by_what_was_called(actors: rpc.Group) -> None:
+def test_remote_functions_can_call_groups(actors: rpc.Group) -> None:
     assert rpc.rpc_sync("w1", ask_all) == NAMES
     assert rpc.rpc_sync("w1", later) == NAMES[::-1]
     assert actors.rpc_sync(ask_all) == [NAMES] * 5
 
 
-def test_callbacks(actors: rpc.Group) -> None:
+def test_callbacks_of_group_futures(actors: rpc.Group) -> None:
     assert actors.rpc_async(number).then(lambda future: sum(future.value())).wait() == 15
     assert torch.futures.collect_all([actors.rpc_async(number)]).wait()[0].wait() == [1, 2, 3, 4, 5]
 
 
-def test_autograd_goes_through(actors: rpc.Group) -> None:
+def test_gradients_flow_through_group_calls(actors: rpc.Group) -> None:
     with autograd.context() as context:
         weight = torch.ones(2, requires_grad=True)
         loss = sum(actors.rpc_sync(torch.mul, (weight, 3))).sum()
@@ -192,12 +192,12 @@ def test_reductions_keep_the_order(actors: rpc.Group) -> None:
     assert actors.rpc_sync(later, reduce=lambda first, second: first) == NAMES[::-1]
 
 
-def test_reductions_by_closures(actors: rpc.Group) -> None:
+def test_closures_can_be_called_and_can_reduce(actors: rpc.Group) -> None:
     factor = 3
     assert actors.rpc_sync(lambda: number() * factor, reduce=lambda first, second: first + second) == 45
 
 
-def test_what_fails_in_a_reduction(actors: rpc.Group) -> None:
+def test_errors_of_a_reduction_are_named_with_the_partial_result(actors: rpc.Group) -> None:
     future = actors.rpc_async(odd_ones_fail, (7,), reduce=operator.add)
     with pytest.raises(errors.GroupError, match="not on w1") as caught:
         future.wait()
@@ -208,7 +208,7 @@ def test_what_fails_in_a_reduction(actors: rpc.Group) -> None:
         actors.rpc_sync(name, reduce=operator.sub)
 
 
-def test_mistakes_in_reductions(actors: rpc.Group) -> None:
+def test_wrong_uses_of_reductions_raise_clear_errors(actors: rpc.Group) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"such as torch\.add, not 'sum'"):
         actors.rpc_async(name, reduce="sum")  # type: ignore[arg-type]
     lock = threading.Lock()
@@ -222,7 +222,7 @@ def test_mistakes_in_reductions(actors: rpc.Group) -> None:
 
 
 @pytest.mark.usefixtures("closed")
-def test_who_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
+def test_a_worker_that_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
     for each in NAMES:
         if each != "w4":
             gates[each].set()
@@ -234,7 +234,7 @@ def test_who_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
 
 
 def in_order(tree: range) -> list[int]:
-    """The places as they are combined."""
+    """Return the places in the order in which they are combined."""
     return [tree.start, *(place for part in parts(tree) for place in in_order(part))]
 
 
@@ -262,7 +262,7 @@ def square_alone(value: int) -> int:
     return value * value
 
 
-def test_a_map_of_as_many_items_as_workers(actors: rpc.Group) -> None:
+def test_a_map_of_at_most_as_many_items_as_workers(actors: rpc.Group) -> None:
     future = actors.map(lambda item: (item, name()), "abcde")
     assert future.wait() == list(zip("abcde", NAMES, strict=True))
     assert actors.map(name, [1, 2]).wait() == ["w1", "w2"]
@@ -278,7 +278,7 @@ def test_a_map_of_more_items_than_workers(actors: rpc.Group) -> None:
 
 
 @pytest.mark.usefixtures("closed")
-def test_items_go_to_whoever_is_free(actors: rpc.Group) -> None:
+def test_items_of_a_map_go_to_a_free_worker(actors: rpc.Group) -> None:
     gates["w1"].set()
     future = actors[:2].map(lambda _: pass_gate(), range(6))
     assert set(future.first(5).values()) == {"w1"}
@@ -286,7 +286,7 @@ def test_items_go_to_whoever_is_free(actors: rpc.Group) -> None:
     assert future.wait() == ["w1", "w2", "w1", "w1", "w1", "w1"]
 
 
-def test_items_that_fail(actors: rpc.Group) -> None:
+def test_errors_of_a_map_are_named_by_item(actors: rpc.Group) -> None:
     with pytest.raises(errors.GroupError, match="item 3: ZeroDivisionError") as caught:
         actors.map(operator.floordiv, [6] * 5, [1, 2, 3, 0, 6]).wait()
     assert caught.value.results == {0: 6, 1: 3, 2: 2, 4: 1}
@@ -302,14 +302,14 @@ def modes(_: int) -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
 
-def test_all_run_in_the_modes_of_the_caller(actors: rpc.Group) -> None:
+def test_group_calls_run_in_the_modes_of_the_caller(actors: rpc.Group) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert set(actors.map(modes, range(30)).wait()) == {(False, True)}
         assert set(actors.rpc_sync(modes, (0,))) == {(False, True)}
     assert set(actors.map(modes, range(30)).wait()) == set(actors.rpc_sync(modes, (0,))) == {(True, False)}
 
 
-def test_mistakes_in_maps(actors: rpc.Group) -> None:
+def test_wrong_uses_of_maps_raise_clear_errors(actors: rpc.Group) -> None:
     with pytest.raises(errors.InvalidArgument, match="map has no items"):
         actors.map(name, [])
     with pytest.raises(errors.InvalidArgument, match="map has no items"):
@@ -357,7 +357,7 @@ def kill_once_it_is_called(made: list[Process], victim: int) -> None:
     made[victim].kill()
 
 
-def test_who_dies_during_a_call_is_named() -> None:
+def test_a_worker_that_dies_during_a_group_call_is_named() -> None:
     with group(4) as made:
         made[0].begin(call_all, "worker2")
         kill_once_it_is_called(made, 2)
@@ -370,16 +370,16 @@ def reduce_all(victim: str) -> dict[str, Any]:
     return call_all(victim, reduce=operator.add)
 
 
-def test_who_dies_during_a_reduction_is_named_and_so_are_those_behind_it() -> None:
+def test_a_death_in_a_reduction_names_the_worker_and_those_behind_it() -> None:
     with group(7) as made:
-        made[0].begin(reduce_all, "worker1")  # through which worker2 goes
+        made[0].begin(reduce_all, "worker1")  # which also collects the part of worker2
         kill_once_it_is_called(made, 1)
         told = made[0].end()
         assert told["errors"] == {"worker1": "PeerLost", "worker2": "PeerLost"}
         assert told["reduced"] == "worker0worker3worker4worker5worker6"
 
 
-def test_items_of_a_worker_that_dies_go_to_the_others() -> None:
+def test_a_map_loses_only_the_item_that_ran_on_a_dead_worker() -> None:
     with group(4) as made:
         made[0].begin(map_all, "worker2")
         kill_once_it_is_called(made, 2)

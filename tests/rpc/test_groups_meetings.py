@@ -1,4 +1,4 @@
-"""Where all workers of a group meet: barriers, small reductions, and process groups of torch."""
+"""Tests of the collectives of a group: barriers, small reductions, and process groups of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def number() -> int:
 
 
 def meet(members: rpc.Group, name: str = "") -> int:
-    """How many had come as this worker went on."""
+    """Wait at a barrier; return how many workers had arrived when this one went on."""
     come.append(rpc.get_worker_info().name)
     members.barrier(name)
     return len(come)
@@ -47,8 +47,8 @@ def sum_up(members: rpc.Group, **how: Any) -> Any:
     return members.all_reduce(torch.ones(2) * number(), **how)
 
 
-def test_who_comes_by_a_call_that_is_cancelled_has_not_come(team: list[Worker], actors: rpc.Group) -> None:
-    for callee in ("w1", "w2"):  # the first keeps the meeting
+def test_a_cancelled_call_withdraws_its_arrival_at_a_barrier(team: list[Worker], actors: rpc.Group) -> None:
+    for callee in ("w1", "w2"):  # w1 tracks the arrivals
         with pytest.raises(errors.CallTimeout):
             rpc.rpc_sync(callee, meet, (actors, "cancelled"), timeout=0.2)
     kept = team[1].attached(CollectiveManager)._meetings
@@ -60,7 +60,7 @@ def test_who_comes_by_a_call_that_is_cancelled_has_not_come(team: list[Worker], 
     rest.wait()
 
 
-def test_nobody_goes_on_before_all_have_come(actors: rpc.Group) -> None:
+def test_a_barrier_holds_until_all_have_arrived(actors: rpc.Group) -> None:
     for _ in range(5):
         come.clear()
         assert actors.rpc_sync(meet, (actors,)) == [5] * 5
@@ -68,7 +68,7 @@ def test_nobody_goes_on_before_all_have_come(actors: rpc.Group) -> None:
         assert actors[1:3].rpc_sync(meet, (actors[1:3], "two")) == [2] * 2
 
 
-def test_meetings_of_other_names_and_groups_are_others(actors: rpc.Group) -> None:
+def test_barriers_of_other_names_and_groups_are_separate(actors: rpc.Group) -> None:
     pair = rpc.group(["w1", "w2"])
     first = pair.rpc_async(meet, (pair, "a"))
     second = rpc.rpc_async("w1", meet, (pair, "b"))
@@ -82,7 +82,7 @@ def test_meetings_of_other_names_and_groups_are_others(actors: rpc.Group) -> Non
     third.wait()
 
 
-def test_small_things_are_reduced(actors: rpc.Group) -> None:
+def test_all_reduce_combines_the_values_of_all(actors: rpc.Group) -> None:
     assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,))] == [[15, 15]] * 5
     largest = actors.rpc_sync(sum_up, (actors,), {"op": torch.maximum})
     assert [each.tolist() for each in largest] == [[5, 5]] * 5
@@ -98,7 +98,7 @@ def wait_in_vain(members: rpc.Group) -> str:
     return ""
 
 
-def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
+def test_workers_that_did_not_arrive_are_named(actors: rpc.Group) -> None:
     others = actors.without("w2")
     future = others.rpc_async(wait_in_vain, (actors,))
     waits: list[progress.Wait] = []
@@ -117,9 +117,7 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
     late.wait()
 
 
-def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
-    team: list[Worker], actors: rpc.Group
-) -> None:
+def test_a_thread_that_times_out_keeps_the_arrival_of_another_thread(team: list[Worker], actors: rpc.Group) -> None:
     kept = team[1].attached(CollectiveManager)._meetings
     pair = rpc.group(["w1", "w2"])
     first = rpc.rpc_async("w2", sum_up, (pair,))
@@ -131,7 +129,7 @@ def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_a_worker_whose_wait_is_interrupted_has_not_come(team: list[Worker], actors: rpc.Group) -> None:
+def test_an_interrupted_wait_withdraws_its_arrival(team: list[Worker], actors: rpc.Group) -> None:
     kept = team[1].attached(CollectiveManager)._meetings
     main = threading.get_ident()
 
@@ -153,13 +151,13 @@ def leave_by_exit(first: Any, second: Any) -> Any:
     raise SystemExit
 
 
-def test_a_reduction_that_would_end_the_program_fails_for_all(actors: rpc.Group) -> None:
+def test_a_reduction_that_raises_system_exit_fails_for_all(actors: rpc.Group) -> None:
     with pytest.raises(errors.GroupError) as caught:
         actors.rpc_async(sum_up, (actors,), {"op": leave_by_exit, "timeout": 5.0}).wait()
     assert all("SystemExit" in str(error) for error in caught.value.errors.values())
 
 
-def test_only_members_meet(actors: rpc.Group) -> None:
+def test_only_members_may_call_barrier_and_process_group(actors: rpc.Group) -> None:
     with pytest.raises(
         errors.UsageError, match="barrier must be called by the workers of the group, and 'w0' is not in"
     ):
@@ -169,8 +167,8 @@ def test_only_members_meet(actors: rpc.Group) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_meetings_in_any_order_of_events(seed: int) -> None:
-    """Each worker arrives for each of several rounds, withdraws some arrivals, and gets the values of one meeting."""
+def test_collectives_in_any_order_of_arrivals_and_withdrawals(seed: int) -> None:
+    """Each worker arrives for several rounds, withdraws some arrivals, and gets the values of each round."""
     draw, server = random.Random(seed), CollectiveManager.__new__(CollectiveManager)
     server._lock, server._meetings = threading.Lock(), {}
     names = ["a", "b", "c"][: draw.randint(2, 3)]
@@ -203,7 +201,7 @@ def test_meetings_in_any_order_of_events(seed: int) -> None:
     assert not server._meetings
 
 
-def test_a_worker_that_gives_up_is_not_named_before_those_that_never_came() -> None:
+def test_workers_that_withdrew_are_named_only_if_no_others_are_missing() -> None:
     meeting = collectives.Collective(["a", "b", "c"])
     meeting.withdrew.add("a")
     assert meeting.missing == ["b", "c"]
@@ -223,7 +221,7 @@ def kill_and_wait(victim: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_who_dies_before_it_came_is_named(victim: int) -> None:
+def test_a_worker_that_dies_before_it_arrives_is_named(victim: int) -> None:
     with group(3) as made:
         others = [process for rank, process in enumerate(made) if rank != victim]
         for process in others:
@@ -250,7 +248,7 @@ def has_meetings(count: int) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_the_time_of_a_meeting_ends_while_the_worker_that_keeps_it_is_stopped() -> None:
+def test_a_barrier_times_out_while_the_worker_that_tracks_it_is_stopped() -> None:
     with group(3, silence=0) as made:
         made[1].begin(meet_a_stopped_worker)
         made[0].run(has_meetings, 1)
@@ -270,7 +268,7 @@ def barrier_of_all(_: int) -> list[str]:
     return members.names
 
 
-def test_a_live_group_meets_with_those_that_are_there(tmp_path: pathlib.Path) -> None:
+def test_a_barrier_of_a_live_group_waits_for_current_members_only(tmp_path: pathlib.Path) -> None:
     where = f"file://{tmp_path}/store"
     with processes(3) as made:
         for process, name in zip(made, "abc", strict=True):
@@ -310,7 +308,7 @@ def destroy(_: int) -> None:
     dist.destroy_process_group(made_groups.pop())
 
 
-def test_process_groups() -> None:
+def test_process_groups_reduce_gather_and_broadcast() -> None:
     with group(3) as made:
         expected = [([6.0, 6.0], 2 - rank, 3, False) for rank in range(3)]
         assert run_all(made, collect) == expected
@@ -327,7 +325,7 @@ def ask_for(backend: Any) -> str:
     return ""
 
 
-def test_mistakes_with_process_groups() -> None:
+def test_wrong_uses_of_process_groups_raise_clear_errors() -> None:
     with group(1) as made:
         assert "no backend 'foo'; it has gloo, " in made[0].run(ask_for, "foo")
         assert "takes a group of workers, such as" in made[0].run(ask_for, ["worker0"])

@@ -1,4 +1,4 @@
-"""Groups of references: one value on each worker, used as one."""
+"""Tests of groups of references: one value on each worker of a group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ordered:
         return list(self.seen)
 
 
-def test_one_on_each_worker(actors: rpc.Group) -> None:
+def test_remote_of_a_group_makes_a_value_on_each_worker(actors: rpc.Group) -> None:
     refs = actors.remote(Counter, (5,))
     assert refs.names == NAMES
     assert len(refs) == 5
@@ -61,14 +61,14 @@ def test_one_on_each_worker(actors: rpc.Group) -> None:
     assert refs.rpc_sync()(10) == [16, 17, 17, 16, 16]
 
 
-def test_a_value_of_this_worker_is_among_them(actors: rpc.Group) -> None:
+def test_a_group_with_this_worker_has_a_local_value(actors: rpc.Group) -> None:
     refs = rpc.group().remote(Counter, (5,))
     assert refs.to_here()[0] is refs[0].local_value()
     assert refs.rpc_sync().where() == ["w0", *NAMES]
     assert refs.remote().part("x").rpc_sync().add(1) == [6] * 6
 
 
-def test_items_for_methods(actors: rpc.Group) -> None:
+def test_map_calls_a_method_with_items(actors: rpc.Group) -> None:
     refs = actors.remote(Counter)
     assert refs.map("add", [1, 2, 3, 4, 5]).wait() == [1, 2, 3, 4, 5]
     assert refs.map("add", [0] * 20).errors() == {}
@@ -86,7 +86,7 @@ def test_methods_of_actors_keep_their_order(actors: rpc.Group) -> None:
     assert refs[0].rpc_sync().note(50) == list(range(51))
 
 
-def test_a_broadcast_stays_where_it_came(actors: rpc.Group) -> None:
+def test_a_broadcast_value_is_local_at_each_worker(actors: rpc.Group) -> None:
     value = torch.arange(4.0)
     refs = actors.broadcast(value)
     value.zero_()
@@ -98,7 +98,7 @@ def use(refs: rpc.RefGroup) -> float:
     return float(refs[rpc.get_worker_info().name].local_value().sum())
 
 
-def test_they_travel_and_are_given_back(actors: rpc.Group, team: list[Worker]) -> None:
+def test_references_of_a_group_can_be_sent_and_are_freed(actors: rpc.Group, team: list[Worker]) -> None:
     refs = actors.remote(Counter, (1,))
     back = rpc.rpc_sync("w1", pass_on, (refs,))
     assert back.rpc_sync().add(1) == [3] * 5
@@ -111,7 +111,7 @@ def pass_on(refs: rpc.RefGroup) -> rpc.RefGroup:
     return refs
 
 
-def test_what_cannot_be_made(actors: rpc.Group) -> None:
+def test_a_value_that_cannot_be_made_fails_on_its_worker_alone(actors: rpc.Group) -> None:
     refs = actors.remote(Counter, (-1,))
     with pytest.raises(errors.GroupError, match="w2: ValueError: not here") as caught:
         refs.rpc_sync().add(1)
@@ -122,7 +122,7 @@ def test_what_cannot_be_made(actors: rpc.Group) -> None:
     assert list(refs.map("add", [1] * 8).errors()) == [1]
 
 
-def test_mistakes(actors: rpc.Group) -> None:
+def test_wrong_uses_raise_clear_errors(actors: rpc.Group) -> None:
     refs = actors.remote(Counter)
     with pytest.raises(errors.UnknownWorker, match="none of these references is to a value of worker 'w9'"):
         refs["w9"]

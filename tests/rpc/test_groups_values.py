@@ -1,4 +1,4 @@
-"""Groups as values: who is in them, what is made of them, how they travel, and what they say of mistakes."""
+"""Tests of groups as values: members, derived groups, groups in arguments, and errors of wrong uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.rpc.members import error_of, join
 
 @pytest.fixture(scope="module", autouse=True)
 def six() -> Iterator[None]:
-    """`w0` is a learner, `w1` to `w4` are actors, `w5` has no role."""
+    """Start `w0` as a learner, `w1` to `w4` as actors, and `w5` without a role."""
     with agents_here(6, role_of=lambda rank: {0: "learner", 5: ""}.get(rank, "actor")):
         yield
 
@@ -26,7 +26,7 @@ def odd(worker: rpc.WorkerInfo) -> bool:
     return worker.id % 2 == 1
 
 
-def test_who_is_in_a_group() -> None:
+def test_a_group_has_the_workers_of_a_role_or_list() -> None:
     actors = rpc.group("actor")
     assert actors.names == ["w1", "w2", "w3", "w4"]
     assert [worker.role for worker in actors] == ["actor"] * 4
@@ -36,13 +36,13 @@ def test_who_is_in_a_group() -> None:
     assert rpc.WorkerInfo("w2", 2) in actors
     assert 2 in actors
     assert "w0" not in actors
-    assert True not in actors  # though rank 1 is
+    assert True not in actors  # though rank 1 is in it
     assert rpc.group().names == [f"w{rank}" for rank in range(6)]
     assert rpc.group(["w3", 1, rpc.WorkerInfo("w0", 0)]).names == ["w3", "w1", "w0"]
     assert rpc.group(actors) == actors
 
 
-def test_groups_that_are_made_of_groups() -> None:
+def test_slices_filters_differences_and_unions_of_groups() -> None:
     actors = rpc.group("actor")
     assert actors[1:3].names == ["w2", "w3"]
     assert actors[::-1].names == ["w4", "w3", "w2", "w1"]
@@ -54,7 +54,7 @@ def test_groups_that_are_made_of_groups() -> None:
     assert not rpc.group("learner").without(0)
 
 
-def test_what_a_group_says_of_itself() -> None:
+def test_the_repr_liveness_and_version_of_a_group() -> None:
     actors = rpc.group("actor")
     assert repr(actors) == "<Group role 'actor': w1, w2, w3, w4>"
     assert repr(actors[:2]) == "<Group role 'actor' [:2]: w1, w2>"
@@ -78,7 +78,7 @@ def test_what_a_group_says_of_itself() -> None:
     assert actors.now() == rpc.group(["w1", "w2", "w3", "w4"])
 
 
-def test_groups_are_values() -> None:
+def test_groups_compare_and_hash_by_value() -> None:
     assert rpc.group("actor") == rpc.group("actor") != rpc.group("learner")
     assert rpc.group("actor")[1:] == rpc.group("actor")[1:]
     assert len({rpc.group("actor"), rpc.group("actor"), rpc.group()}) == 2
@@ -91,7 +91,7 @@ def names_and_type(group: rpc.Group, *more: Any) -> tuple[list[str], str, rpc.Gr
 
 
 @pytest.mark.parametrize("make", [lambda group: group, lambda group: group[1:], lambda group: group.filter(odd)])
-def test_a_group_travels(make: Callable[[rpc.Group], rpc.Group]) -> None:
+def test_a_group_can_be_sent_and_returned(make: Callable[[rpc.Group], rpc.Group]) -> None:
     group = make(rpc.group("actor"))
     names, where, back = rpc.rpc_sync("w5", names_and_type, (group,))
     assert (names, where) == (group.names, "w5")
@@ -127,7 +127,7 @@ untyped: Any = rpc.group
         (lambda: untyped("actor") | "w1", TypeError, "unsupported operand"),
     ],
 )
-def test_mistakes(make: Callable[[], Any], kind: type[Exception], words: str) -> None:
+def test_wrong_uses_raise_clear_errors(make: Callable[[], Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind) as caught:
         make()
     assert words in str(caught.value)
@@ -150,14 +150,14 @@ def call() -> Any:
 
 
 def after(version: int, count: int) -> tuple[list[str], int]:
-    """The group, once it has that many workers."""
+    """Wait until the group has that many workers; return its names and version."""
     rpc.wait_for_workers(count, PATIENCE, role="actor")
     wait_until(lambda: rpc.workers() and len(kept[0]) == count)
     assert kept[0].version > version
     return look()
 
 
-def test_a_live_group_follows_who_joins_and_who_leaves(tmp_path: pathlib.Path) -> None:
+def test_a_live_group_follows_joins_leaves_and_deaths(tmp_path: pathlib.Path) -> None:
     where = f"file://{tmp_path}/store"
     with processes(4) as made:
         boss, *others = made
@@ -186,8 +186,8 @@ def use_after_leaving(where: str) -> tuple[type[Exception] | None, str]:
     return error_of(group.rpc_sync, odd, (1,))
 
 
-def test_a_group_that_is_used_after_leaving(tmp_path: pathlib.Path) -> None:
-    with processes(1) as made:  # which are children of another process, but left by themselves
+def test_a_group_that_is_used_after_shutdown_raises(tmp_path: pathlib.Path) -> None:
+    with processes(1) as made:  # children of another process, which have left themselves
         kind, said = made[0].run(use_after_leaving, f"file://{tmp_path}/store")
         assert kind is errors.NotInitialized
         assert said.startswith("RPC has not been initialized: this process has left its group, by shutdown()")

@@ -1,6 +1,6 @@
-"""Ctrl-C, and what other handlers of signals raise, at any point of any call: the next call works, and nothing is left.
+"""Tests of Ctrl-C, and of exceptions of other signal handlers, at any point of any call: later calls work, no leaks.
 
-A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/rpc/test_interrupts.py` runs that one alone.
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/rpc/test_interrupts.py` runs that seed alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_signals_at_random_times(three: list[Process], seed: int, count: int) ->
     assert three[0].run(interrupting.signals_at_random, seed, count, patience=LONG) == count
 
 
-def test_other_handlers(three: list[Process]) -> None:
+def test_an_exception_of_a_signal_handler_is_raised_once(three: list[Process]) -> None:
     assert three[0].run(interrupting.other_handlers, SEED, 6) > 60
 
 

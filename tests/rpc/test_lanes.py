@@ -1,4 +1,4 @@
-"""Very large tensors between hosts go in several streams, and nobody can tell but by the clock."""
+"""Tests of very large tensors between hosts, which are sent over several TCP streams."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def pair(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[lis
 
 
 def links(worker: Worker) -> list[Link]:
-    """The connection that a worker has made, and the one that it has accepted."""
+    """Return the connection that a worker has made, and the one that it has accepted."""
     connections = worker.agent._connections
     return [*(cast(Link, peer.link) for peer in connections._peers.values()), *connections._accepted]
 
 
 def widen(a: Worker, b: Worker) -> None:
-    """Have the connection from one to the other carry stripes both ways."""
+    """Wait until the connection from one to the other carries stripes both ways."""
     tensor = torch.ones(LARGE, dtype=torch.uint8)
     assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
     wait_until(lambda: links(a)[0].lanes_out.ready and links(b)[0].lanes_out.ready)
 
 
 def carried(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what goes in stripes from now on, as this worker's connections are asked."""
+    """Return a list to which the size of each memory that this worker's connections stripe is added."""
     sizes: list[int] = []
 
     def note_and_carry(carry: Carry, memory: memoryview, keeper: Any) -> memoryview:
@@ -92,7 +92,7 @@ def carried(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_both_ways_in_stripes(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_striped_both_ways(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = pair
     widen(a, b)
     sizes = carried(a, monkeypatch)
@@ -112,7 +112,7 @@ def test_calls_keep_their_order(pair: list[Worker]) -> None:
     assert order == list(range(60))
 
 
-def test_from_many_threads_among_small_calls(pair: list[Worker]) -> None:
+def test_large_and_small_tensors_of_many_threads(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)
 
@@ -130,7 +130,7 @@ def test_from_many_threads_among_small_calls(pair: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("end", ["sender's", "receiver's"])
-def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair: list[Worker], end: str) -> None:
+def test_a_broken_stream_fails_its_call_and_the_next_call_reconnects(pair: list[Worker], end: str) -> None:
     a, b = pair
     widen(a, b)
     broken = links(a)[0].lanes_out if end == "sender's" else links(b)[0].lanes_in
@@ -150,7 +150,7 @@ def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair: l
     assert a.agent.call("w1", total, (large,), None) == 64 << 20
 
 
-def test_streams_that_cannot_be_made_are_done_without(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_work_without_streams_that_cannot_be_made(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     a = pair[0]
     begun = []
     begin = Connections._begin_widen
@@ -168,7 +168,7 @@ def test_streams_that_cannot_be_made_are_done_without(pair: list[Worker], monkey
     assert not links(a)[0].lanes_out.ready
 
 
-def test_why_there_is_one_stream_only_is_logged(
+def test_the_reason_for_a_single_stream_is_logged(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, _ = pair
@@ -185,7 +185,7 @@ def lane_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "telegrad-lane"]
 
 
-def test_their_threads_end_with_the_group(tmp_path: pathlib.Path) -> None:
+def test_the_threads_of_streams_end_with_the_group(tmp_path: pathlib.Path) -> None:
     before = len(lane_threads())
     with agents(2, transport="tcp") as (a, b):
         widen(a, b)
@@ -194,7 +194,7 @@ def test_their_threads_end_with_the_group(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sockets that can be told to be slow")
-def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_slow_streams_are_faster_than_a_single_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def tune_and_slow_down(sock: socket.socket, silence: float) -> None:
         tune_tcp(sock, silence)
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
@@ -217,7 +217,7 @@ def talk(rank: int, size: int) -> int:
     for _ in range(30):
         assert rpc.rpc_sync(to, total, (make(size),)) == total(make(size))
         assert torch.equal(rpc.rpc_sync(to, make, (size,)), make(size))
-    return len(lane_threads()) // 2  # of the connection that it made, and of the one to it
+    return len(lane_threads()) // 2  # half are of the connection to this worker
 
 
 def test_two_processes_both_ways_at_once() -> None:

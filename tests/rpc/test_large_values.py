@@ -1,4 +1,4 @@
-"""Large values that are no tensors cross by every way, and are what pickle alone gives; others are not held up."""
+"""Tests of large values that are not tensors: each kind of call delivers them as plain pickle would."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_reference(reference: Any) -> Any:
 
 @ANY
 @given(TREES)
-def test_any_value_by_any_way(value: Any) -> None:
+def test_any_value_arrives_by_any_kind_of_call(value: Any) -> None:
     alone = pickle.loads(pickle.dumps(value, 5))
     for to in ("w1", "w0"):
         assert alike(rpc.rpc_sync(to, same, (value,), {"key": value}), ((alone,), {"key": alone}))
@@ -56,8 +56,7 @@ def test_any_value_by_any_way(value: Any) -> None:
     assert all(alike(answer, ((alone,), {})) for answer in list(answers))
 
 
-def test_what_arrives_is_ones_own() -> None:
-    """Nobody sees what another does to what it got."""
+def test_a_received_value_shares_no_memory_with_the_sender() -> None:
     kept: list[Any] = [bytearray(DATA[:LARGE]), {"deep": bytearray(DATA[:LARGE])}]
 
     def change(value: Any) -> Any:
@@ -69,12 +68,12 @@ def test_what_arrives_is_ones_own() -> None:
         back = rpc.rpc_sync(to, change, (kept,))
         assert back[0][:4] == b"else"
         assert kept == [DATA[:LARGE], {"deep": DATA[:LARGE]}]
-        again = rpc.rpc_sync(to, change, (kept,))  # in the same memory, perhaps
+        again = rpc.rpc_sync(to, change, (kept,))  # may be received in reused memory
         again[0][4:8] = b"here"
         assert back[0][4:] == DATA[4:LARGE]
 
 
-def test_many_at_once() -> None:
+def test_large_values_of_many_threads_do_not_mix() -> None:
     values = [bytes([number]) * (LARGE + number) for number in range(16)]
 
     def send(value: bytes) -> Any:
@@ -90,7 +89,7 @@ def raises(value: Any) -> None:
     raise ValueError("bad", value)
 
 
-def test_a_large_value_in_an_exception() -> None:
+def test_a_large_value_in_an_exception_arrives() -> None:
     with pytest.raises(ValueError, match="bad") as caught:
         rpc.rpc_sync("w1", raises, (DATA[:LARGE],))
     assert caught.value.args[1] == DATA[:LARGE]

@@ -1,4 +1,4 @@
-"""What one worker may have another keep for it: references, contexts, connections and descriptors."""
+"""Tests of the limits on what a worker keeps for another: references, contexts, connections and descriptors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST = 20
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Worker]]:
-    """The callee, who has little room, and two callers."""
+    """Start a callee with low limits, and two callers."""
     monkeypatch.setattr(table_module, "MOST_HELD", MOST)
     monkeypatch.setattr(contexts_module, "MOST_OPEN", MOST)
     with agents(3) as (callee, caller, other):
@@ -50,7 +50,7 @@ def held_by(callee: Worker, caller: Worker) -> int:
     return callee.references._machine.holders.counts.get(f"{caller.agent.name}#{caller.agent.incarnation}", 0)
 
 
-def test_no_more_values_are_made_for_one_worker(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_values_that_are_kept_for_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     made.clear()
 
@@ -67,7 +67,7 @@ def test_no_more_values_are_made_for_one_worker(three: tuple[Worker, Worker, Wor
     assert sorted(made) == [*range(MOST), 100]
     current.enter(caller)
     with pytest.raises(LimitReached):
-        rpc.rpc_sync("w0", rpc.RRef, (1,))  # the same for those that come as results
+        rpc.rpc_sync("w0", rpc.RRef, (1,))  # the same for references in results
     del refused
     kept.pop()
     wait_until(lambda: held_by(callee, caller) < MOST)
@@ -78,7 +78,7 @@ def test_no_more_values_are_made_for_one_worker(three: tuple[Worker, Worker, Wor
     wait_until(lambda: held_by(callee, caller) == 0)
 
 
-def test_one_worker_has_few_connections(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_connections_of_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     for worker in (caller, other):
         current.enter(worker)
@@ -94,7 +94,7 @@ def test_one_worker_has_few_connections(three: tuple[Worker, Worker, Worker]) ->
     wait_until(lambda: numbers[-1] in [connection for _, connection in list(accepted.values())])
     assert of("w1") == MOST_CONNECTIONS
     assert of("w2") == 1
-    assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # of the other
+    assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by the other caller
     current.enter(caller)
     wait_until(lambda: getattr(caller.agent._connections.peer("w0").link, "closed", True))
     assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by a new connection
@@ -102,7 +102,7 @@ def test_one_worker_has_few_connections(three: tuple[Worker, Worker, Worker]) ->
         channel.sock.close()
 
 
-def test_one_worker_takes_part_in_few_passes(
+def test_the_backward_passes_of_one_worker_are_limited(
     three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
@@ -131,7 +131,7 @@ def test_one_worker_takes_part_in_few_passes(
 def test_passes_that_never_begin_or_have_failed_are_counted(
     three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a worker says that means harm: shipments for passes whose roots never come, and failures of none."""
+    """A hostile worker sends marks of passes that never begin, and failures of passes that do not exist."""
     monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
     callee, caller, _ = three
     current.enter(caller)
@@ -150,7 +150,7 @@ def test_passes_that_never_begin_or_have_failed_are_counted(
 
 
 @pytest.mark.skipif(not SHARING, reason="memory is not shared here")
-def test_results_that_are_kept_use_a_share_of_the_descriptors(three: tuple[Worker, Worker, Worker]) -> None:
+def test_kept_results_use_a_limited_share_of_the_descriptors(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     pool = callee.agent._connections._pool
     pool.most_files = MOST
@@ -169,7 +169,7 @@ def test_results_that_are_kept_use_a_share_of_the_descriptors(three: tuple[Worke
     assert all(bool((each == 1).all()) for each in kept)
 
 
-def test_no_more_contexts_are_entered_for_one_worker(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_open_contexts_of_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     tensor = torch.ones(2, requires_grad=True)
 
@@ -178,7 +178,7 @@ def test_no_more_contexts_are_entered_for_one_worker(three: tuple[Worker, Worker
         rpc.rpc_sync("w0", operator.neg, (tensor,))
 
     def begin(worker: Worker) -> int:
-        """Send in a new context, which stays."""
+        """Call in a new context that stays open; return its id."""
         context = worker.conductor.contexts.begin()
         with context.entered():
             send(worker)
@@ -189,7 +189,7 @@ def test_no_more_contexts_are_entered_for_one_worker(three: tuple[Worker, Worker
         begin(caller)
     begin(other)
     caller.conductor.contexts.release(own[0])
-    wait_until(lambda: len(callee.conductor.contexts) == MOST)  # one of them of the other
+    wait_until(lambda: len(callee.conductor.contexts) == MOST)  # one of them of the other caller
     begin(caller)
     for id_ in own[1:]:
         caller.conductor.contexts.release(id_)

@@ -1,4 +1,4 @@
-"""How members are lost: processes that end, are stopped or do not run, seen by all members alike."""
+"""Tests of lost members: processes that end, are stopped, or do not run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def connections() -> int:
 
 @pytest.fixture
 def five(tcp: str) -> Iterator[list[Process]]:
-    """Members that call nobody."""
+    """Start members that make no calls."""
     with processes(COUNT) as made:
         for rank, process in enumerate(made):
             process.run(join, tcp, rank)
@@ -62,7 +62,7 @@ def wait_for(made: list[Process], wanted: list[str], limit: float) -> None:
 
 
 @pytest.mark.parametrize("dead", [(2,), (4,), (2, 3), (1, 2, 3)])
-def test_the_death_of_workers_that_nobody_calls_is_seen_at_once(five: list[Process], dead: tuple[int, ...]) -> None:
+def test_the_death_of_workers_without_calls_is_noticed_at_once(five: list[Process], dead: tuple[int, ...]) -> None:
     for rank in dead:
         five[rank].kill()
     rest = [rank for rank in range(COUNT) if rank not in dead]
@@ -72,12 +72,12 @@ def test_the_death_of_workers_that_nobody_calls_is_seen_at_once(five: list[Proce
         assert five[rank].run(call, f"w{rest[0]}") == 3
 
 
-def test_the_death_of_the_worker_that_keeps_the_directory_is_seen_at_once(five: list[Process]) -> None:
+def test_the_death_of_the_keeper_of_the_directory_is_noticed_at_once(five: list[Process]) -> None:
     five[0].kill()
     wait_for(five[1:], ["w1", "w2", "w3", "w4"], AT_ONCE)
 
 
-def test_workers_that_call_nobody_are_connected_to_few(five: list[Process]) -> None:
+def test_workers_without_calls_have_few_connections(five: list[Process]) -> None:
     assert all(1 <= process.run(connections) <= 2 for process in five)
 
 
@@ -85,8 +85,8 @@ def directory_pid() -> int:
     return int(current.here().directory._keeping._keeper.pid)
 
 
-def test_a_death_is_seen_without_a_directory(five: list[Process]) -> None:
-    """Once the request to take the dead worker out has failed."""
+def test_a_death_is_noticed_without_a_directory(five: list[Process]) -> None:
+    """The member with the next lower rank notices it, once its request to remove the dead worker has failed."""
     pid = five[0].run(directory_pid)
     five[0].kill()
     five[0].join()
@@ -126,7 +126,7 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_ends(five: list[Process], t
 
 
 def error_of_ending_while_declared_lost(end: Callable[[], None]) -> tuple[type[Exception] | None, str]:
-    """The calls of this worker fail already, and its group is not yet ended for the process."""
+    """Return the error of `end` while this worker's calls fail already, but the process has not left its group."""
     own = current.here()
     own.at_declared_lost = lambda error: None
     own.directory._declared_lost("a test")
@@ -134,7 +134,7 @@ def error_of_ending_while_declared_lost(end: Callable[[], None]) -> tuple[type[E
 
 
 @pytest.mark.parametrize("end", [rpc.shutdown, rpc.serve])
-def test_who_shuts_down_while_it_is_declared_lost_is_told(tcp: str, end: Callable[[], None]) -> None:
+def test_shutdown_and_serve_of_a_worker_declared_lost_raise(tcp: str, end: Callable[[], None]) -> None:
     with processes(1) as (process,):
         process.run(join, tcp, 0)
         kind, text = process.run(error_of_ending_while_declared_lost, end)
@@ -150,7 +150,7 @@ def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(five: list[Pr
     assert five[0].run(names) == [f"w{rank}" for rank in range(COUNT)]
 
 
-def test_the_group_goes_on_where_the_worker_that_keeps_the_directory_is_stopped(tcp: str) -> None:
+def test_the_group_goes_on_while_the_keeper_of_the_directory_is_stopped(tcp: str) -> None:
     with processes(4) as (boss, x, y, again):
         boss.run(join, tcp, 0, "boss")
         x.run(join, tcp, 1)
@@ -180,7 +180,7 @@ def test_a_server_that_was_declared_lost_ends_with_that_error(five: list[Process
 
 
 SHORT = 0.5
-SOON = 5.0  # seconds that a loaded machine may take for what is due at once
+SOON = 5.0  # seconds that an immediate event may take on a busy machine
 
 
 def account() -> None:
@@ -188,7 +188,7 @@ def account() -> None:
 
 
 def failure_of(to: str, function: Callable[..., Any], args: Any, timeout: float = 0) -> tuple[str, str, float]:
-    """How a call fails, and after how long."""
+    """Return the type and the text of a call's error, and the seconds until it."""
     start = time.monotonic()
     kind, text = error_of(call, to, function, args, timeout)
     return kind.__name__ if kind else "", text, time.monotonic() - start
@@ -207,11 +207,11 @@ def has_begun() -> bool:
 
 
 def hold_the_interpreter(seconds: int) -> None:
-    """No other thread of the process runs meanwhile."""
+    """Sleep while holding the GIL, so that no other thread of the process runs."""
     ctypes.PyDLL(None).usleep(seconds * 1_000_000)
 
 
-def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> None:
+def test_a_stopped_process_is_lost_and_can_be_called_once_it_resumes() -> None:
     with group(3, silence=SHORT) as workers:
         workers[0].run(account)
         workers[1].run(account)
@@ -243,7 +243,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
 
 def test_shutdown_does_not_wait_for_a_stopped_process() -> None:
     with group(3, silence=SHORT) as workers:
-        workers[1].kill(signal.SIGSTOP)  # nobody knows of it yet, nor has a connection to it
+        workers[1].kill(signal.SIGSTOP)  # no worker has noticed it, or has a connection to it
         kind, text, seconds = workers[0].run(failure_of, "worker1", operator.add, (1, 2))
         assert (kind, "for 0.5 s its process is stopped" in text) == ("PeerStopped", True)
         assert SHORT <= seconds < SHORT + SOON
@@ -257,7 +257,7 @@ def test_shutdown_does_not_wait_for_a_stopped_process() -> None:
         workers[1].kill(signal.SIGKILL)
 
 
-def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
+def test_a_worker_stopped_for_a_moment_or_busy_is_not_silent() -> None:
     with group(2, silence=SHORT) as workers:
         workers[0].run(account)
         for _ in range(3):
@@ -270,7 +270,7 @@ def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("busy", marks=pytest.mark.nightly)])
-def test_over_tcp_heartbeats_tell(how: str) -> None:
+def test_heartbeats_over_tcp_detect_a_silent_worker(how: str) -> None:
     with group(2, transport="tcp", heartbeat=SHORT) as workers:
         workers[0].run(account)
         assert workers[0].run(failure_of, "worker1", time.sleep, (3 * SHORT,))[0] == ""
@@ -287,7 +287,7 @@ def test_over_tcp_heartbeats_tell(how: str) -> None:
 
 
 @pytest.mark.nightly
-def test_without_heartbeats_whoever_cannot_be_seen_is_waited_for() -> None:
+def test_without_heartbeats_a_call_over_tcp_waits_for_a_stopped_worker() -> None:
     with group(2, transport="tcp", silence=SHORT) as workers:
         workers[0].begin(failure_of, "worker1", time.sleep, (2 * SHORT,))
         workers[1].kill(signal.SIGSTOP)
@@ -301,7 +301,7 @@ def join_and_account(name: str, where: str, rank: int = -1) -> None:
     account()
 
 
-def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent(tcp: str) -> None:
+def test_a_new_worker_may_take_the_name_of_a_silent_one(tcp: str) -> None:
     with processes(4) as (boss, other, first, second):
         boss.run(join_and_account, "boss", tcp, 0)
         other.run(join_and_account, "other", tcp)
@@ -320,7 +320,7 @@ def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent(tcp: str
             assert each.run(is_quiet)
 
 
-def test_where_one_is_lost_the_others_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_worker_causes_no_lookups_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | int] = []
     find = DynamicGroup.find
 

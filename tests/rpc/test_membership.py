@@ -1,4 +1,4 @@
-"""Who is in the group: asked, waited for, told; and whom a worker of a dynamic group serves."""
+"""Tests of the members of a group: lists, waits, callbacks, names by role, and `serve`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join_and_watch(name: str, where: str, rank: int = -1, losses: bool = False) 
     account(losses=losses)
 
 
-def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where: str) -> None:
+def test_callbacks_of_a_dynamic_group_report_joins_leaves_and_losses(where: str) -> None:
     with processes(4) as (boss, x, y, z):
         boss.run(join_and_watch, "boss", where, 0, True)
         x.run(join_and_watch, "x", where, -1, True)
@@ -60,7 +60,7 @@ def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where: str) 
 
 @pytest.fixture(params=["tcp", "file", "agent store", "telegrad run"])
 def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[dict[str, str]]:
-    """Those of the environment that say where workers meet, and for a file its URL."""
+    """Return the variables of the environment by which workers meet, or the URL of a file."""
     if request.param == "tcp":
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     elif request.param == "file":
@@ -84,7 +84,7 @@ def join_there(name: str, rank: int, variables: dict[str, str]) -> int:
     return join(name, variables.get("URL", "env://"), rank)
 
 
-def test_serving_ends_as_rank_0_leaves_in_order_whatever_the_store(variables: dict[str, str]) -> None:
+def test_serving_ends_when_rank_0_leaves_in_order_with_any_store(variables: dict[str, str]) -> None:
     with processes(3) as (boss, x, again):
         boss.run(join_there, "boss", 0, variables)
         x.run(join_there, "x", -1, variables)
@@ -92,7 +92,7 @@ def test_serving_ends_as_rank_0_leaves_in_order_whatever_the_store(variables: di
         x.begin(rpc.serve)
         boss.kill()
         again.run(join_there, "boss", 0, variables)
-        assert again.run(call, "x") == 3  # which served on
+        assert again.run(call, "x") == 3  # x still serves
         again.run(rpc.shutdown)
         assert x.end() is None
 
@@ -106,7 +106,7 @@ def account_behind_a_callback_that_fails() -> None:
     account(losses=True)
 
 
-def test_members_of_a_group_of_fixed_size_are_told_who_goes_and_why() -> None:
+def test_callbacks_of_a_fixed_group_report_losses_and_their_reasons() -> None:
     with group(3) as made:
         made[0].run(account_behind_a_callback_that_fails)
         assert {made[0].run(next_event) for _ in range(2)} == {("join", "worker1", 3), ("join", "worker2", 3)}
@@ -118,7 +118,7 @@ def test_members_of_a_group_of_fixed_size_are_told_who_goes_and_why() -> None:
         assert {made[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker2"), ("worker2", "LeftEarly")}
 
 
-def test_waiting_for_workers(where: str) -> None:
+def test_wait_for_workers_waits_for_names_or_a_number(where: str) -> None:
     with processes(3) as made:
         made[0].run(join, "boss", where, 0)
         kind, text = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
@@ -141,7 +141,7 @@ def serve(*required: str) -> tuple[type[Exception], str] | None:
     return None
 
 
-def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends(tcp: str) -> None:
+def test_a_server_serves_until_stop_serving_or_the_end_of_its_group(tcp: str) -> None:
     with processes(4) as made:
         boss, *servers = made
         boss.run(join, "boss", tcp, 0)
@@ -156,10 +156,10 @@ def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends(t
         began = time.monotonic()
         boss.run(rpc.shutdown)
         assert [servers[1].end(), servers[2].end()] == [None, None]
-        assert time.monotonic() - began < 2  # less than the leaving server would wait in vain
+        assert time.monotonic() - began < 2  # less than a server that leaves would wait in vain
 
 
-def test_who_serves_for_somebody_ends_where_that_one_dies(tcp: str) -> None:
+def test_serving_ends_when_a_required_worker_dies(tcp: str) -> None:
     with processes(3) as (boss, x, y):
         boss.run(join, "boss", tcp, 0)
         for process, name in ((x, "x"), (y, "y")):
@@ -176,7 +176,7 @@ def test_who_serves_for_somebody_ends_where_that_one_dies(tcp: str) -> None:
         assert "'boss' was lost" in text
 
 
-def test_who_serves_ends_with_an_error_where_the_program_of_rank_0_ends_without_shutdown(tcp: str) -> None:
+def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:
     with processes(4) as made:
         boss, *servers, y = made
         boss.run(join, "boss", tcp, 0)
@@ -194,7 +194,7 @@ def test_who_serves_ends_with_an_error_where_the_program_of_rank_0_ends_without_
 
 
 def hold_changes() -> None:
-    """Have what the directory tells wait."""
+    """Delay the changes that the directory reports."""
     current.here().directory._applying.acquire()
 
 
@@ -226,7 +226,7 @@ def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
 
 
 def test_rank_0_need_not_be_first(tcp: str) -> None:
-    """A worker that was given another rank waits for it."""
+    """A worker that was given another rank waits for the worker of rank 0."""
     with processes(4) as made:
         assert made[0].run(join, "early", tcp) == 1
         made[3].begin(join, "another", tcp, 5)
@@ -236,7 +236,7 @@ def test_rank_0_need_not_be_first(tcp: str) -> None:
         assert made[1].run(call, "early") == made[2].run(call, "boss") == made[1].run(call, "another") == 3
 
 
-def test_one_process_leads_one_dynamic_group_after_the_other(tcp: str) -> None:
+def test_a_process_leads_successive_dynamic_groups(tcp: str) -> None:
     with processes(4) as made:
         for fresh in made[1:]:
             made[0].run(join, "boss", tcp, 0)
@@ -247,14 +247,14 @@ def test_one_process_leads_one_dynamic_group_after_the_other(tcp: str) -> None:
             assert fresh.end() is None
 
 
-# Roles: workers are named after theirs, told of it and found by it
+# Roles: workers are named after their roles, know them, and are found by them
 
 
 def member(name: str, id_: int, role: str = "") -> Member:
     return Member(name, id_, f"incarnation{id_}", "p", "h", "", ("127.0.0.1", 1), role=role)
 
 
-def test_numbers_go_by_rank_within_a_role_and_past_names_that_are_taken() -> None:
+def test_names_of_a_role_are_numbered_by_rank_and_skip_taken_names() -> None:
     come = [member("", 3, "actor"), member("", 1, "actor"), member("actor1", 0), member("", 2, "learner")]
     assert [each.name for each in named(come)] == ["actor1", "actor0", "learner0", "actor2"]
 

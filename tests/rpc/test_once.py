@@ -1,4 +1,4 @@
-"""What a worker keeps of idempotent calls for callers that do not take their answers."""
+"""Tests of the answers of idempotent calls that a worker keeps until the callers confirm them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Calls:
-    """Calls of several callers in a random order, some of which are repeated, and what each has come to."""
+    """Calls of several callers in a random order, some of them repeated, and the expected state of each."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -61,7 +61,7 @@ class Calls:
             self.table.ended(*key, self.rng.choice([0, 0, ENTRY, 3 * ENTRY, 40 * ENTRY]))
 
     def repeat(self) -> None:
-        """A call that has begun is known, or refused, as long as it may come: it never runs again."""
+        """Repeat calls that have begun: while they may be repeated, they are known or refused, and never run again."""
         for key in self.rng.sample([*self.until], min(5, len(self.until))):
             if key not in self.settled and self.until[key] > self.now:
                 entry = self.table.enter(*key, 1e-9, self.now)
@@ -97,7 +97,7 @@ class Calls:
         assert len(self.table) - sum(map(len, weights)) == len(self.running)
 
 
-def test_any_order_of_calls_keeps_no_more_than_may_be_kept_and_runs_each_once() -> None:
+def test_calls_in_any_order_run_once_and_stay_within_the_limits() -> None:
     for seed in range(150):
         calls = Calls(random.Random(seed))
         events = [calls.come] * 4 + [calls.end] * 4 + [calls.repeat, calls.settle, calls.wait, calls.die]
@@ -142,17 +142,17 @@ class Slots:
         (KeyError(bytes(1 << 20)),),
     ],
 )
-def test_about_how_large_a_value_is(value: Any) -> None:
+def test_the_size_of_a_value_is_estimated(value: Any) -> None:
     assert 0.9 * (1 << 20) < size_of(value) < 1.3 * (1 << 20)
 
 
-def test_a_value_that_holds_itself_has_a_size() -> None:
+def test_a_value_that_contains_itself_has_a_size() -> None:
     value: list[Any] = []
     value.append(value)
     assert size_of(value) < ENTRY
 
 
-def test_what_belongs_to_the_process_has_no_size() -> None:
+def test_modules_classes_and_functions_count_as_small() -> None:
     assert size_of([torch, Holder, size_of, None, 1]) < ENTRY
 
 
@@ -162,12 +162,12 @@ def make(number: int) -> bytes:
 
 
 def call(number: int) -> bytes:
-    """Make an idempotent call, and never say that its answer has come."""
+    """Make an idempotent call, and never confirm its answer."""
     taken: bytes = rpc.rpc_sync("x", run_once, (number, 30.0, make, number))
     return taken
 
 
-def test_a_call_whose_answer_was_let_go_is_not_run_again(stage: Stage) -> None:
+def test_a_call_whose_answer_was_dropped_is_not_run_again(stage: Stage) -> None:
     x = stage.come("x")
     for number in range(1, 7):
         call(number)
@@ -183,16 +183,16 @@ def test_nothing_is_kept_for_a_caller_that_has_died(stage: Stage) -> None:
     current.enter(caller)
     for number in range(1, 7):
         call(number)
-    x.membership.refresh()  # else it knows nobody, and so hears of nobody's death
+    x.membership.refresh()  # else it knows no members, and notices no death
     stage.crash(caller)
     current.enter(stage.all[0])
     wait_until(lambda: not len(x.attached(IdempotentCalls)) and not x.attached(IdempotentCalls)._table.kept)
     with pytest.raises(errors.AnswerLost):
-        x.attached(IdempotentCalls).enter(caller.agent.incarnation, 7, 30.0)  # one that had been on its way
+        x.attached(IdempotentCalls).enter(caller.agent.incarnation, 7, 30.0)  # a call that was in flight
     assert made == [1, 2, 3, 4, 5, 6]
 
 
-def test_calls_of_two_workers_with_one_number_are_two(stage: Stage) -> None:
+def test_calls_of_two_workers_with_the_same_number_both_run(stage: Stage) -> None:
     stage.come("x")
     for worker in (stage.all[0], stage.come("other")):
         current.enter(worker)

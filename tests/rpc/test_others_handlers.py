@@ -1,4 +1,4 @@
-"""Handlers of others that raise within a call: for SIGTERM, of torch's DataLoader for SIGCHLD, of pytest-timeout."""
+"""Tests of signal handlers that raise within a call: for SIGTERM, of torch's DataLoader, of pytest-timeout."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 def test_a_dead_process_of_a_dataloader_and_sigterm_end_calls_by_their_errors(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    # On a busy machine the worker may need more than the 5 s after which the log is told of it.
+    # On a busy machine a wait may take longer than the 5 s after which it is logged to stderr.
     environment = {**os.environ, "TELEGRAD_PROGRESS": "0"}
     command = [sys.executable, str(program)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE, env=environment)

@@ -1,4 +1,4 @@
-"""Callers that are faster than their callee: they wait, and no call is lost."""
+"""Tests of back-pressure: callers that are faster than their callee wait, and no call is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
 
 
 def limit(agent: Agent, **limits: Any) -> None:
-    """What may be in flight to workers that were not called yet."""
+    """Set the limits of calls in flight to workers that were not called yet."""
     agent._connections.settings = agent._connections.settings._replace(**limits)
 
 
@@ -63,14 +63,14 @@ def in_flight(worker: Worker) -> int:
 
 
 def crowd(caller: Worker, begin: Callable[[int], Future[Any]]) -> list[Any]:
-    """Begin many calls in a thread; what they give, once the gate is open."""
+    """Begin many calls; return their results, which come once the gate is open."""
     current.enter(caller)
     return [future.wait() for future in [begin(number) for number in range(MANY)]]
 
 
 def open_when_full(caller: Worker, full: int) -> None:
     wait_until(lambda: in_flight(caller) >= full)
-    assert not gate.wait(0.1)  # more would have come by now
+    assert not gate.wait(0.1)  # more calls would have begun by now
     assert in_flight(caller) <= full
     gate.set()
 
@@ -105,8 +105,8 @@ def test_tensors_wait_for_room(pair: tuple[Worker, Worker]) -> None:
     assert found == list(range(MANY))
 
 
-def test_from_a_callback(pair: tuple[Worker, Worker]) -> None:
-    """The thread that runs callbacks does not wait for what it may have to bring about."""
+def test_calls_of_a_callback_do_not_wait_for_room(pair: tuple[Worker, Worker]) -> None:
+    """The thread that runs callbacks may be needed for the answers that make room."""
     gate.set()
     futures: list[Future[Any]] = []
     done = threading.Event()
@@ -140,7 +140,7 @@ def test_synchronous_calls_do_not_wait(pair: tuple[Worker, Worker]) -> None:
     waiting.join(PATIENCE)
 
 
-def test_the_callee_dies_while_callers_wait() -> None:
+def test_callers_that_wait_for_room_fail_when_their_callee_dies() -> None:
     with group(2) as workers:
         workers[0].begin(fire_at_one_that_dies)
         assert workers[0].end() == "PeerLost"
@@ -169,7 +169,7 @@ def count(_: int) -> None:
 
 
 def resident() -> float:
-    """Megabytes of this process."""
+    """Return the resident megabytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -202,17 +202,17 @@ def test_a_million_calls_without_waiting() -> None:
     assert there < 300
 
 
-# Many calls at once: some leave together, and all leave
+# Many calls at once are sent in batches, and all of them are sent
 
 
-ALL = 3 * BATCH - 1  # so that the last ones have no company
+ALL = 3 * BATCH - 1  # so that the last batch is not full
 
 meeting: list[torch.futures.Future[int]] = []
 
 
 @functions.async_execution
 def meet(number: int) -> torch.futures.Future[int]:
-    """Done once all have come, in whatever order; then with their number."""
+    """Return a future that completes with the number of calls once all have arrived, in any order."""
     own: torch.futures.Future[int] = torch.futures.Future()
     with lock:
         meeting.append(own)
@@ -231,9 +231,7 @@ def caller() -> Iterator[Worker]:
 
 
 @pytest.mark.parametrize("begin", [rpc_async, lambda *call: remote(*call).future()], ids=["rpc_async", "remote"])
-def test_the_last_of_many_calls_leaves_though_no_answer_comes(
-    caller: Worker, begin: Callable[..., Future[Any]]
-) -> None:
+def test_the_last_of_many_calls_is_sent_before_any_answer(caller: Worker, begin: Callable[..., Future[Any]]) -> None:
     ended = threading.Semaphore(0)
     futures = [begin("w1", meet, (number,)) for number in range(ALL)]
     for future in futures:
@@ -242,7 +240,7 @@ def test_the_last_of_many_calls_leaves_though_no_answer_comes(
         assert ended.acquire(timeout=PATIENCE)
 
 
-def test_a_call_that_is_waited_for_takes_those_before_it_along(caller: Worker) -> None:
+def test_waiting_for_a_call_sends_the_earlier_calls_too(caller: Worker) -> None:
     futures = [rpc_async("w1", meet, (number,)) for number in range(ALL - 1)]
     last = rpc_async("w1", meet, (ALL - 1,))
     assert last.wait() == ALL

@@ -1,4 +1,4 @@
-"""One owner of a published value at a time, in groups of all kinds: kills, stops, and a directory that goes away."""
+"""Tests of the single owner of a published value, in all kinds of groups: kills, stops, failures of the directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STOPPED = 2.0  # seconds of a lease
 
 
 class Value:
-    """Notes in a file who makes it and who acts on it, with which token and when."""
+    """A value that records in a file when it is made or used, by which worker and with which token."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Value:
 
 
 class Noted(list[Any]):
-    """What stands in the file."""
+    """The records of the file, by their times."""
 
     def __init__(self, path: pathlib.Path) -> None:
         lines = path.read_text().splitlines() if path.exists() else []
@@ -68,7 +68,7 @@ class Noted(list[Any]):
         return [name for _, what, name, _ in self if what == "made"]
 
     def check(self) -> None:
-        """Tokens never go back, and each is that of one worker."""
+        """Check that tokens never decrease, and that each belongs to one worker."""
         tokens = [token for *_, token in self]
         assert tokens == sorted(tokens), list(self)
         assert len({(name, token) for *_, name, token in self}) == len(set(tokens)), list(self)
@@ -117,7 +117,7 @@ def act_until_it_works() -> int:
     while True:
         try:
             return int(found[0].rpc_sync(timeout=5).act())
-        except (errors.PeerError, errors.CallTimeout):  # of a call that was begun before the end of the owner was known
+        except (errors.PeerError, errors.CallTimeout):  # the call began before the end of the owner was known
             assert time.monotonic() < until
 
 
@@ -139,7 +139,7 @@ def test_a_killed_owner_is_replaced_at_once(tmp_path: pathlib.Path, kind: str) -
 
 
 def act_and_stop(path: str) -> list[str]:
-    """Act on the own value until this process is no owner, having stopped it for longer than its lease."""
+    """Use the own value, stop this process, and use the value for 1 s after it resumes; return the errors."""
     own = rpc.lookup("value")
     for _ in range(5):
         own.rpc_sync().act()
@@ -175,7 +175,7 @@ def test_an_owner_that_was_stopped_beyond_its_lease_refuses(tmp_path: pathlib.Pa
 
 
 def go_on() -> int:
-    """Go to the next generation of an elastic group; its size."""
+    """Go to the next generation of an elastic group; return its size."""
     while True:
         try:
             now = rpc.rendezvous_again()
@@ -223,7 +223,7 @@ def group(kind: str, count: int = 3, **options: Any) -> Iterator[list[Worker]]:
 
 
 def on(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives on a thread of that worker."""
+    """Run a function on a thread of that worker; return its result."""
 
     def run() -> Any:
         current.enter(worker)
@@ -239,7 +239,7 @@ def registration(worker: Worker) -> DynamicGroup:
 
 
 def server_of(workers: list[Worker]) -> int:
-    """The process of the directory, which one of them keeps."""
+    """Return the process id of the directory, which one of the workers keeps."""
     for worker in workers:
         directory = worker.directory
         keeping = directory._keeping if isinstance(directory, DynamicGroup) else offers_of(worker).registration._keeping
@@ -249,7 +249,7 @@ def server_of(workers: list[Worker]) -> int:
 
 
 def leave(workers: list[Worker], rank: int) -> None:
-    """Have a worker leave, and wait until all others know."""
+    """Have a worker leave, and wait until all others have noticed."""
     others = [worker for worker in workers if worker.me.id != rank]
     for worker in others:
         worker.membership.on_leave(lambda *_: None)
@@ -263,7 +263,7 @@ TWO = ["fixed", "dynamic"]
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_of_all_who_publish_at_once_one_makes_the_value(kind: str) -> None:
+def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> None:
     with group(kind, 5) as workers:
         ready = threading.Barrier(5)
         made: list[str] = []
@@ -281,7 +281,7 @@ def test_of_all_who_publish_at_once_one_makes_the_value(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_an_owner_whose_lease_lives_after_all_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_refuses_until_its_lease_is_renewed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         found = on(workers[0], rpc.lookup, "counter")
@@ -306,7 +306,7 @@ def test_an_owner_whose_lease_lives_after_all_goes_on(kind: str, monkeypatch: py
         with pytest.raises(errors.NotPublished, match="'w1' refuses calls"):
             on(workers[2], rpc.lookup, "counter", 0.3)
         threading.Timer(0.2, monkeypatch.undo).start()
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 2  # which waits for it
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 2  # waits for the lease
 
 
 def add_by(reference: rpc.RRef[Counter], timeout: float) -> int:
@@ -329,7 +329,7 @@ def test_a_directory_that_is_killed_comes_back_with_the_claims(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_while_the_directory_does_not_answer_known_values_are_served(kind: str) -> None:
+def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) -> None:
     with group(kind, rpc_timeout=4.0, silence=5.0) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         found = on(workers[0], rpc.lookup, "counter")
@@ -355,11 +355,11 @@ def test_while_the_directory_does_not_answer_known_values_are_served(kind: str) 
             os.kill(server, signal.SIGCONT)
         wait_until(lambda: registration(workers[1]).holds)
         assert on(workers[0], lambda: found.rpc_sync().add()) == 3
-        on(workers[2], rpc.publish, "other", Counter)  # what was not claimed in time is given up
+        on(workers[2], rpc.publish, "other", Counter)  # the claim that timed out was given up
         assert on(workers[0], lambda: rpc.lookup("other").owner_name()) == "w2"
 
 
-def test_a_registration_that_has_ended_is_made_anew_and_stands_by() -> None:
+def test_a_worker_that_was_declared_lost_registers_and_claims_again() -> None:
     with group("fixed") as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         found = on(workers[0], rpc.lookup, "counter")
@@ -368,13 +368,13 @@ def test_a_registration_that_has_ended_is_made_anew_and_stands_by() -> None:
         registration(workers[0]).declare_lost(workers[1].me, "a test")
         wait_until(lambda: registration(workers[1]) is not lost)
         wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
-        offers_of(workers[1])._lose_all(lost)  # as where the value was claimed anew before
+        offers_of(workers[1])._lose_all(lost)  # as if the value had been claimed again before
         assert on(workers[0], lambda: found.rpc_sync().add()) == 2
         with pytest.raises(errors.ClaimLost, match=r"owned 'counter' with the token|refuses"):
             offers_of(workers[1]).value("counter", 1 << 40)
 
 
-def test_a_value_of_an_earlier_claim_is_not_that_of_the_next() -> None:
+def test_a_later_claim_drops_the_value_of_an_earlier_one() -> None:
     with group("fixed") as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         own = offers_of(workers[1])
@@ -393,7 +393,7 @@ def add_if_possible(reference: rpc.RRef[Counter]) -> int:
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_an_owner_with_a_lower_token_than_the_one_who_asks_knows_of_refuses(kind: str) -> None:
+def test_an_owner_refuses_a_caller_that_knows_a_higher_token(kind: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         own = offers_of(workers[1])
@@ -444,7 +444,7 @@ def test_a_reference_is_not_used_once_a_later_token_is_known() -> None:
         assert on(workers[0], lambda: found.rpc_sync().add()) == 1
 
 
-def test_rank_0_has_gone_before_any_worker_has_asked() -> None:
+def test_publish_and_lookup_fail_if_rank_0_left_before_the_first_use() -> None:
     with group("fixed") as workers:
         leave(workers, 0)
         begun = time.monotonic()
@@ -455,7 +455,7 @@ def test_rank_0_has_gone_before_any_worker_has_asked() -> None:
         assert time.monotonic() - begun < 10
 
 
-def test_once_rank_0_has_gone_others_tell_where_the_directory_is() -> None:
+def test_other_workers_tell_the_address_of_the_directory_without_rank_0() -> None:
     with group("fixed") as workers:
         on(workers[2], rpc.publish, "counter", Counter)
         server = server_of(workers)
@@ -466,7 +466,7 @@ def test_once_rank_0_has_gone_others_tell_where_the_directory_is() -> None:
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_no_process_stays_behind(kind: str) -> None:
+def test_the_process_of_the_directory_ends_with_the_group(kind: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         server = server_of(workers)
@@ -491,7 +491,7 @@ def test_a_group_that_publishes_nothing_has_no_directory() -> None:
         assert not any(Publications in worker._attached for worker in workers)
 
 
-def test_the_directory_is_started_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_is_started_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
     def start(keys: Keyring, address: str) -> DirectoryMonitor:
@@ -505,7 +505,7 @@ def test_the_directory_is_started_once_for_all_who_ask(monkeypatch: pytest.Monke
         assert len(started) == 1
 
 
-def test_a_directory_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_raises_if_the_directory_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise errors.StoreUnreachable("no process today")
 
@@ -518,11 +518,11 @@ def test_a_directory_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPa
         on(workers[1], rpc.publish, "counter", Counter)
 
 
-# What is said where an owner refuses
+# Errors and log lines of owners that refuse
 
 
 @pytest.mark.parametrize("kind", ["fixed", "dynamic"])
-def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
+def test_an_owner_that_waits_for_its_lease_logs_no_refused_lookups(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -548,7 +548,7 @@ def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
 @pytest.mark.parametrize(
     ("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")]
 )
-def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: str, says: str) -> None:
+def test_the_advice_to_start_a_worker_again_is_for_dynamic_groups_only(kind: str, says: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         owned = offers_of(workers[1])._offers["counter"].owned
@@ -560,7 +560,7 @@ def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: st
         assert ("Start it again" in str(caught.value)) == (kind == "dynamic")
 
 
-def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_lookup_has_the_given_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     find = registering.Registration._find
 
     def find_late(self: registering.Registration) -> registering.Address:
@@ -576,10 +576,10 @@ def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
-def test_a_directory_that_refuses_is_told_to_those_that_ask(
+def test_publish_and_lookup_raise_the_error_of_the_directory(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that stands by asks until it is answered."""
+    """A standby repeats its claim until the directory answers."""
     with group("dynamic") as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         on(workers[2], rpc.publish, "counter", Counter)

@@ -1,4 +1,4 @@
-"""Remote calls and backward passes as events of torch's profilers."""
+"""Tests of remote calls and backward passes as events of torch's profilers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 class Made(NamedTuple):
-    """What a remote call makes."""
+    """A callable value that a remote call makes."""
 
     number: int = 1
 
@@ -42,7 +42,7 @@ def events(program: Callable[..., Any], trace: pathlib.Path | None = None) -> di
 
 
 def test_each_way_of_calling_is_an_event_and_in_an_exported_trace(tmp_path: pathlib.Path) -> None:
-    """Those of references and remote modules are in tests/compat/test_profiling.py."""
+    """Tests of events of references and remote modules are in tests/compat/test_profiling.py."""
 
     def program() -> None:
         x = torch.ones(2)
@@ -64,7 +64,7 @@ def test_each_way_of_calling_is_an_event_and_in_an_exported_trace(tmp_path: path
     assert names <= {event.get("name") for event in trace["traceEvents"]}
 
 
-def test_what_a_profiled_call_raises() -> None:
+def test_a_profiled_call_that_fails_raises_and_is_an_event() -> None:
     def program() -> None:
         with pytest.raises(KeyError, match="as the test wants it"):
             rpc_sync("w1", fail)
@@ -74,7 +74,7 @@ def test_what_a_profiled_call_raises() -> None:
     assert {"rpc_sync#fail(w0 -> w1)", "rpc_async#fail(w0 -> w1)"} <= events(program).keys()
 
 
-def test_a_backward_pass_and_what_comes_back() -> None:
+def test_a_backward_pass_and_its_send_functions_are_events() -> None:
     x = torch.ones(3, requires_grad=True)
 
     def program() -> None:
@@ -99,5 +99,5 @@ def scripted(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
     ("function", "name"),
     [(torch.add, "aten::add"), (fail, "fail"), (scripted, "scripted"), (print, "print"), ("name", "name")],
 )
-def test_names(function: Callable[..., Any] | str, name: str) -> None:
+def test_the_name_of_an_event_has_kind_function_and_workers(function: Callable[..., Any] | str, name: str) -> None:
     assert event_name("sync", function, "a", "b") == f"rpc_sync#{name}(a -> b)"

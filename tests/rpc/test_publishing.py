@@ -1,4 +1,4 @@
-"""Values with a name: published by several workers, had by one, found wherever they are."""
+"""Tests of named and restorable values: one owner, standbys, lookups, and references that follow the value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.rpc import members
 
 
 class Crowd:
-    """Workers of a dynamic group in this process, that come and go."""
+    """A dynamic group in this process, whose workers come and go."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.url = f"file://{folder}/store"
@@ -46,7 +46,7 @@ class Crowd:
         return made
 
     def lose(self, name: str) -> None:
-        """End a worker, and wait until all others know: a call that is begun before fails."""
+        """End a worker, and wait until all others have noticed; calls that begin earlier fail."""
         lost = self.workers.pop(name)
         lost.end("")
         for other in self.workers.values():
@@ -56,7 +56,7 @@ class Crowd:
                         other.agent.call(name, operator.add, (1, 1), None)
 
     def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function gives on a thread of that worker."""
+        """Run a function on a thread of that worker; return its result."""
 
         def run() -> Any:
             current.enter(self.workers[name])
@@ -90,7 +90,7 @@ def where(reference: rpc.RRef[Counter]) -> str:
     return found
 
 
-def test_who_stands_by_takes_over_and_references_follow(crowd: Crowd) -> None:
+def test_a_standby_takes_over_and_references_follow(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
     crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
     found = crowd.on("w0", rpc.lookup, "counter")
@@ -109,8 +109,8 @@ def hold() -> None:
     gate.wait(PATIENCE)
 
 
-def test_a_value_is_not_made_again_by_who_leaves_with_its_owner(crowd: Crowd) -> None:
-    """As the group ends: w2 is held up by a call, and sees that w1, which owned the value, has left."""
+def test_a_worker_that_leaves_with_the_owner_does_not_make_the_value(crowd: Crowd) -> None:
+    """The group ends: w2 is held up by a call, and notices that w1, the owner, has left."""
     made: list[str] = []
 
     def make(name: str) -> Counter:
@@ -140,7 +140,7 @@ def test_a_value_is_not_made_again_by_who_leaves_with_its_owner(crowd: Crowd) ->
 
 @contextlib.contextmanager
 def ended(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """End "w1"; for a moment "w0" is not told, neither by the directory nor by its table of references."""
+    """End "w1", while for a moment neither the directory nor the table of references tells "w0" of the loss."""
     worker, gone = crowd.workers["w0"], crowd.workers.pop("w1")
     worker.directory._applying.acquire()
     later = threading.Timer(0.2, worker.directory._applying.release)
@@ -168,7 +168,7 @@ def add_there(reference: rpc.RRef[Counter]) -> int:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_finds_the_new_owner_before_it_is_told_of_the_loss(
+def test_a_use_finds_the_new_owner_before_the_loss_is_reported(
     crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
@@ -182,7 +182,7 @@ def test_a_use_finds_the_new_owner_before_it_is_told_of_the_loss(
 
 @pytest.mark.parametrize("use", ["rpc_sync", "to_here"])
 def test_a_use_that_was_not_sent_finds_the_new_owner(crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection broke between the look at it and the call."""
+    """The connection breaks between the check of it and the call."""
     crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
     crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
     found = crowd.on("w0", rpc.lookup, "counter")
@@ -192,7 +192,7 @@ def test_a_use_that_was_not_sent_finds_the_new_owner(crowd: Crowd, use: str, mon
 
 
 @pytest.mark.parametrize("kind", [errors.PeerUnreachable, errors.UnknownWorker, errors.ClaimLost])
-def test_what_a_method_raises_is_no_reason_to_call_it_again(crowd: Crowd, kind: type[errors.TelegradError]) -> None:
+def test_a_method_is_not_called_again_after_a_telegrad_error(crowd: Crowd, kind: type[errors.TelegradError]) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     found = crowd.on("w0", rpc.lookup, "counter")
     error = kind("of a worker that it has called")
@@ -203,7 +203,7 @@ def test_what_a_method_raises_is_no_reason_to_call_it_again(crowd: Crowd, kind: 
     assert crowd.on("w0", lambda: found.rpc_sync().add(0)) == 1
 
 
-def test_an_owner_that_has_left_says_so(crowd: Crowd) -> None:
+def test_an_owner_that_has_left_raises_claim_lost(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     worker = crowd.workers["w1"]
     owned = worker.attached(Publications)._offers["counter"].owned
@@ -214,13 +214,13 @@ def test_an_owner_that_has_left_says_so(crowd: Crowd) -> None:
         crowd.on("w1", owned.check)
 
 
-def test_who_comes_back_has_the_value_again(crowd: Crowd) -> None:
+def test_an_owner_that_comes_back_owns_the_value_again(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     found = crowd.on("w0", rpc.lookup, "counter")
     assert crowd.on("w0", lambda: found.rpc_sync().add(5)) == 5
     crowd.lose("w1")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(crowd.on, "w0", lambda: found.rpc_sync().add(1))  # while nobody has it
+        waiting = pool.submit(crowd.on, "w0", lambda: found.rpc_sync().add(1))  # while no worker owns it
         crowd.add("w1")
         crowd.on("w1", rpc.publish, "counter", partial(Counter, 100))
         assert waiting.result(PATIENCE) == 101
@@ -235,14 +235,14 @@ def test_a_reference_that_was_sent_on_follows_too(crowd: Crowd) -> None:
     kept.clear()
 
 
-def test_who_has_left_meanwhile_is_not_waited_for(crowd: Crowd) -> None:
+def test_greeting_a_worker_that_has_left_does_not_fail(crowd: Crowd) -> None:
     membership = crowd.workers["w0"].membership
     others = membership._others()
     crowd.lose("w1")
     membership._greet(others)
 
 
-def test_a_value_that_nobody_publishes_is_not_found(crowd: Crowd) -> None:
+def test_the_lookup_of_a_value_that_is_not_published_fails(crowd: Crowd) -> None:
     with pytest.raises(
         errors.NotPublished, match=r"'nothing' is not available after 0.2 s: no worker publishes it.*w0, w1"
     ):
@@ -257,9 +257,7 @@ def test_a_lookup_waits_for_the_value(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
-def test_a_factory_that_fails_is_told_to_who_publishes_and_another_has_the_value(
-    crowd: Crowd, error: type[BaseException]
-) -> None:
+def test_a_failing_factory_raises_at_publish_and_another_worker_owns(crowd: Crowd, error: type[BaseException]) -> None:
     def fail() -> None:
         raise error("no value today")
 
@@ -272,7 +270,7 @@ def test_a_factory_that_fails_is_told_to_who_publishes_and_another_has_the_value
     wait_until(lambda: crowd.on("w0", lambda: where(rpc.lookup("counter"))) == "w0")
 
 
-def test_a_lookup_reminds_who_stands_by_of_a_value_that_nobody_has(crowd: Crowd) -> None:
+def test_a_lookup_makes_a_standby_claim_a_value_without_an_owner(crowd: Crowd) -> None:
     begun, fails = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -283,7 +281,7 @@ def test_a_lookup_reminds_who_stands_by_of_a_value_that_nobody_has(crowd: Crowd)
     with ThreadPoolExecutor(1) as pool:
         failing = pool.submit(crowd.on, "w1", rpc.publish, "counter", fail)
         assert begun.wait(PATIENCE)
-        crowd.on("w2", rpc.publish, "counter", Counter)  # stands by: w1 is to have it
+        crowd.on("w2", rpc.publish, "counter", Counter)  # stands by: w1 has claimed it
         fails.set()
         with pytest.raises(ArithmeticError):
             failing.result(PATIENCE)
@@ -292,7 +290,7 @@ def test_a_lookup_reminds_who_stands_by_of_a_value_that_nobody_has(crowd: Crowd)
 
 @pytest.fixture
 def middlemen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Middleman]]:
-    """Return what is on the path to the directory, for each client of it that is made."""
+    """Return the proxies on the path to the directory, one for each of its clients."""
     made: list[Middleman] = []
 
     def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> EmbeddedDirectory:
@@ -305,7 +303,7 @@ def middlemen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Middleman]]:
         each.close()
 
 
-def test_a_path_that_alters_replies_delays_a_claim(
+def test_altered_replies_of_the_directory_do_not_break_a_claim(
     middlemen: list[Middleman], crowd: Crowd, caplog: pytest.LogCaptureFixture
 ) -> None:
     for each in middlemen:
@@ -318,8 +316,8 @@ def test_a_path_that_alters_replies_delays_a_claim(
     assert "could not be handled" not in caplog.text
 
 
-def test_a_worker_registers_where_its_first_connection_is_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a group of fixed size: with a directory that its members have told of."""
+def test_a_worker_registers_though_its_first_connection_is_altered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group has a fixed size: its members tell each other the address of the directory."""
     middlemen: list[Middleman] = []
 
     def connect(address: tuple[str, int], keys: Keyring, patience: float) -> EmbeddedDirectory:
@@ -337,10 +335,10 @@ def test_a_worker_registers_where_its_first_connection_is_spoiled(monkeypatch: p
         each.close()
 
 
-def test_a_claim_that_may_have_been_made_is_given_up_with_its_offer(
+def test_a_claim_whose_reply_was_lost_is_released_when_publish_fails(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers to its claims are lost until it has given up."""
+    """The replies to the claims are lost until `publish` fails."""
     w1 = crowd.workers["w1"]
     directory = w1.directory.directory
 
@@ -359,7 +357,7 @@ def test_a_claim_that_may_have_been_made_is_given_up_with_its_offer(
     assert crowd.on("w0", where, crowd.on("w0", rpc.lookup, "counter")) == "w2"
 
 
-def test_what_cannot_be_published(crowd: Crowd) -> None:
+def test_a_worker_cannot_publish_a_name_twice(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     with pytest.raises(errors.UsageError, match="'w1' already publishes a value under the name 'counter'"):
         crowd.on("w1", rpc.publish, "counter", Counter)
@@ -383,7 +381,7 @@ def at_100(counter: Counter) -> None:
 
 
 @pytest.mark.parametrize(("restore", "found"), [(True, 5), (at_100, 100)])
-def test_a_value_is_made_anew_and_restored_as_its_owner_comes_back(crowd: Crowd, restore: Any, found: int) -> None:
+def test_a_value_is_made_again_and_restored_when_its_owner_comes_back(crowd: Crowd, restore: Any, found: int) -> None:
     made = rpc.remote("w1", Counter, (5,), restore=restore)
     assert made.rpc_sync().add(1) == 6
     restart(crowd, "w1")
@@ -393,7 +391,7 @@ def test_a_value_is_made_anew_and_restored_as_its_owner_comes_back(crowd: Crowd,
     assert made.rpc_sync().add(0) == found
 
 
-def test_every_use_waits_for_the_return(crowd: Crowd) -> None:
+def test_every_use_waits_until_the_owner_comes_back(crowd: Crowd) -> None:
     made = rpc.remote("w1", torch.ones, (2,), restore=True)
     assert made.to_here().tolist() == [1, 1]
     uses = [
@@ -416,7 +414,7 @@ def test_every_use_waits_for_the_return(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_waits_for_the_return_before_it_is_told_of_the_loss(
+def test_a_use_waits_for_the_owner_before_the_loss_is_reported(
     crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = rpc.remote("w1", Counter, (5,), restore=True)
@@ -442,7 +440,7 @@ def test_several_threads_and_workers_find_the_same_value(crowd: Crowd) -> None:
     kept.clear()
 
 
-def test_what_one_thread_has_found_is_not_dropped_for_what_another_finds(crowd: Crowd) -> None:
+def test_a_value_that_was_found_is_kept_by_a_later_renewal(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     lost = made._handle
     restart(crowd, "w1")
@@ -462,7 +460,7 @@ def test_an_owner_that_does_not_come_back_is_lost(crowd: Crowd) -> None:
         made.rpc_sync(timeout=0.3).add(1)
 
 
-def test_what_making_it_raises_is_told(crowd: Crowd) -> None:
+def test_an_error_of_making_or_restoring_is_raised_at_the_use(crowd: Crowd) -> None:
     broken = rpc.remote("w1", Counter, restore=lambda counter: counter.missing)
     broken.to_here()
     restart(crowd, "w1")
@@ -476,7 +474,7 @@ def leave_by_exit(counter: Counter) -> None:
     raise SystemExit
 
 
-def test_each_that_asks_is_told_that_restoring_it_would_end_the_program(crowd: Crowd) -> None:
+def test_each_use_raises_if_restoring_raises_system_exit(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=leave_by_exit)
     made.to_here()
     restart(crowd, "w1")
@@ -485,7 +483,7 @@ def test_each_that_asks_is_told_that_restoring_it_would_end_the_program(crowd: C
             made.to_here(timeout=10)
 
 
-def test_a_value_that_is_there_is_not_made_anew(crowd: Crowd) -> None:
+def test_a_value_that_exists_is_not_made_again(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     assert made.rpc_sync().add(3) == 3
     assert not ensure_present(made)
@@ -506,13 +504,13 @@ def test_without_restore_a_value_is_lost_for_good(crowd: Crowd) -> None:
 
 
 def _revive_on(reference: rpc.RRef[Any]) -> None:
-    """Until it is known what has become of the owner."""
+    """Call `ensure_present` until the loss of the owner is known."""
     while True:
         with contextlib.suppress(errors.ShutDown):
             ensure_present(reference)
 
 
-def test_values_that_nobody_holds_are_freed(crowd: Crowd) -> None:
+def test_a_restored_value_without_references_is_freed(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     restart(crowd, "w1")
     made.rpc_sync().add(1)

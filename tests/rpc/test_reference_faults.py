@@ -1,4 +1,4 @@
-"""References when workers are killed while they are on their way, and what is left at the end."""
+"""Tests of references when workers are killed or connections break, and after the end of a group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FLOWS = [
 
 
 def churn(flow: Callable[[], None]) -> list[tuple[type[errors.TelegradError], str]]:
-    """Go round on three threads until it fails; what was raised."""
+    """Repeat a flow on three threads until it fails; return the errors."""
     raised = []
 
     def go() -> None:
@@ -85,7 +85,7 @@ def watch() -> None:
     [(flow, roles, victim) for flow, roles in FLOWS for victim in roles],
     ids=[f"{flow.__name__}, {victim}" for flow, roles in FLOWS for victim in roles],
 )
-def test_killed_in_the_middle(flow: Callable[[], None], roles: dict[str, int], victim: str) -> None:
+def test_a_killed_worker_leaves_no_references(flow: Callable[[], None], roles: dict[str, int], victim: str) -> None:
     with group(4) as workers:
         dead = workers[roles[victim]]
         workers[0].begin(churn, flow)
@@ -118,10 +118,10 @@ def use_held() -> list[tuple[type[Exception] | None, str]]:
 
 
 def owner_is_lost() -> None:
-    wait_until(lambda: error_of(held[-1].to_here)[0] is errors.OwnerLost)  # else it was not noticed yet
+    wait_until(lambda: error_of(held[-1].to_here)[0] is errors.OwnerLost)  # once the loss is noticed
 
 
-def test_uses_after_the_owners_death_name_it() -> None:
+def test_uses_after_the_death_of_the_owner_name_it() -> None:
     with group(3) as workers:
         workers[0].run(hold_remote, "worker1")
         workers[1].kill()
@@ -138,7 +138,7 @@ def third_fetches(ref_of: str) -> list[float]:
     return rpc.rpc_sync("third", value_of, (held[-1],)).tolist()
 
 
-def test_owners_that_leave_a_dynamic_group(tcp: str) -> None:
+def test_references_to_an_owner_that_left_a_dynamic_group_are_lost(tcp: str) -> None:
     with processes(3) as workers:
         workers[0].run(join, "first", tcp, 0)
         workers[1].run(join, "second", tcp)
@@ -152,12 +152,12 @@ def test_owners_that_leave_a_dynamic_group(tcp: str) -> None:
 
 
 def break_all() -> None:
-    """Every connection of this worker ends, as if the network had failed for a moment."""
+    """Break every connection that this worker has made, as if the network had failed for a moment."""
     links.shut(links.made(current.here()))
 
 
 def read_and_break(turns: int) -> dict[str, str]:
-    """Read streams while connections break, before each, behind its beginning or amid its items; what they raise."""
+    """Read streams while connections break before, right after or amid them; return the errors by type."""
     raised: dict[str, str] = {}
     for turn in range(turns):
         if turn % 3 == 0:
@@ -179,7 +179,7 @@ def read_and_break(turns: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("turns", [60, pytest.param(3000, marks=pytest.mark.nightly)])
-def test_streams_whose_connections_break_fail_as_calls_do(turns: int) -> None:
+def test_streams_whose_connections_break_raise_peer_lost(turns: int) -> None:
     with group(2) as workers:
         assert not workers[0].run(read_and_break, turns, patience=300).keys() - {"PeerLost"}
 
@@ -194,14 +194,14 @@ def give_late() -> rpc.RRef[torch.Tensor]:
 
 def break_while_it_runs() -> None:
     lost = rpc.rpc_async("worker1", give_late)
-    rpc.rpc_sync("worker1", ones)  # and so that one is there already
+    rpc.rpc_sync("worker1", ones)  # so the first call has arrived already
     break_all()
     with pytest.raises(errors.PeerLost):
         lost.wait()
 
 
 def open_after_a_loss() -> None:
-    """Let `give_late` go on once the break has been seen to."""
+    """Let `give_late` go on once this worker has handled the broken connection."""
 
     def open_gate() -> None:
         current.references().flush()
@@ -210,7 +210,7 @@ def open_after_a_loss() -> None:
     current.agent().lost.append(lambda *_: threading.Thread(target=open_gate).start())
 
 
-def test_a_reference_whose_answer_finds_no_connection() -> None:
+def test_a_reference_in_an_answer_without_a_connection_is_freed() -> None:
     with group(2) as workers:
         workers[1].run(open_after_a_loss)
         workers[0].run(break_while_it_runs)
@@ -265,7 +265,7 @@ def test_leaked_references_are_listed_in_debug_mode(
         assert "outlive" not in ended.stderr
 
 
-def test_a_reference_of_a_former_group() -> None:
+def test_a_reference_of_a_former_group_cannot_be_sent() -> None:
     port = free_port()
     init(0, 1, port)
     ref = rpc.RRef(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Remote references as users meet them, on a group of processes."""
+"""Tests of remote references, in a group of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True)
 def nothing_stays(workers: list[Process]) -> Iterator[None]:
-    """After each test no worker has anything left."""
+    """Check that after each test no worker keeps any reference."""
     yield
     assert_empty(workers)
 
@@ -49,7 +49,7 @@ def on_worker0(program: Callable[[], None]) -> Callable[[list[Process]], None]:
     return test
 
 
-# What runs on the workers
+# Functions that run on the workers
 
 
 @dataclass
@@ -88,7 +88,7 @@ def ones(size: int = 2) -> torch.Tensor:
 
 
 def make(on: str) -> rpc.RRef[torch.Tensor]:
-    """A reference owned by worker `on`, made by this worker."""
+    """Return a reference that worker `on` owns, made by this worker."""
     return rpc.RRef(torch.ones(2)) if on == here() else rpc.remote(on, ones)
 
 
@@ -156,7 +156,7 @@ def use_everything(on: str) -> None:
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])
-def test_everything_that_a_reference_tells(workers: list[Process], on: str) -> None:
+def test_the_attributes_of_a_reference(workers: list[Process], on: str) -> None:
     workers[0].run(use_everything, on)
 
 
@@ -169,7 +169,7 @@ def test_remote_to_self() -> None:
 
 
 @on_worker0
-def test_whom_and_how() -> None:
+def test_remote_takes_a_rank_or_worker_info_and_options() -> None:
     by_rank = rpc.remote(1, ones)
     by_info = rpc.remote(rpc.get_worker_info("worker1"), ones, kwargs={"size": 3}, timeout=PATIENCE)
     assert by_rank.owner_name() == by_info.owner_name() == "worker1"
@@ -202,7 +202,7 @@ def call_proxies(on: str) -> None:
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])
-def test_proxies(workers: list[Process], on: str) -> None:
+def test_calls_by_proxies(workers: list[Process], on: str) -> None:
     workers[0].run(call_proxies, on)
 
 
@@ -214,7 +214,7 @@ def test_a_call_keeps_its_reference_alive() -> None:
 
 
 @on_worker0
-def test_proxy_timeouts() -> None:
+def test_timeouts_of_calls_by_proxies() -> None:
     ref = rpc.remote("worker1", threading.Event)
     with pytest.raises(errors.CallTimeout):
         ref.rpc_sync(timeout=0.05).wait()
@@ -224,7 +224,7 @@ def test_proxy_timeouts() -> None:
 
 
 class Odd:
-    """Whose methods have names that others have, too."""
+    """A class with methods whose names could clash with internal ones."""
 
     def of(self) -> str:
         return "of"
@@ -239,7 +239,7 @@ def test_methods_of_any_name() -> None:
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
 
 
-def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_using_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents_here(2) as (_, owner):
         ref = rpc.remote("w1", Counter)
         assert ref.to_here().value == 0
@@ -255,7 +255,7 @@ def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.Mon
 
 
 @on_worker0
-def test_the_debug_view() -> None:
+def test_debug_info_counts_references() -> None:
     local = rpc.RRef(1)
     own = rpc.RRef(2)
     rpc.rpc_sync("worker1", keep, ("x", own))
@@ -316,7 +316,7 @@ def test_operators_run_at_the_owner(workers: list[Process], on: str, other: str)
 # Sharing
 
 
-Ask = tuple[Callable[..., Any], tuple[Any, ...]]  # what to call, with which arguments
+Ask = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 WAYS: dict[str, Callable[[rpc.RRef[torch.Tensor]], Ask]] = {
     "argument": lambda ref: (value_of, (ref,)),
     "list": lambda ref: (value_inside, ([ref],)),
@@ -338,12 +338,12 @@ def share(way: str, owner: str, to: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("owner", ["worker0", "worker1", "worker2"])
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_sharing(workers: list[Process], way: str, owner: str, to: str) -> None:
+def test_references_can_be_sent_in_any_argument(workers: list[Process], way: str, owner: str, to: str) -> None:
     workers[0].run(share, way, owner, to)
 
 
 @on_worker0
-def test_from_worker_to_worker() -> None:
+def test_a_reference_is_passed_along_many_workers() -> None:
     for owner in ("worker0", "worker1", "worker3"):
         ref = make(owner)
         path = ("worker1", "worker2", "worker3", "worker0", "worker0", "worker1")
@@ -351,7 +351,7 @@ def test_from_worker_to_worker() -> None:
 
 
 @on_worker0
-def test_as_a_return_value() -> None:
+def test_references_can_be_returned() -> None:
     assert rpc.rpc_sync("worker1", make_remote, ("worker2",)).to_here().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker0",)).local_value().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker1",)).owner_name() == "worker1"
@@ -365,7 +365,7 @@ def test_as_a_return_value() -> None:
 
 
 @on_worker0
-def test_the_value_lives_while_anybody_holds_it() -> None:
+def test_a_value_lives_while_any_worker_holds_a_reference() -> None:
     ref = make("worker1")
     rpc.rpc_sync("worker2", keep, ("x", ref))
     rpc.rpc_sync("worker1", keep, ("x", ref))
@@ -379,7 +379,7 @@ def test_the_value_lives_while_anybody_holds_it() -> None:
 
 
 @on_worker0
-def test_it_is_the_same_value_for_all() -> None:
+def test_all_workers_use_the_same_value() -> None:
     ref = rpc.RRef(Counter())
     rpc.rpc_sync("worker1", add_through, (ref, 5))
     assert ref.local_value().value == 5
@@ -390,7 +390,7 @@ def add_through(ref: rpc.RRef[Counter], amount: int) -> None:
 
 
 @on_worker0
-def test_pickled_otherwise() -> None:
+def test_a_reference_cannot_be_pickled_outside_of_calls() -> None:
     ref = rpc.RRef(1)
     for attempt in (lambda: pickle.dumps(ref), lambda: torch.save(ref, io.BytesIO())):
         with pytest.raises(errors.UsageError, match="to_here"):
@@ -414,7 +414,7 @@ def fail() -> NoReturn:
 
 
 @on_worker0
-def test_a_creation_that_fails() -> None:
+def test_a_failed_creation_raises_at_each_use() -> None:
     for on in ("worker0", "worker1"):
         ref: Any = rpc.remote(on, fail)
         with pytest.raises(KeyError, match="why"):
@@ -430,7 +430,7 @@ def test_a_creation_that_fails() -> None:
 
 
 @on_worker0
-def test_a_creation_that_fails_after_it_was_shared() -> None:
+def test_a_creation_that_fails_after_it_was_shared_raises_at_the_receiver() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", fail_after, (gate,))
     outcome = rpc.rpc_async("worker2", value_of, (ref,))
@@ -445,7 +445,7 @@ def fail_after(gate: rpc.RRef[threading.Event]) -> None:
 
 
 @on_worker0
-def test_a_creation_that_takes_too_long() -> None:
+def test_a_creation_that_takes_too_long_times_out() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,), timeout=0.05)
     with pytest.raises(errors.CallTimeout):
@@ -469,7 +469,7 @@ def ones_after(gate: rpc.RRef[threading.Event]) -> torch.Tensor:
 
 
 @on_worker0
-def test_shared_before_the_value_exists() -> None:
+def test_a_reference_can_be_shared_before_its_value_exists() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,))
     waiting = [rpc.rpc_async(to, value_of, (ref,)) for to in ("worker2", "worker3", "worker1", "worker0")]
@@ -482,7 +482,7 @@ def test_shared_before_the_value_exists() -> None:
 
 
 def churn(rank: int, rounds: int) -> None:
-    """Create, share around, and drop."""
+    """Create references, share them with other workers, and drop them."""
     others = [f"worker{(rank + n) % 4}" for n in range(1, 4)]
     for start in range(0, rounds, 50):
         refs = [rpc.remote(others[n % 3], ones) if n % 2 else rpc.RRef(n) for n in range(start, start + 50)]

@@ -1,4 +1,4 @@
-"""One group after the other, of workers that met before and of workers just started, in every kind of store."""
+"""Tests of successive groups in one store, of workers that were in a group before and of new ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES = ["tcp", "file", "agent store"]
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Place]:
-    """Where groups meet: a URL, and variables of the environment."""
+    """Return the URL at which groups meet, and variables of the environment."""
     if request.param == "tcp":
         yield f"tcp://127.0.0.1:{free_port()}", {}
     elif request.param == "file":
@@ -56,7 +56,7 @@ def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
 
 
 def live(rank: int, size: int, place: Place) -> int:
-    """One life in a group: its workers, as this one sees them, and a call to the next."""
+    """Join a group, call the next worker, and leave; return the answer."""
     begin_to_join(place, rank, size)
     found = rpc.rpc_sync(f"w{(rank + 1) % size}", operator.add, (rank, 1))
     rpc.shutdown()
@@ -64,17 +64,17 @@ def live(rank: int, size: int, place: Place) -> int:
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_workers_that_met_before_meet_new_ones(place: Place) -> None:
+def test_workers_of_earlier_groups_meet_new_workers(place: Place) -> None:
     with processes(6) as made:
         chosen = random.Random(3)
-        for size in (2, 3, 2, 3, 3, 1, 2):  # rank 0 is now one that served before, now a new one
+        for size in (2, 3, 2, 3, 3, 1, 2):  # rank 0 served a store before, or is new
             group = chosen.sample(made, size)
             assert run_all(group, live, size, place) == list(range(1, size + 1))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_one_process_meets_a_new_worker_again_and_again(place: Place) -> None:
-    """As a notebook does that starts its workers anew."""
+def test_a_process_meets_a_new_worker_again_and_again(place: Place) -> None:
+    """A notebook does so when it restarts its workers."""
     with processes(5) as made:
         for fresh in made[1:]:
             assert run_all([made[0], fresh], live, 2, place) == [1, 2]
@@ -82,13 +82,13 @@ def test_one_process_meets_a_new_worker_again_and_again(place: Place) -> None:
 
 
 def wait_until_claimed(url: str, rank: int) -> None:
-    """Until a worker of that rank waits for the others of its group."""
+    """Wait until a worker of that rank waits for the others of its group."""
     board = KeyValueStore(open_store(url, 1, 2, user_keys(), PATIENCE).store, "telegrad/1")
     wait_until(board.terms)
     assert board.wait(f"rank/{rank}", monotonic() + PATIENCE)
 
 
-def test_who_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> None:
     place: Place = f"file://{tmp_path}/store", {}
     with processes(3) as (first, second, third):
         first.begin(begin_to_join, place, 1)
@@ -98,7 +98,7 @@ def test_who_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> 
         assert run_all([second, third], live, 2, place) == [1, 2]
 
 
-def test_who_waits_for_one_that_died_meets_its_successor(tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_waits_for_a_dead_one_meets_its_successor(tmp_path: pathlib.Path) -> None:
     place: Place = f"file://{tmp_path}/store", {}
     with processes(4) as (dead, waits, successor, last):
         for process, rank in ((dead, 1), (waits, 2)):
@@ -112,7 +112,7 @@ def test_who_waits_for_one_that_died_meets_its_successor(tmp_path: pathlib.Path)
             process.end()
 
 
-def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> None:
+def test_a_second_group_beside_a_running_one_is_warned_of(tmp_path: pathlib.Path) -> None:
     place: Place = f"file://{tmp_path}/store", {}
 
     def join_and_hear(rank: int) -> list[str]:

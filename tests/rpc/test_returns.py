@@ -1,4 +1,4 @@
-"""Calls that wait for their worker, and calls that are made once more and run once."""
+"""Tests of calls that wait for their worker, and of idempotent calls, which are repeated but run once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from telegrad._core.worker.worker import Worker
 from tests import links
 from tests.cluster import KEYS, PATIENCE, agents_here, wait_until
 
-LATER = 0.3  # seconds after which somebody comes
+LATER = 0.3  # seconds until a worker joins
 
 
 class Stage:
@@ -47,13 +47,13 @@ class Stage:
         return worker
 
     def later(self, name: str) -> threading.Thread:
-        """Somebody comes in a moment."""
+        """Have a worker join in a moment."""
         thread = threading.Timer(LATER, self.come, (name,))
         thread.start()
         return thread
 
     def crash(self, worker: Worker) -> None:
-        """Without a word, as if its process were killed: its entries stay in the store."""
+        """End a worker as if its process were killed: its entries stay in the store."""
         worker.directory.leave = lambda *_: None
         links.shut([*links.accepted(worker), *links.made(worker)])
         worker.end("")
@@ -61,7 +61,7 @@ class Stage:
 
 
 def is_open(caller: Worker, to: Worker) -> bool:
-    """Whether there is a connection from here to there, as far as the caller knows."""
+    """Return True if the caller has a connection to that worker, as far as it knows."""
     peer = caller.agent._connections._peers.get(to.agent.incarnation)
     return peer is not None and peer.link is not None
 
@@ -78,14 +78,14 @@ def stage(tmp_path: pathlib.Path) -> Iterator[Stage]:
 
 
 def who() -> str:
-    """The life in which this runs."""
+    """Return the incarnation of the worker that runs this."""
     return current.agent().incarnation
 
 
 # Waiting
 
 
-def test_a_call_waits_for_a_worker_that_has_never_come(stage: Stage) -> None:
+def test_a_call_waits_for_a_worker_that_has_never_joined(stage: Stage) -> None:
     coming = stage.later("x")
     assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
     coming.join()
@@ -100,19 +100,19 @@ def test_a_call_waits_for_a_worker_that_comes_back(stage: Stage) -> None:
     found = future.wait()
     coming.join()
     assert found == stage.all[-1].agent.incarnation != old.agent.incarnation
-    assert rpc.rpc_sync("x", who) == found  # as any other call now
+    assert rpc.rpc_sync("x", who) == found  # as does a call that does not wait
 
 
-def test_a_call_that_does_not_wait_says_that_it_could(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_call_that_does_not_wait_names_the_option(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "_watch_next", lambda _: None)  # else the end of "x" is noticed at once
     with pytest.raises(errors.UnknownWorker, match="with wait_for_worker=True, a call waits"):
         rpc.rpc_sync("x", who)
-    stage.crash(stage.come("x"))  # which nobody has called, so that nobody has noticed
+    stage.crash(stage.come("x"))  # no worker has called it, so none has noticed
     with pytest.raises(errors.PeerUnreachable, match="call rpc_sync or rpc_async with wait_for_worker=True"):
         rpc.rpc_sync("x", who)
 
 
-def test_it_waits_no_longer_than_its_timeout(stage: Stage) -> None:
+def test_a_call_waits_no_longer_than_its_timeout(stage: Stage) -> None:
     began = time.monotonic()
     with pytest.raises(errors.CallTimeout, match=r"who on worker 'x' timed out: .* \(0.3 s\)\. could not find") as told:
         rpc.rpc_sync("x", who, timeout=0.3, wait_for_worker=True)
@@ -120,7 +120,7 @@ def test_it_waits_no_longer_than_its_timeout(stage: Stage) -> None:
     assert "\n" not in str(told.value)
 
 
-def test_what_is_left_of_its_time_is_the_functions(stage: Stage) -> None:
+def test_the_function_gets_the_time_that_is_left_after_the_wait(stage: Stage) -> None:
     coming = stage.later("x")
     with pytest.raises(errors.CallTimeout, match=r"what was left of the 0\.8 s of this call"):
         rpc.rpc_sync("x", hold, ("x",), timeout=0.8, wait_for_worker=True)
@@ -128,7 +128,7 @@ def test_what_is_left_of_its_time_is_the_functions(stage: Stage) -> None:
     coming.join()
 
 
-def test_what_may_have_run_is_not_made_again(stage: Stage) -> None:
+def test_a_call_that_may_have_run_is_not_repeated(stage: Stage) -> None:
     old = stage.come("x")
     begun.clear()
     future = rpc.rpc_async("x", hold, ("a",), wait_for_worker=True)
@@ -140,7 +140,7 @@ def test_what_may_have_run_is_not_made_again(stage: Stage) -> None:
     may_end.set()
 
 
-def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
+def test_remote_and_rpc_stream_block_until_the_worker_joins(stage: Stage) -> None:
     coming = stage.later("x")
     reference = rpc.remote("x", torch.ones, (2,), wait_for_worker=True)
     coming.join()
@@ -152,7 +152,7 @@ def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
         rpc.remote("z", torch.ones, (2,), timeout=0.2, wait_for_worker=True)
 
 
-def test_a_worker_that_goes_as_it_was_found_is_waited_for_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_goes_on_if_the_worker_leaves_once_it_is_found(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.come("x")
     peer = current.agent().peer
     left: list[str] = []
@@ -173,7 +173,7 @@ def test_a_worker_that_goes_as_it_was_found_is_waited_for_again(stage: Stage, mo
         rpc.remote("x", torch.ones, (2,))
 
 
-def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
+def test_a_reference_to_an_earlier_incarnation_is_lost(stage: Stage) -> None:
     old = stage.come("x")
     reference = rpc.remote("x", torch.ones, (2,))
     reference.to_here()
@@ -186,7 +186,7 @@ def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
         rpc.rpc_sync("boss", total, (reference,))  # which fetches the value from its owner
 
 
-def test_who_was_struck_out_and_lives_is_not_called_by_its_name_any_more(stage: Stage) -> None:
+def test_a_live_worker_declared_lost_is_not_called_by_its_name(stage: Stage) -> None:
     old = stage.come("x")
     assert rpc.rpc_sync("x", who) == old.agent.incarnation
     stage.all[0].directory.registry.declare_lost(old.me.incarnation, "it was out of reach")
@@ -195,7 +195,7 @@ def test_who_was_struck_out_and_lives_is_not_called_by_its_name_any_more(stage: 
     assert rpc.rpc_sync("x", who) == anew.agent.incarnation != old.agent.incarnation
 
 
-def test_cancelling_one_that_waits(stage: Stage) -> None:
+def test_a_call_that_waits_can_be_cancelled(stage: Stage) -> None:
     future = rpc.rpc_async("x", who, wait_for_worker=True)
     assert "persistent call of" in repr(future)
     assert future.cancel()
@@ -205,7 +205,7 @@ def test_cancelling_one_that_waits(stage: Stage) -> None:
         future.wait()
 
 
-def test_it_waits_no_longer_than_the_call_for_whose_sake_it_is(stage: Stage) -> None:
+def test_a_nested_call_that_waits_ends_with_the_outer_call(stage: Stage) -> None:
     stage.come("y")
     outer = rpc.rpc_async("y", call_absent)
     assert asks.wait(PATIENCE)
@@ -227,7 +227,7 @@ def call_absent() -> None:
         said.release()
 
 
-def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
+def test_a_worker_that_leaves_ends_its_calls_that_wait(stage: Stage) -> None:
     other = stage.come("other")
     current.enter(other)
     future = rpc.rpc_async("x", who, wait_for_worker=True)
@@ -239,11 +239,11 @@ def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
         rpc.rpc_sync("x", who, wait_for_worker=True)
 
 
-def test_a_call_that_waits_for_its_worker_waits_for_a_directory_that_does_not_answer() -> None:
+def test_a_call_without_an_answer_of_the_directory_has_not_run() -> None:
     assert classify(errors.DirectoryLost("etcd did not answer")) is Failure.NOT_RUN
 
 
-def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
+def test_calls_in_a_fixed_group_do_not_wait_for_a_lost_worker() -> None:
     with agents_here(3) as made:
         rpc.rpc_sync("w1", who)
         made[1].end("")
@@ -255,7 +255,7 @@ def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
         assert rpc.rpc_sync("w2", who, wait_for_worker=True) == made[2].agent.incarnation
 
 
-def test_a_worker_whose_calls_all_wait(stage: Stage) -> None:
+def test_an_option_of_a_worker_makes_all_its_calls_wait(stage: Stage) -> None:
     current.enter(stage.come("patient", wait_for_worker=True))
     coming = stage.later("x")
     assert rpc.rpc_sync("x", operator.add, (1, 2)) == 3
@@ -270,7 +270,7 @@ def fail_as_if_lost(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", [errors.PeerLost, errors.PeerUnreachable, errors.UnknownWorker])
-def test_what_a_function_raises_is_no_reason_to_call_it_again(stage: Stage, kind: type[Exception]) -> None:
+def test_a_function_is_not_run_again_after_a_telegrad_error(stage: Stage, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="that this function has called"):
         rpc.rpc_sync("boss", fail_as_if_lost, (kind,), wait_for_worker=True, idempotent=True)
     assert runs == [kind.__name__]
@@ -280,19 +280,19 @@ async def both(names: list[str]) -> list[int]:
     return [await rpc.rpc_async(name, operator.add, (1, 2), wait_for_worker=True) for name in names]
 
 
-def test_awaiting_one_that_waits(stage: Stage) -> None:
+def test_a_call_that_waits_can_be_awaited(stage: Stage) -> None:
     coming = stage.later("x")
     assert asyncio.run(both(["boss", "x"])) == [3, 3]
     coming.join()
 
 
-def test_many_that_wait_for_one_go_on_together(stage: Stage) -> None:
+def test_many_calls_wait_for_the_same_worker(stage: Stage) -> None:
     futures = [rpc.rpc_async("x", operator.add, (i, i), wait_for_worker=True) for i in range(200)]
     stage.come("x")
     assert [future.wait() for future in futures] == [2 * i for i in range(200)]
 
 
-def test_a_callable_that_cannot_be_sent_fails_at_once(stage: Stage) -> None:
+def test_an_argument_that_cannot_be_sent_fails_at_once(stage: Stage) -> None:
     with pytest.raises(errors.CannotEncode):
         rpc.rpc_async("boss", operator.add, (threading.Lock(), 1), wait_for_worker=True)
 
@@ -323,7 +323,7 @@ def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
 
 
 class Serving(Served):
-    """A call that is cancelled once so many were begun for its sake."""
+    """A call that is cancelled once it has begun so many nested calls."""
 
     cancelled = False
     nested = None
@@ -341,7 +341,7 @@ class Serving(Served):
         return "a call"
 
 
-def test_calls_to_a_group_that_cannot_all_begin_leave_none_behind(stage: Stage) -> None:
+def test_a_group_call_that_cannot_begin_leaves_no_nested_calls(stage: Stage) -> None:
     stage.come("x")
     stage.come("y")
     served = Serving(1)
@@ -359,7 +359,7 @@ class Exits:
         raise SystemExit
 
 
-def test_an_argument_that_would_end_the_program_ends_its_call(stage: Stage) -> None:
+def test_an_argument_that_raises_system_exit_ends_its_call(stage: Stage) -> None:
     served = Serving(2)
     token = serving.set(served)
     try:
@@ -376,7 +376,7 @@ def test_an_argument_that_would_end_the_program_ends_its_call(stage: Stage) -> N
     coming.join()
 
 
-# Once
+# Idempotent calls
 
 runs: list[str] = []
 begun, may_end = threading.Event(), threading.Event()
@@ -424,7 +424,7 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
     future = rpc.rpc_async("x", function, ("it",), idempotent=True, wait_for_worker=waits)
     assert begun.wait(PATIENCE)
     for _ in range(2):
-        wait_until(lambda: links.accepted(x))  # the second time, by the call that is made again
+        wait_until(lambda: links.accepted(x))  # the second time, that of the repeated call
         links.cut(x)
     may_end.set()
     assert future.wait() == "it has run 1 times"
@@ -433,7 +433,7 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
 
 
 def settled(worker: Worker) -> None:
-    """Nothing is kept for calls whose callers have their answers."""
+    """Wait until a worker keeps no more answers."""
     wait_until(lambda: not len(worker.attached(IdempotentCalls)))
 
 
@@ -457,7 +457,7 @@ def no_future(what: str) -> Any:
 
 
 @pytest.mark.parametrize("function", [raise_once, raise_async, no_future])
-def test_an_error_is_given_again(stage: Stage, function: Callable[..., Any]) -> None:
+def test_a_repeated_call_gets_the_error_of_the_first(stage: Stage, function: Callable[..., Any]) -> None:
     x = stage.come("x")
     future = rpc.rpc_async("x", function, ("it",), idempotent=True)
     assert begun.wait(PATIENCE)
@@ -469,7 +469,7 @@ def test_an_error_is_given_again(stage: Stage, function: Callable[..., Any]) -> 
     settled(x)
 
 
-def test_who_came_back_runs_it_anew(stage: Stage) -> None:
+def test_a_restarted_worker_runs_an_idempotent_call_again(stage: Stage) -> None:
     old = stage.come("x")
     future = rpc.rpc_async("x", hold, ("it",), idempotent=True, wait_for_worker=True)
     assert begun.wait(PATIENCE)
@@ -480,7 +480,7 @@ def test_who_came_back_runs_it_anew(stage: Stage) -> None:
     coming.join()
 
 
-def test_without_waiting_it_fails_once_its_worker_is_gone(stage: Stage) -> None:
+def test_without_waiting_an_idempotent_call_fails_if_its_worker_dies(stage: Stage) -> None:
     old = stage.come("x")
     future = rpc.rpc_async("x", hold, ("it",), idempotent=True)
     assert begun.wait(PATIENCE)
@@ -521,7 +521,7 @@ def give_reference() -> rpc.RRef[int]:
     return rpc.RRef(5)
 
 
-def test_a_cancelled_one_runs_to_its_end(stage: Stage) -> None:
+def test_a_cancelled_idempotent_call_runs_to_its_end(stage: Stage) -> None:
     x = stage.come("x")
     future = rpc.rpc_async("x", hold, ("it",), idempotent=True)
     assert begun.wait(PATIENCE)
@@ -539,7 +539,7 @@ def scaled(tensor: torch.Tensor) -> torch.Tensor:
     return 2 * tensor
 
 
-def test_gradients_flow_through_one_that_was_repeated(stage: Stage) -> None:
+def test_gradients_flow_through_a_repeated_call(stage: Stage) -> None:
     from telegrad import autograd
 
     x = stage.come("x")

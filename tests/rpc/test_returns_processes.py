@@ -1,4 +1,4 @@
-"""Worker processes that are killed and started again under their names, while another calls them in every manner."""
+"""Tests of worker processes that are killed and restarted under their names while another worker calls them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tests.rpc.members import join
 
 NAMES = ("x", "y")
 PAUSE = 2e-3  # seconds between the calls of one thread
-SOON = 2.0  # seconds until a name can be called again
+SOON = 2.0  # seconds within which a restarted worker answers
 
-has_run: set[tuple[str, int]] = set()  # in this life
+has_run: set[tuple[str, int]] = set()  # in this incarnation
 stopped = threading.Event()
 violations: list[str] = []
 counts: dict[str, int] = {}
 
 
 def run_once(key: tuple[str, int]) -> int:
-    """In one life a key may come once."""
+    """Fail if a key comes twice in one incarnation; return the process id."""
     assert key not in has_run, f"{key} has run twice in one life"
     has_run.add(key)
     return os.getpid()
 
 
 class Token:
-    """What belongs to one life."""
+    """A value that belongs to one incarnation."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -109,7 +109,7 @@ def end_load() -> tuple[list[str], int]:
 
 
 def time_to_call(name: str, pid: int) -> float:
-    """Seconds until that life answers."""
+    """Return the seconds until the incarnation with that process id answers."""
     began = time.monotonic()
     while rpc.rpc_sync(name, os.getpid, wait_for_worker=True, idempotent=True) != pid:
         assert time.monotonic() - began < PATIENCE
@@ -119,7 +119,7 @@ def time_to_call(name: str, pid: int) -> float:
 @pytest.mark.parametrize(
     ("kills", "seed"), [(4, 0), *(pytest.param(50, seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 )
-def test_workers_that_are_killed_and_come_back(kills: int, seed: int) -> None:
+def test_calls_to_workers_that_are_killed_and_restarted(kills: int, seed: int) -> None:
     chance = random.Random(seed)
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as made:

@@ -1,4 +1,4 @@
-"""Connections of strangers, of workers with another key or certificate, and what is said of them at both ends."""
+"""Tests of connections of strangers, and of workers with another key or certificate: errors and logs at both ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def knock(worker: Worker) -> socket.socket:
 
 
 def closed(sock: socket.socket) -> bool:
-    """Whether the worker closes the connection; what it said before is read away."""
+    """Read until the worker closes the connection; return True."""
     sock.settimeout(10)
     try:
         while sock.recv(4096):
@@ -46,7 +46,7 @@ def closed(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_only_looks_whether_somebody_is_there_costs_no_line(
+def test_a_connection_without_data_logs_debug_lines_only(
     tls: bool, certificates: list[TlsFiles], caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -60,10 +60,10 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
-def test_who_goes_in_its_handshake_costs_no_line(
+def test_a_connection_reset_in_its_handshake_logs_no_warning(
     worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a worker that leaves while it connects: what it has not read yet makes its kernel reset the connection."""
+    """A worker that leaves while it connects does so: its kernel resets a connection with unread bytes."""
     _, b = worker
     end = Initiator(Keyring([b"the key of the group"]), Hello("w0", 0, "x", ""), b.agent.incarnation)
     with caplog.at_level(logging.DEBUG, "telegrad"):
@@ -75,7 +75,7 @@ def test_who_goes_in_its_handshake_costs_no_line(
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_a_wrong_key_is_told_at_both_ends(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_key_is_reported_at_both_ends(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     _, b = worker
     end = Initiator(Keyring([b"another key"]), Hello("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
@@ -89,7 +89,7 @@ def test_a_wrong_key_is_told_at_both_ends(worker: tuple[Worker, Worker], caplog:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[TlsFiles]:
-    """Two authorities, and a certificate of each."""
+    """Return the certificates of two workers, each with an authority of its own."""
     folder = tmp_path_factory.mktemp("tls")
     return [Authority(folder, name).files("worker") for name in ("ours", "theirs")]
 
@@ -114,7 +114,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
             assert closed(sock)
 
 
-BAD = {  # the authority that has signed it, when it begins and ends; what is said to whoever refuses it, and shows it
+BAD = {  # the signing authority, begin and end; texts at the refusing worker and at the other one, and advice
     "expired": ("ours", -2 * DAY, -DAY, "has expired", "certificate expired", "Renew the certificate"),
     "not yet": ("ours", DAY, 2 * DAY, "is not yet valid", "bad certificate", ""),
     "foreign": ("foreign", -DAY, DAY, "unable to get local issuer", "unknown ca", "certificates of one authority"),
@@ -123,10 +123,8 @@ BAD = {  # the authority that has signed it, when it begins and ends; what is sa
 
 @pytest.mark.parametrize("shown_by", [0, 1])
 @pytest.mark.parametrize("how", list(BAD))
-def test_a_worker_with_a_bad_certificate_hears_what_is_wrong_with_it(
-    how: str, shown_by: int, tmp_path: pathlib.Path
-) -> None:
-    """Whoever calls: the server tells by an alert, behind which it closes the connection."""
+def test_the_error_for_a_bad_certificate_says_what_is_wrong(how: str, shown_by: int, tmp_path: pathlib.Path) -> None:
+    """Either worker may have it; the server reports a refusal by a TLS alert, and closes the connection."""
     ours = Authority(tmp_path, "ours")
     name, begins, ends, refused, shown, advice = BAD[how]
     signed = (ours if name == "ours" else Authority(tmp_path, name)).files("bad", begins, ends)
@@ -147,7 +145,7 @@ def test_a_worker_with_a_bad_certificate_hears_what_is_wrong_with_it(
 
 
 @pytest.mark.parametrize("with_tls", [0, 1])
-def test_tls_on_one_side_only_is_called_so_on_both(
+def test_tls_on_one_side_only_is_reported_at_both_ends(
     with_tls: int, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority = Authority(tmp_path, "authority")

@@ -1,4 +1,4 @@
-"""What one worker may have another keep for the streams that it reads, or does not read."""
+"""Tests of the limits on what a worker keeps for the streams of a reader: their number and their bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ closed: list[str] = []
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Worker]]:
-    """The callee, who has little room, and two callers."""
+    """Start a callee with low limits, and two callers."""
     monkeypatch.setattr(feeding, "MOST_STREAMS", MOST)
     monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
     yielded.clear()
@@ -91,7 +91,7 @@ def is_forgotten(callee: Worker, caller: Worker) -> bool:
 
 
 @pytest.mark.parametrize("function", [endless, endless_async])
-def test_no_more_streams_begin_for_one_worker(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_streams_of_one_worker_are_limited(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     kept = [rpc_stream("w0", function, (str(number),)) for number in range(MOST)]
     assert [next(each) for each in kept] == MOST * [0]
@@ -113,8 +113,8 @@ def test_no_more_streams_begin_for_one_worker(function: Any, three: tuple[Worker
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_a_stream_has_one_function(three: tuple[Worker, Worker, Worker]) -> None:
-    """What a worker says that means harm: several would wait for one thing, and all but one of them for ever."""
+def test_a_stream_runs_a_single_function(three: tuple[Worker, Worker, Worker]) -> None:
+    """A hostile reader begins more functions for a stream: all but one of them would wait for ever."""
     callee, caller, _ = three
     with rpc_stream("w0", endless, ("first",), window=1) as stream:
         assert next(stream) == 0
@@ -125,7 +125,7 @@ def test_a_stream_has_one_function(three: tuple[Worker, Worker, Worker]) -> None
     assert set(yielded) == {"first"}
 
 
-def test_a_worker_has_no_part_in_the_streams_of_others(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_worker_cannot_read_or_acknowledge_the_streams_of_others(three: tuple[Worker, Worker, Worker]) -> None:
     callee, _, other = three
     with rpc_stream("w0", numbered, (4,), window=2) as stream:
         pulled = other.agent.call_async("w0", feeding.pull, (stream._number, 2, 2), None)
@@ -139,7 +139,7 @@ def test_a_worker_has_no_part_in_the_streams_of_others(three: tuple[Worker, Work
 
 
 @pytest.mark.parametrize("function", [endless, endless_async])
-def test_the_bytes_of_all_streams_of_a_worker_count(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_bytes_of_all_streams_of_a_worker_are_limited(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
     streams = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
     wait_until(lambda: waits_for_others(callee, caller))
@@ -158,8 +158,8 @@ def test_the_bytes_of_all_streams_of_a_worker_count(function: Any, three: tuple[
     assert set(closed) == set(yielded)
 
 
-def test_a_reader_gets_its_items_however_much_it_leaves_unread(three: tuple[Worker, Worker, Worker]) -> None:
-    """One stream after the other, each of more than all may keep: the others must not hold it up."""
+def test_a_reader_gets_all_items_while_other_streams_are_unread(three: tuple[Worker, Worker, Worker]) -> None:
+    """The streams are read one after the other, and each has more bytes than the limit for all."""
     callee, caller, _ = three
     count = 4 * KEPT // SIZE  # of which the two pulls that each stream begins with can take half at most
     streams = [rpc_stream("w0", numbered, (count,)) for _ in range(MOST)]
@@ -169,16 +169,16 @@ def test_a_reader_gets_its_items_however_much_it_leaves_unread(three: tuple[Work
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_small_items_count_in_any_window(three: tuple[Worker, Worker, Worker]) -> None:
+def test_small_items_count_towards_the_limit_in_any_window(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, _ = three
     with rpc_stream("w0", endless, ("small",), window=1 << 31):
         wait_until(lambda: waits_for_others(callee, caller))
-        assert yielded["small"] < 4 * KEPT / ITEM  # two answers left before
+        assert yielded["small"] < 4 * KEPT / ITEM  # two answers were sent before
     wait_until(lambda: is_forgotten(callee, caller))
 
 
 async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
-    """As `endless_async`, and goes on where its task is cancelled."""
+    """Yield as `endless_async` does, and go on after the task is cancelled."""
     yielded[name] = 0
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()
@@ -188,7 +188,7 @@ async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
 
 @pytest.mark.parametrize("function", [endless, endless_async, endless_uncancelled])
 def test_functions_end_with_the_connection_of_their_reader(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
-    """Those that wait, and those that have not begun."""
+    """This includes functions that wait, and functions that have not begun."""
     callee, caller, _ = three
     kept = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
     wait_until(lambda: len(yielded) == MOST)
@@ -213,7 +213,7 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
     queue: WorkQueue = accepted._on_messages.args[0].queue  # type: ignore[attr-defined]
     count = 2000
     with links.unread(link):
-        for number in range(count):  # all of them say that all was read
+        for number in range(count):  # each of them claims that all items were read
             body = pickle.dumps(((stream._number, 10 + number, 10**9), {}), 5)
             link.send(Message(CALL, 1_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
         for number in range(10):
@@ -226,7 +226,7 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
         wait_until(lambda: is_at_rest(callee, caller))
         waiting = sum(len(chunk.data) for chunk in accepted._writer.outbox.copy() if isinstance(chunk, Chunk))
         assert waiting < 3 * KEPT
-        assert yielded["unread"] < count / 2  # the others are in the buffers of the socket
+        assert yielded["unread"] < count / 2  # the other pulls are in the buffers of the socket
     before = yielded["unread"]
     link.reading.watch()
     caller.agent.expect("w0")
@@ -236,7 +236,7 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
 
 
 def is_at_rest(callee: Worker, caller: Worker) -> bool:
-    """The only function of a reader waits."""
+    """Return True if the functions of a reader's streams wait."""
     reader = reader_of(callee, caller)
     feeds = [each for each in gc.get_objects() if type(each) is Feed and each._reader is reader]
     return bool(feeds) and all(each._room is not None for each in feeds)
@@ -256,7 +256,7 @@ def test_a_callee_that_sends_more_than_was_asked_for_is_refused(
 
 
 class Turns:
-    """In the place of an agent: what waits in the turn of a caller."""
+    """A stub of an agent that keeps the functions that wait for a caller's queue."""
 
     name = "w0"
 
@@ -295,7 +295,7 @@ class Account:
         self.events = [self.produce] * 4 + [self.pull, self.take, self.hold_up, self.close]
 
     def produce(self, feed: Feed) -> None:
-        """One item at most, unless the function waits."""
+        """Yield at most one item, and none while the function waits."""
         room = self.rooms.get(feed)
         if feed.closed or (room is not None and not room.done()):
             return
@@ -309,7 +309,7 @@ class Account:
         pull.add_done_callback(lambda _: self.check_not_drained(feed))
 
     def check_not_drained(self, feed: Feed) -> None:
-        """The answer of a pull leaves before that of the function's call."""
+        """Check that a pull is answered before the call of the function."""
         assert not feed.drained.done() or feed.closed
 
     def take(self, feed: Feed) -> None:
@@ -342,7 +342,7 @@ class Account:
         assert not self.reader.waiting
 
 
-def test_any_order_of_events_keeps_no_more_than_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_bytes_holds_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
     for seed in range(300):
         try:

@@ -1,4 +1,4 @@
-"""Streams: what a function on another worker yields, item by item."""
+"""Tests of streams: the items that a function on another worker yields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_quiet(worker: Worker) -> bool:
     return worker.agent.idle and not any(worker.references.counts().values())
 
 
-# What the other worker runs
+# Functions that the other worker runs
 
 
 def count(n: int) -> Generator[int, None, str]:
@@ -58,7 +58,7 @@ def count(n: int) -> Generator[int, None, str]:
 
 
 def noted(n: int, name: str = "closed") -> Iterator[int]:
-    """Tells how far it is, and that it was closed."""
+    """Yield numbers; record each of them, and the end."""
     try:
         for i in range(n):
             seen.append(i)
@@ -94,7 +94,7 @@ def gated(n: int) -> Iterator[int]:
 
 
 def through(to: str, n: int, *rest: str) -> Iterator[int]:
-    """A chain."""
+    """Yield the items of a chain of streams, plus 1 for each stream."""
     inner = rpc_stream(to, through, [rest[0], n, *rest[1:]]) if rest else rpc_stream(to, count, (n,))
     for item in inner:
         yield item + 1
@@ -106,7 +106,7 @@ def through(to: str, n: int, *rest: str) -> Iterator[int]:
 @here_w0
 @pytest.mark.parametrize("to", ["w0", "w1"])
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 2}, {"window": 3}, {"window": 1000}], ids=str)
-def test_all_items_come_in_order_and_the_value_last(to: str, options: Any) -> None:
+def test_all_items_arrive_in_order_and_the_value_last(to: str, options: Any) -> None:
     stream = rpc_stream(to, count, (300,), **options)
     assert stream.value is None
     assert [*stream] == [*range(300)]
@@ -116,7 +116,7 @@ def test_all_items_come_in_order_and_the_value_last(to: str, options: Any) -> No
 
 
 @here_w0
-def test_anything_that_can_be_iterated_over() -> None:
+def test_any_iterable_is_a_stream() -> None:
     assert [*rpc_stream("w1", range, (3,))] == [0, 1, 2]
     assert [*rpc_stream("w1", sorted, ([3, 1],), {"reverse": True})] == [3, 1]
     assert [*rpc_stream("w1", list_later, (3,))] == [0, 1, 2]
@@ -158,7 +158,7 @@ def value_of(item: Any) -> float:
         return item[-1]
     if isinstance(item, tuple):
         row, some, storage = item
-        row.add_(1)  # seen in all, as they share
+        row.add_(1)  # changes all three, as they share memory
         assert (some.stride(), storage.nbytes()) == ((2,), 8 * len(row))
         assert torch.equal(row[::2], some)
         return float(some[-1]) - 1
@@ -175,7 +175,7 @@ def value_of(item: Any) -> float:
     "way", ["array", "array's tensor", "a view", "sparse", "inference", "module", "storage", "shared", "list"]
 )
 @pytest.mark.parametrize("size", [4, LARGE])
-def test_what_is_rewritten_later_comes_as_it_was_at_its_yield(function: str, way: str, size: int) -> None:
+def test_an_item_that_is_rewritten_later_arrives_as_it_was_yielded(function: str, way: str, size: int) -> None:
     assert [value_of(item) for item in rpc_stream("w1", globals()[function], (way, size))] == [0, 1, 2]
 
 
@@ -197,8 +197,8 @@ def test_gradients_go_back_through_items_that_are_written_to_later() -> None:
 
 @pytest.mark.parametrize("function", ["kept_alive", "kept_alive_async"])
 @here_w0
-def test_an_item_that_has_left_is_kept_nowhere(function: str) -> None:
-    """While its function waits for the reader to take it."""
+def test_an_item_that_was_sent_is_not_kept_at_the_callee(function: str) -> None:
+    """The function waits meanwhile until the reader takes the item."""
     with rpc_stream("w1", globals()[function], (), window=1):
         wait_until(lambda: len(seen) == 1 and seen[0]() is None)
 
@@ -237,7 +237,7 @@ class Shelf:
 
 
 @here_w0
-def test_references_are_items_and_a_function_gets_values_for_them_as_in_any_call() -> None:
+def test_references_are_converted_as_in_any_call() -> None:
     assert [item.to_here() for item in rpc_stream("w1", list, ([RRef(5), RRef(6)],))] == [5, 6]
     assert [*rpc_stream("w1", annotated, (RRef([1, 2]),))] == [1, 2]
     assert [*rpc_stream("w1", annotated, (remote("w2", list, ((3,),)),))] == [3]
@@ -248,7 +248,7 @@ def annotated(values: list[int]) -> Iterator[int]:
 
 
 @here_w0
-def test_a_stream_is_not_sent() -> None:
+def test_a_stream_cannot_be_sent() -> None:
     with rpc_stream("w1", count, (3,)) as stream, pytest.raises(errors.CannotEncode) as told:
         rpc_sync("w1", len, [stream])
     assert str(told.value).startswith("argument 0 cannot be sent: <Stream of")
@@ -256,30 +256,30 @@ def test_a_stream_is_not_sent() -> None:
 
 
 @here_w0
-def test_functions_by_value() -> None:
+def test_streams_of_functions_by_value() -> None:
     assert [*rpc_stream("w1", lambda n: (i * i for i in range(n)), (4,))] == [0, 1, 4, 9]
     assert [*rpc_stream("w1", functions.by_value(annotated), ([4],))] == [4]
 
 
-# How far ahead
+# Limits of items ahead
 
 
 @here_w0
 @pytest.mark.parametrize("function", [noted, count_async])
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
-def test_never_more_than_a_window_ahead(function: Any, window: int) -> None:
+def test_a_function_is_never_more_than_a_window_ahead(function: Any, window: int) -> None:
     with rpc_stream("w1", function, (200,), window=window) as stream:
         wait_until(lambda: len(seen) == window)
         for taken in range(1, 101):
             assert next(stream) == taken - 1
             assert taken <= len(seen) <= taken + window
-            if taken % window == 0:  # it was told of all but less than half a window
+            if taken % window == 0:  # it knows all taken items but less than half a window
                 wait_until(lambda taken=taken: len(seen) >= min(200, taken + window - window // 2))  # type: ignore[misc]
     assert event("closed").wait(PATIENCE)
 
 
 @here_w0
-def test_no_more_than_64_mb_ahead() -> None:
+def test_a_function_is_never_more_than_64_mb_ahead() -> None:
     with rpc_stream("w1", tensors, (100, 5 << 20)) as stream:
         wait_until(lambda: len(seen) == 4)
         assert rpc_sync("w1", abs, (-1,)) == 1
@@ -298,7 +298,7 @@ def tensors(n: int, size: int) -> Iterator[torch.Tensor]:
 
 
 @here_w0
-def test_an_error_comes_in_its_place() -> None:
+def test_an_error_arrives_after_the_items_before_it() -> None:
     stream = rpc_stream("w1", fails_after, (3,))
     assert [next(stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyError, match="no more") as caught:
@@ -309,7 +309,7 @@ def test_an_error_comes_in_its_place() -> None:
 
 
 @here_w0
-def test_what_gives_no_items_is_told_so() -> None:
+def test_a_function_that_returns_no_items_is_refused() -> None:
     with pytest.raises(errors.UsageError, match=r"abs returned 'int', but a stream needs items: let it `yield`"):
         next(rpc_stream("w1", abs, [-1]))
     with pytest.raises(errors.UsageError, match="returned a future"):
@@ -322,7 +322,7 @@ def later() -> Any:
 
 
 @here_w0
-def test_what_cannot_be_sent_fails_at_its_yield() -> None:
+def test_an_item_that_cannot_be_sent_fails_at_its_yield() -> None:
     stream = rpc_stream("w1", with_a_lock)
     assert next(stream) == 1
     with pytest.raises(errors.CannotEncode, match="lock"):
@@ -340,7 +340,7 @@ class Unreadable:
 
 
 @here_w0
-def test_a_call_that_cannot_be_opened_ends_the_stream() -> None:
+def test_arguments_that_cannot_be_decoded_end_the_stream() -> None:
     with pytest.raises(errors.CannotDecode, match="this is no number"):
         next(rpc_stream("w1", count, [Unreadable()]))
 
@@ -361,7 +361,7 @@ def test_wrong_arguments() -> None:
 
 @pytest.mark.parametrize("function", [noted, count_async])
 @pytest.mark.parametrize("how", ["close", "with", "break", "dropped", "before it began"])
-def test_whoever_stops_reading_closes_the_generator(function: Any, how: str, five: list[Worker], here: None) -> None:
+def test_a_reader_that_stops_closes_the_generator(function: Any, how: str, five: list[Worker], here: None) -> None:
     wait_until(lambda: is_quiet(five[1]))
     stream: Any = rpc_stream("w1", function, (10**6,), window=4)
     if how == "close":
@@ -407,17 +407,17 @@ def test_the_timeout_is_for_each_item() -> None:
     stream = rpc_stream("w1", gated, (3,), timeout=0.1)
     event("gate 0").set()
     assert next(stream) == 0
-    assert not event("gate 1").wait(0.2)  # nobody waits for the next item: that time does not count
+    assert not event("gate 1").wait(0.2)  # time in which no reader waits does not count
     with pytest.raises(errors.CallTimeout, match=r"within the set timeout \(0.1 s\) .*gated on worker 'w1'") as caught:
         next(stream)
-    assert "test_streams.py" in str(caught.value)  # where it is at
+    assert "test_streams.py" in str(caught.value)  # the line at which the function is
     event("gate 1").set()
     assert next(stream) == 1  # it goes on
     event("gate 2").set()
     assert [*stream] == [2]
 
 
-def test_a_stream_out_of_its_group(five: list[Worker]) -> None:
+def test_a_stream_ends_with_its_group(five: list[Worker]) -> None:
     with agents_here(2):
         stream = rpc_stream("w1", noted, (100,), window=1)
         next(stream)
@@ -467,7 +467,7 @@ def test_a_generator_that_computes_in_the_only_slot_still_delivers() -> None:
     stream = rpc_stream("w1", gated, (3,))
     for i in range(3):
         event(f"gate {i}").set()
-        assert next(stream) == i  # though it stands at the next gate, and keeps its slot
+        assert next(stream) == i  # though it waits at the next gate, and keeps its slot
 
 
 @pytest.mark.usefixtures("one_slot")
@@ -480,7 +480,7 @@ def test_a_stream_that_reads_another_on_the_same_slot() -> None:
 
 @here_w0
 def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a timeout that runs out, or Ctrl-C, at any moment of `async for`."""
+    """A timeout or Ctrl-C may cancel the task at any moment of `async for`."""
 
     async def read() -> None:
         task = asyncio.current_task()
@@ -500,7 +500,7 @@ def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: py
 
 
 @here_w0
-def test_async_ends() -> None:
+def test_ends_of_streams_in_asyncio() -> None:
     async def read() -> None:
         stream = rpc_stream("w1", fails_after, (2,))
         assert [await anext(stream) for _ in range(2)] == [0, 1]
@@ -543,7 +543,7 @@ def test_a_task_that_is_cancelled_loses_no_item() -> None:
     asyncio.run(read())
 
 
-# Where it runs
+# Modes, threads and contexts
 
 
 def modes(n: int) -> Iterator[tuple[Any, ...]]:
@@ -552,7 +552,7 @@ def modes(n: int) -> Iterator[tuple[Any, ...]]:
 
 
 @here_w0
-def test_the_modes_of_its_caller_hold_on_one_thread() -> None:
+def test_a_stream_runs_in_the_modes_of_its_caller_and_on_one_thread() -> None:
     with torch.no_grad(), torch.autocast("cpu"):
         stream = rpc_stream("w1", modes, (500,), window=3)
     got = [*stream]
@@ -654,7 +654,7 @@ def test_a_stream_of_an_actor_has_a_turn_for_each_item(method: str) -> None:
 
 
 @here_w0
-def test_an_actor_that_reads_a_stream_of_itself_is_told() -> None:
+def test_an_actor_that_reads_a_stream_of_itself_raises() -> None:
     tank = remote("w1", Tank)
     with pytest.raises(errors.UsageError, match=r"Tank.fill_itself waits for a call that calls Tank.fill"):
         tank.rpc_sync().fill_itself(tank)
@@ -699,7 +699,7 @@ def test_the_end_of_either_process_ends_the_stream() -> None:
 
 
 class Large:
-    """Something in a function that reads a stream."""
+    """An object in the frame of a function that reads a stream."""
 
 
 def dying(count: int) -> Iterator[int]:
@@ -731,7 +731,7 @@ def test_the_error_of_a_stream_keeps_no_frame_of_its_reader() -> None:
 
 
 def leave(rank: int, read: bool) -> float:
-    """Rank 0 reads a stream and shuts down; how long that took."""
+    """Read or close a stream on rank 0, and shut down; return the seconds that it took."""
     import telegrad.rpc as rpc
 
     begun = time.monotonic()
@@ -763,7 +763,7 @@ def endless() -> Iterator[int]:
 
 
 def leave_open(rank: int) -> str:
-    """Rank 0 holds a stream whose loop was interrupted, as a notebook holds the traceback, shuts down, and reads on."""
+    """Keep an interrupted stream on rank 0, as a notebook keeps its traceback; shut down, and read on."""
     import telegrad.rpc as rpc
 
     kept: list[BaseException] = []
@@ -781,7 +781,7 @@ def leave_open(rank: int) -> str:
     return str(told.value)
 
 
-def test_shutdown_closes_what_its_thread_has_left_open_and_reading_on_says_so() -> None:
+def test_shutdown_closes_streams_that_its_thread_has_left_open() -> None:
     with group(2) as made:
         for rank, process in enumerate(made):
             process.begin(leave_open, rank)
@@ -802,6 +802,6 @@ def test_large_tensors_between_processes(workers: list[Process]) -> None:
 
 
 @here_w0
-def test_nothing_is_left(five: list[Worker]) -> None:
+def test_no_calls_or_references_are_left(five: list[Worker]) -> None:
     gc.collect()
     wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))

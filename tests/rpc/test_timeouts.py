@@ -1,4 +1,4 @@
-"""Timeouts, and workers that end without a word, are told in the words of the program."""
+"""Tests of the text of timeouts, and of errors for workers that ended without shutdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ held = threading.Event()
 
 @pytest.fixture
 def impatient(here: None, five: list[Worker]) -> Iterator[Agent]:
-    """This worker's calls wait for a moment only; those that are held go on after the test."""
+    """Give this worker's calls a short timeout, and release held calls after the test."""
     held.clear()
     agent = five[0].agent
     before, agent.timeout = agent.timeout, SHORT
@@ -99,25 +99,25 @@ def pipe() -> None:
         (optimize, r"DistributedOptimizer\.step"),
     ],
 )
-def test_a_timeout_names_what_was_called(call: Callable[..., Any], name: str, impatient: Agent) -> None:
+def test_a_timeout_names_the_function_and_the_worker(call: Callable[..., Any], name: str, impatient: Agent) -> None:
     with pytest.raises(CallTimeout, match=rf"\({SHORT} s\): {name} on worker 'w1'\. It may still be running"):
         call()
 
 
-def test_a_batch_of_a_pipeline_has_the_time_of_all_its_micro_batches_both_ways(impatient: Agent) -> None:
+def test_a_pipeline_batch_has_a_timeout_per_micro_batch_and_direction(impatient: Agent) -> None:
     said = rf"\({2 * SHORT} s\): Pipeline\.forward_backward on worker 'w[12]'\. It may still be running"
     with pytest.raises(CallTimeout, match=said):
         pipe()
 
 
-def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient: Agent) -> None:
+def test_a_timeout_for_a_local_value_names_its_reference(impatient: Agent) -> None:
     reference = remote("w0", hold)
     with pytest.raises(CallTimeout, match=r"<RRef w0/\d+ here.*>: the value was not created within 0.05 s"):
         reference.to_here()
     assert isinstance(reference, RRef)
 
 
-def test_a_worker_that_ended_without_shutdown_is_guessed_as_such() -> None:
+def test_an_error_tells_that_its_worker_ended_without_shutdown() -> None:
     arrived, end = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -136,7 +136,7 @@ def test_a_worker_that_ended_without_shutdown_is_guessed_as_such() -> None:
 
 
 class Call:
-    """A function of this process that is called by way of agents in it."""
+    """A function of this process that is pickled as a number."""
 
     functions: ClassVar[list[Callable[..., Any]]] = []
 

@@ -1,4 +1,4 @@
-"""Tensors that are written to while a call sends them: told in all transports, since some of them would tear it."""
+"""Tests of the warning about tensors that are written to during their call; some transports would send torn data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def consume(*tensors: torch.Tensor) -> int:
-    """Ends once the caller has done what it wants to do meanwhile."""
+    """Wait until the caller allows the end; return the number of tensors."""
     has_begun.set()
     assert may_end.wait(PATIENCE)
     return len(tensors)
@@ -50,7 +50,7 @@ def warned_by(
     to: str = "w1",
     begin: Callable[..., Future[Any] | RRef[Any]] = rpc_async,
 ) -> list[warnings.WarningMessage]:
-    """What was said of a call that is under way while `act` happens."""
+    """Run `act` while a call is in flight; return the warnings."""
     may_end.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -63,7 +63,7 @@ def warned_by(
 
 @pytest.mark.parametrize("begin", [rpc_async, remote])
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(
+def test_writing_to_a_tensor_during_its_call_is_warned_of_once(
     to: str, begin: Callable[..., Future[Any] | RRef[Any]]
 ) -> None:
     tensor = torch.zeros(LARGE)
@@ -82,13 +82,13 @@ def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(
     assert "# this line, once" in linecache.getline(only.filename, only.lineno)
 
 
-def test_writing_to_what_it_is_a_view_of_is_told_too() -> None:
+def test_writing_to_the_base_of_a_sent_view_is_warned_of() -> None:
     buffer = torch.zeros(4, LARGE)
     (only,) = warned_by(lambda: buffer.zero_(), buffer[2])
     assert issubclass(only.category, TelegradWarning)
 
 
-def test_another_thread_that_writes_is_told_of_where_the_call_is() -> None:
+def test_a_write_of_another_thread_is_warned_of_in_the_calling_thread() -> None:
     tensor = torch.zeros(LARGE)
     has_begun.clear()
     may_end.clear()
@@ -107,7 +107,7 @@ def test_another_thread_that_writes_is_told_of_where_the_call_is() -> None:
     in_threads(write, call)
 
 
-def test_nothing_is_said_where_nothing_can_tear() -> None:
+def test_calls_without_a_harmful_write_do_not_warn() -> None:
     tensor, parameter = torch.zeros(LARGE), torch.nn.Parameter(torch.zeros(LARGE))
     small, gone = torch.zeros(8), torch.zeros(LARGE)
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_nothing_is_said_where_nothing_can_tear() -> None:
     tensor.add_(1)
 
 
-def test_the_memory_of_what_was_sent_is_not_kept_until_the_answer() -> None:
+def test_the_memory_of_a_sent_tensor_is_not_kept_until_the_answer() -> None:
     may_end.clear()
     future = rpc_async("w1", consume, (torch.zeros(LARGE),))
     (watched,) = future.call.underway._counters

@@ -1,4 +1,4 @@
-"""A failure that nobody has looked at leaves an error in the log; one that somebody sees does not."""
+"""Tests of failures that the program never retrieves: they are logged as errors, others are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have seen does not count."""
+    """Forget the failures of other tests, after which similar ones are not logged."""
     monkeypatch.setattr(futures, "_seen", {})
 
 
@@ -54,15 +54,15 @@ def fail(text: str = "boom") -> Any:
 
 
 def failed(*args: str) -> Future[Any]:
-    """A future that has failed, and that nobody has looked at."""
+    """Return a future that has failed, and whose error was not retrieved."""
     future = rpc_async("w1", fail, [*args])
     told = threading.Event()
-    torch._C.Future.add_done_callback(future, lambda _: told.set())  # as torch's own code does, unseen by Python
+    torch._C.Future.add_done_callback(future, lambda _: told.set())  # as torch's own code does: no retrieval
     assert told.wait(PATIENCE)
     return future
 
 
-def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log: Heard) -> None:
+def test_an_unretrieved_failure_is_logged_with_worker_function_and_error(log: Heard) -> None:
     future = failed()
     assert not log.said
     del future
@@ -73,7 +73,7 @@ def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log: H
     assert "raise ValueError(text)" in said
 
 
-def test_it_is_told_where_calls_are_followed(log: Heard) -> None:
+def test_an_unretrieved_failure_is_logged_while_calls_are_followed(log: Heard) -> None:
     profiling.follow(Notes())
     try:
         future = failed()
@@ -84,7 +84,7 @@ def test_it_is_told_where_calls_are_followed(log: Heard) -> None:
         profiling.follow(None)
 
 
-def test_a_callback_that_fails_is_told(log: Heard) -> None:
+def test_the_failure_of_a_callback_is_logged(log: Heard) -> None:
     rpc_async("w1", min, ((1, 2),)).then(lambda _: fail()).done()
     assert log.told.wait(PATIENCE)
     assert "a callback passed to `then` failed" in log.said[0]
@@ -131,7 +131,7 @@ def awaited(future: Future[Any]) -> None:
 
 @pytest.mark.parametrize("begin", [failed, lambda: rpc_async("w1", fail)], ids=["failed before", "fails meanwhile"])
 @pytest.mark.parametrize("see", [waited, asked, called_back, gone_on_with, collected, all_waited_for, awaited])
-def test_a_failure_that_somebody_saw_is_not_told(
+def test_a_retrieved_failure_is_not_logged(
     see: Callable[[Future[Any]], None], begin: Callable[[], Future[Any]], log: Heard
 ) -> None:
     future = begin()
@@ -144,7 +144,7 @@ def test_a_failure_that_somebody_saw_is_not_told(
     assert not log.said
 
 
-def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log: Heard) -> None:
+def test_the_failure_of_an_own_future_with_a_callback_is_not_logged(log: Heard) -> None:
     future: Future[Any] = Future()
     future.add_done_callback(lambda _: None)
     future.set_exception(ValueError("boom"))
@@ -152,7 +152,7 @@ def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log: Heard)
     assert not log.said
 
 
-def test_a_reference_whose_making_failed_unused_is_told(log: Heard, five: list[Worker]) -> None:
+def test_the_failed_creation_of_an_unused_reference_is_logged(log: Heard, five: list[Worker]) -> None:
     reference = remote("w1", fail)
     assert five[0].references.counts()["pending_creations"] <= 1
     del reference
@@ -175,7 +175,7 @@ def use(reference: object) -> bool:
     ],
     ids=["to_here", "future", "sent", "proxy"],
 )
-def test_a_reference_that_was_used_is_not_told(
+def test_the_failed_creation_of_a_used_reference_is_not_logged(
     see: Callable[[RRef[Any]], object], log: Heard, five: list[Worker]
 ) -> None:
     reference = remote("w1", fail)
@@ -187,6 +187,6 @@ def test_a_reference_that_was_used_is_not_told(
     assert not log.said
 
 
-def test_a_call_whose_future_was_dropped_at_once_is_told(log: Heard) -> None:
+def test_the_failure_of_a_call_with_a_dropped_future_is_logged(log: Heard) -> None:
     rpc_async("w1", fail)
     assert log.told.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""A module that was edited on one worker, while another has imported the version before."""
+"""Tests of a module that was edited on one worker after another had imported its old version."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def awaited(x):
 
 @pytest.fixture
 def edited(workers: list[Process], tmp_path: pathlib.Path) -> Iterator[tuple[Process, str]]:
-    """Worker 1 has the version before, worker 0 and this process the one after."""
+    """Load the old version on worker 1 and the new one on worker 0; return worker 0 and the file."""
     file = tmp_path / "edited_module.py"
     file.write_text(BEFORE)
     workers[1].run(load, str(tmp_path))
@@ -69,7 +69,7 @@ def edited(workers: list[Process], tmp_path: pathlib.Path) -> Iterator[tuple[Pro
 def load(folder: str) -> None:
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    sys.dont_write_bytecode = True  # two versions within a second
+    sys.dont_write_bytecode = True  # two versions within a second would share bytecode
     importlib.import_module("edited_module")
 
 
@@ -89,7 +89,7 @@ def not_found() -> str:
     return str(raised.value)
 
 
-def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited: tuple[Process, str]) -> None:
+def test_the_error_for_a_missing_function_names_the_file_at_the_callee(edited: tuple[Process, str]) -> None:
     worker, file = edited
     said = worker.run(not_found)
     assert re.search(r"this worker has no 'added' in module 'edited_module'", said)
@@ -99,7 +99,7 @@ def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited: 
     assert "On worker 'worker1'" in said
 
 
-def test_a_function_is_sent_by_value_where_that_is_asked_for(edited: tuple[Process, str]) -> None:
+def test_functions_marked_by_value_are_sent_with_their_code(edited: tuple[Process, str]) -> None:
     worker, _ = edited
     assert worker.run(call, "step", 3) == 3
     assert worker.run(lambda: call("step", 3, by_value=True)) == 31
@@ -116,12 +116,12 @@ def local(x: int) -> int:
     return x + 1
 
 
-def test_it_can_still_be_called_here() -> None:
+def test_a_function_marked_by_value_can_be_called_locally() -> None:
     assert functions.by_value(local)(1) == 2
     assert functions.by_value(lambda: 5)() == 5
 
 
 @pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=alike)
-def test_only_functions_are_sent_so(function: Any) -> None:
+def test_only_functions_can_be_sent_by_value(function: Any) -> None:
     with pytest.raises(InvalidArgument, match="defined by def or lambda"):
         functions.by_value(function)

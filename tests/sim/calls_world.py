@@ -1,14 +1,14 @@
-"""A `Peer` in a world where anything may happen next: callers, a network, a callee, a clock, cancellers, the close.
+"""A `Peer` under a seeded scheduler: callers, a network, a callee, a clock, cancellations and the close, in any order.
 
 The peer is the real one, with simulated links. Each act runs on a fiber, which may be suspended where a lock is taken
-or given back, and around each write. A seed decides which goes on. These rules are checked:
+or released, and around each write. A seed decides which one goes on. These rules are checked:
 
     ONCE      each call ends once, and is sent at most once
-    ORDER     what one caller sends arrives in that order
+    ORDER     the messages of one caller arrive in order
     LINK      a call that was sent fails with the link that carried it, and with no other
-    LOST      what was not sent is told as lost, unless it was a call that ended before
+    LOST      an unsent message is reported as lost, unless it was a call that ended before
     QUEUED    a call that is cancelled in the queue is not sent, unless it carries references
-    CANCEL    a callee that has a call which ended without an answer is told, behind the call
+    CANCEL    a callee hears of the end of each call that it got and has not answered, after the call
     TIME      a call is ended at its deadline, and not before
     APART     the tensors of a message that another thread sends are copies
     NOTHING   in the end nothing is in flight, queued or counted
@@ -45,7 +45,7 @@ def set_apart(blobs: list[Any]) -> list[Any]:
 
 
 class Call(PendingCall):
-    """Knows its message, and whether it was queued as it was cancelled."""
+    """A call that knows its message, and whether it was queued when it was cancelled."""
 
     __slots__ = ("is_ignored", "message", "was_queued")
 
@@ -60,7 +60,7 @@ class Call(PendingCall):
 
 
 class Link:
-    """One connection, seen from both ends."""
+    """A connection with both of its ends."""
 
     def __init__(self, world: World) -> None:
         self.number = len(world.links)
@@ -155,7 +155,7 @@ class World:
         self.jobs.append(partial(act, *args))
 
     def step(self) -> None:
-        """Another act may go on here."""
+        """Let another act go on here, perhaps."""
         if self.chance.random() < 0.5:
             fibers.suspend()
 
@@ -256,7 +256,7 @@ class World:
         self.now += self.chance.choice([0.01, 0.5])
         self.peer.expire(self.now)
 
-    # What is checked
+    # Checks
 
     def note_end(self, event: tuple[Any, ...]) -> None:
         self.ends[event[4]] += 1
@@ -268,7 +268,7 @@ class World:
         self.check(not is_late or call.deadline <= self.now, "TIME: a call was ended before its time")
 
     def check(self, holds: bool, rule: str) -> None:
-        """Note what the peer would take for an error of a link."""
+        """Note a broken rule; the peer would take an exception for an error of a link."""
         self.broken_rules += [] if holds else [rule]
 
     def check_end(self) -> None:

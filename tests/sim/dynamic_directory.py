@@ -1,4 +1,4 @@
-"""The directory of a simulated group: the real table in a process that fails, and clients whose messages are lost."""
+"""The directory of a simulated group: the real table in a process that fails, and clients that lose messages."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Server:
     def __init__(self, world: World, limits: Limits, rate: float) -> None:
         self.world = world
         self.table = LeaseTable(limits=limits)
-        self._noted = 0  # the revision until which was noted what has changed
+        self._noted = 0  # the revision up to which changes were noted
         self._leases: set[int] = set()
         self.state = UP
         self.ended: dict[int, float] = {}  # when each lease has ended, in true time
-        self.lives: dict[str, int] = {}  # the epochs of those that were published
+        self.lives: dict[str, int] = {}  # the epochs of the lives that were published
         self.epochs: dict[str, int] = {}  # the last one, by name
         self.tokens: dict[str, int] = {}  # the last one that an owner was told, by value
         self.holders: dict[str, list[str]] = {}  # the lives that have claimed a name or a rank, by its key
-        self.decisions: list[tuple[int, Ended]] = []  # each that the group ends, with its revision
+        self.decisions: list[tuple[int, Ended]] = []  # each decided end of the group, with its revision
         self._rate = rate
         self._stopped_at = 0.0
 
@@ -57,7 +57,7 @@ class Server:
         self.note()
 
     def note(self) -> None:
-        """Take note of what has changed."""
+        """Note what has changed since the last call."""
         table, since = self.table, self._noted
         leases = set(table.leases)
         for lease in self._leases - leases:
@@ -92,7 +92,7 @@ class Server:
         self.state = DOWN
 
     def restart(self) -> None:
-        """Start anew with what the file has: all that any client was told."""
+        """Restart with the content of the file, which has all that any client was told."""
         if self.state != DOWN:
             return
         self.table.file.commit(self.table.revision)
@@ -101,7 +101,7 @@ class Server:
 
 
 class Link:
-    """A worker's client. What it asks arrives late, twice or never, and so does the answer."""
+    """A worker's client. Its requests and their answers arrive late, twice or never."""
 
     def __init__(self, world: World, worker: Worker) -> None:
         self.world, self.worker = world, worker
@@ -153,7 +153,7 @@ Operation = Callable[[LeaseTable, float], Any]
 
 
 class Request:
-    """What a client asks, while it travels."""
+    """A request of a client, while it travels."""
 
     def __init__(self, link: Link, operation: Operation, may_repeat: bool) -> None:
         self.link, self.operation, self.may_repeat = link, operation, may_repeat
@@ -165,7 +165,7 @@ class Request:
         self._is_waited_for = False  # the fiber is suspended
 
     def begin(self, wait: float) -> None:
-        """Send it; a watch is answered after a while."""
+        """Send the request; a watch is answered after a while."""
         world = self.world
         if not wait and world.random.random() < world.instant and world.reaches(self.worker, world.server):
             self.arrive()
@@ -181,10 +181,10 @@ class Request:
     def arrive(self) -> None:
         world, server = self.world, self.world.server
         if server.state == STANDS:
-            world.after(world.random.uniform(0.1, 1.0), self.arrive)  # it lies in the socket
+            world.after(world.random.uniform(0.1, 1.0), self.arrive)  # the request lies in the socket
         elif server.state == DOWN or not world.connects(self.worker, server):
             if world.random.random() < 0.3:
-                world.after(world.random.uniform(0.1, 2.0), self.arrive)  # TCP sends it again
+                world.after(world.random.uniform(0.1, 2.0), self.arrive)  # TCP sends the request again
             else:
                 self._lose()
         else:
@@ -218,7 +218,7 @@ class Request:
             self._finish(value, error)
 
     def _lose(self) -> None:
-        """The connection broke: ask again over the next one, unless that could do it twice."""
+        """Handle a broken connection: ask again over the next one, unless that could do the operation twice."""
         if self.is_over:
             return
         if self.may_repeat:

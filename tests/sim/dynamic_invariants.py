@@ -1,4 +1,4 @@
-"""What always holds in a simulated dynamic group; `test_dynamic.py` has the list."""
+"""The invariants of a simulated dynamic group; `test_dynamic.py` lists them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRIFT = CLOCK_DRIFT / 2  # by which a clock may be faster or slower than true ti
 
 
 class Broken(BaseException):
-    """An invariant does not hold. The code that is simulated logs exceptions of other kinds, and goes on."""
+    """An invariant does not hold. The simulated code logs exceptions of other kinds, and goes on."""
 
 
 class Checked:
@@ -45,7 +45,7 @@ class Checked:
         return [worker for worker in self.workers if worker.is_alive and worker.has_joined]
 
     def check(self) -> None:
-        """Check what holds at each moment."""
+        """Check the invariants that hold at each moment."""
         acting: dict[tuple[str, str | int], Worker] = {}
         for worker in self.members():
             group = worker.group
@@ -65,7 +65,7 @@ class Checked:
     def _check_only(
         self, what: str, acting: dict[tuple[str, str | int], Worker], key: tuple[str, str | int], worker: Worker
     ) -> None:
-        """Check that only one worker acts; beside one that was wrongly taken for dead, and has not heard of it."""
+        """Check that only one worker acts, not counting one that was wrongly declared dead and has not heard of it."""
         other = acting.setdefault(key, worker)
         if other is worker or worker.life in self.wronged or other.life in self.wronged:
             return
@@ -91,33 +91,33 @@ class Checked:
                 self.broken(f"T1: {worker} was told that it owns {value} by {claim}; the directory has {entry}")
 
     def note_published(self, life: str, entry: Entry) -> None:
-        """A life was published, for the first time or anew."""
+        """Note that a life was published, for the first time or anew."""
         name = next(worker for worker in self.workers if worker.life == life).me.name
         if entry.created <= self.server.epochs.get(name, 0):
             self.broken(f"E1: {life} has epoch {entry.created}; an earlier {name} had {self.server.epochs[name]}")
         self.server.epochs[name] = self.server.lives[life] = entry.created
 
     def check_epoch(self, worker: Worker) -> None:
-        """Check the epoch that a worker was told as it joined."""
+        """Check the epoch that a worker got as it joined."""
         epoch = self.server.lives.get(worker.life)
         if epoch != worker.group._epoch:
             self.broken(f"E1: {worker} has epoch {worker.group._epoch}, in the directory {epoch}")
 
     def check_known(self, worker: Worker, value: str) -> None:
-        """Check what a worker has just learned of the owner of a value."""
+        """Check the owner of a value that a worker has just learned."""
         token = worker.group.claims[value].token
         if token < worker.tokens.get(value, 0):
             self.broken(f"T1: {worker} knew token {worker.tokens[value]} of {value}, now {token}")
         worker.tokens[value] = token
 
     def check_token(self, worker: Worker, value: str, token: int) -> None:
-        """Check the token of a claim that a worker was told to own."""
+        """Check the token of a claim that a worker has just got."""
         if token < (last := self.server.tokens.get(value, 0)) and worker.life not in self.wronged:
             self.broken(f"T1: {worker} owns {value} by token {token}, an earlier owner had {last}")
         self.server.tokens[value] = max(last, token)
 
     def check_decided(self, worker: Worker, change: Ended) -> None:
-        """Check that an end of the group that a worker has heard of is in the directory."""
+        """Check that the directory has the end of the group that a worker has heard of."""
         self.count("end of the group that is heard of")
         if not any(at > worker.since and told == change for at, told in self.server.decisions):
             self.broken(f"G1: {worker} was told that the group has ended ({change.why}), which the directory never was")
@@ -133,7 +133,7 @@ class Checked:
         self.broken(f"J1: {worker} is refused, though no other has had its name or rank")
 
     def check_end(self) -> None:
-        """Check what holds once all has been well for long."""
+        """Check the invariants that hold after a long time without faults."""
         entries = self.server.table.list(MEMBERS).entries
         roster = {entry.key.removeprefix(MEMBERS) for entry in entries if _departure(entry.value) is None}
         for worker in self.workers:

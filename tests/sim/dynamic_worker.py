@@ -26,7 +26,7 @@ fibers = Fibers()
 
 
 class Thread:
-    """In the place of a thread that calls a step again and again, as the world does."""
+    """A replacement for a thread that calls a step again and again; the world calls it here."""
 
     begun = False
 
@@ -41,7 +41,7 @@ class Thread:
 
 
 class Stopped(threading.Event):
-    """Waits in simulated time."""
+    """An event that is waited for in simulated time."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Stopped(threading.Event):
 
 
 def run_here(_: str, run: Callable[..., None], *args: Any, patience: float = 0.0) -> None:
-    """In the place of a thread that runs something once: the fiber itself does."""
+    """Run a function on the fiber itself, in place of a thread that runs it once."""
     run(*args)
 
 
 class Post:
-    """What a membership needs of the worker's connections."""
+    """The part of the worker's connections that a membership needs."""
 
     closed, idle, started = False, True, 0
 
@@ -75,7 +75,7 @@ class Post:
         pass
 
     def notify(self, to: str | int, message: tuple[Any, ...]) -> None:
-        """Connect; the end of the worker will be heard of."""
+        """Connect to a worker, so that this worker will hear of its end."""
         found = self._worker.find(to)
         if found is not None:
             self._worker.connected.add(found)
@@ -101,13 +101,13 @@ class Worker:
         self.me = Member(name, rank, self.life, "", "host", "", ("127.0.0.1", number), role="" if name else "r")
         self.is_alive = True
         self.is_stopped = self.has_joined = self.has_left = self.was_over = False
-        self.postponed: list[Callable[[], None]] = []  # until it goes on
+        self.postponed: list[Callable[[], None]] = []  # acts for the time when this process goes on
         self.died_at = self.stands_since = 0.0
-        self.claims: dict[str, Claim] = {}  # that it was told to own, and has not given up
+        self.claims: dict[str, Claim] = {}  # the claims that this worker got and has not given up
         self.given_up: set[int] = set()  # the tokens of claims that may still stand
-        self.tokens: dict[str, int] = {}  # the newest that it has seen of each value
+        self.tokens: dict[str, int] = {}  # the newest token of each value that this worker has seen
         self.connected: set[Worker] = set()
-        self.since = 0  # the revision at which it has joined
+        self.since = 0  # the revision at which this worker has joined
         self._rate, self._offset = rate, world.random.uniform(0.0, 1e6)
         self._settles = False
 
@@ -121,20 +121,20 @@ class Worker:
         return self.world.now - self.stands_since if self.stands_since else 0.0
 
     def start(self, act: Callable[[], None]) -> None:
-        """Run an act, once this process runs, unless it has died."""
+        """Run an act once this process runs, unless it has died."""
         if self.is_stopped:
             self.postponed.append(partial(self.start, act))
         elif self.is_alive:
             fibers.start(act, self)
 
     def go_on(self) -> None:
-        """Do what this process would have done while it was stopped."""
+        """Do the acts that were postponed while this process was stopped."""
         self.is_stopped = False
         postponed, self.postponed = self.postponed, []
         for each in postponed:
             self.world.after(0.0, each)
 
-    # Joining, as `joining.py` does
+    # Joining, as `join.py` does
 
     def join(self) -> None:
         world = self.world
@@ -193,7 +193,7 @@ class Worker:
         fibers.suspend()
 
     def knock(self, member: Member) -> bool | None:
-        """See whether a worker lives; slow, and wrong in some worlds."""
+        """Find out if a worker is alive; this is slow, and wrong in some worlds."""
         self.pause(self.world.random.choice((0.0, 0.0, 0.5, 2.0)))
         return self.world.knock(self, member)
 
@@ -217,7 +217,7 @@ class Worker:
         self._again(self.group.watch_once, self.watch)
 
     def settle(self) -> None:
-        """Knock at workers that are in doubt, as long as there are some."""
+        """Check the workers that are in doubt, as long as there are some."""
 
         def act() -> None:
             pause = self.membership._settle_doubts()
@@ -229,7 +229,7 @@ class Worker:
         self.start(act)
 
     def hear_of_end(self, other: Worker) -> None:
-        """A connection to another worker has ended."""
+        """Handle the end of a connection to another worker."""
         self.connected.discard(other)
         if not self.is_alive or self.has_left or self.membership._closed:
             return
@@ -240,7 +240,7 @@ class Worker:
             self.settle()
 
     def use(self) -> None:
-        """Claim, release, leave."""
+        """Claim, release, refresh or leave."""
         if self.is_alive and not self.has_left and not self.world.is_calm:
             acts = [*4 * [self.claim], self.release, self.refresh]
             if self.world.random.random() < 0.1 or self.group.over:
@@ -291,6 +291,6 @@ class Worker:
                 self.world.after(self.world.delay(), other.hear_of_end, self)
 
     def find(self, to: str | int) -> Worker | None:
-        """Return the worker that has a name or a rank as far as this one knows."""
+        """Return the worker that has a name or a rank, as far as this one knows."""
         found = next((each for each in self.group.members() if to in (each.name, each.id)), None)
         return self.world.lives[found.incarnation] if found is not None else None

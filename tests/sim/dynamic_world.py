@@ -1,7 +1,7 @@
 """Workers of dynamic groups, with the real registry, lease, watch and membership, under a seeded scheduler.
 
-Each act of a worker (a join, a renewal, a look at what has changed, a claim) runs on a fiber and stops wherever it asks
-the directory; meanwhile others go on. Time is simulated. Each worker has a clock of its own speed.
+Each act of a worker (a join, a renewal, a watch, a claim) runs on a fiber and is suspended whenever it asks the
+directory; meanwhile others go on. Time is simulated. Each worker has a clock of its own speed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tests.sim.dynamic_worker import Thread, Worker, fibers, run_here
 from tests.sim.fibers import Fiber
 
 NAMES = ("a", "b")
-CALM = 2.5  # ttls until all agree, once nothing fails any more
+CALM = 2.5  # ttls until all agree, after the last fault
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The code that is simulated; a mutant replaces one of these."""
+    """The simulated code; a mutant replaces one of these."""
 
     registry: type[Registry] = Registry
     group: type[DynamicGroup] = DynamicGroup
 
 
 class World(Checked):
-    """A directory, its workers, and what fails."""
+    """A directory, its workers, and their faults."""
 
     def __init__(self, seed: int, kinds: Kinds, counts: Counter[str]) -> None:
         self.random = chance = random.Random(seed)
@@ -49,15 +49,15 @@ class World(Checked):
         self.now = 0.0
         self.log: list[str] = []
         self.is_calm = False
-        self.lies = chance.random() < 0.3  # detectors may be wrong
+        self.lies = chance.random() < 0.3  # failure detectors may be wrong
         self.instant = chance.choice((0.5, 0.9))  # how many requests are answered at once
-        self.flaky = chance.choice((0.0, 0.0, 0.1, 0.3))  # of the answers are lost, without any other fault
+        self.flaky = chance.choice((0.0, 0.0, 0.1, 0.3))  # share of answers that are lost without any other fault
         self.slowest = chance.choice((0.05, 1.0, 8.0))
         self.server = Server(self, Limits(changes=chance.choice((6, 1000))), self.rate())
         self.workers: list[Worker] = []
         self.lives: dict[str, Worker] = {}
-        self.wronged: set[str] = set()  # lives that were taken for dead, and lived
-        self.cuts: dict[tuple[Any, Any], int] = {}  # from one to another nothing arrives
+        self.wronged: set[str] = set()  # lives that were declared dead while they lived
+        self.cuts: dict[tuple[Any, Any], int] = {}  # from one to another, nothing arrives
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._most = chance.randint(2, 6)
@@ -108,10 +108,10 @@ class World(Checked):
         finally:
             fibers.kill_all()
 
-    # What happens
+    # Events
 
     def come(self) -> None:
-        """A worker begins to join."""
+        """Let a worker begin to join."""
         if self.is_calm:
             return
         chance = self.random
@@ -136,7 +136,7 @@ class World(Checked):
         return [worker for worker in self.workers if worker.is_alive]
 
     def cut(self) -> None:
-        """Part some nodes from the others, in one direction or in both, for a while."""
+        """Separate some nodes from the others, in one direction or in both, for a while."""
         nodes: list[Any] = [self.server, *self.living()]
         some = self.random.sample(nodes, self.random.randint(1, len(nodes)))
         pairs = [(one, other) for one in some for other in nodes if other not in some]
@@ -186,7 +186,7 @@ class World(Checked):
         self.note(f"the directory is {self.server.state} for {seconds} s")
 
     def break_one(self) -> None:
-        """A connection between two workers breaks."""
+        """Break a connection between two workers."""
         pairs = [(worker, other) for worker in self.members() for other in worker.connected]
         if pairs:
             self.count("connection that breaks")
@@ -194,7 +194,7 @@ class World(Checked):
             worker.hear_of_end(other)
 
     def accuse(self) -> None:
-        """A worker declares another one lost that lives."""
+        """Let a worker declare a living one lost."""
         others = self.living()
         if self.members() and others:
             worker, other = self.random.choice(self.members()), self.random.choice(others)
@@ -237,7 +237,7 @@ class World(Checked):
 
 
 def patched() -> contextlib.ExitStack:
-    """Have the threads of a group be steps of the world's."""
+    """Replace the threads of a group by steps of the world."""
     stack = contextlib.ExitStack()
     for module in ("dynamic", "membership"):
         stack.enter_context(mock.patch(f"telegrad._core.membership.{module}.Background", Thread))
@@ -248,12 +248,12 @@ def patched() -> contextlib.ExitStack:
 
 
 def fail(text: str, *_: Any) -> None:
-    """In the place of logging an exception that the code does not expect."""
+    """Raise instead of logging an exception that the code does not expect."""
     raise Broken(f"X1: {text}")
 
 
 class Knocks(list[Suspect]):
-    """In the place of those of `doubts`: the worker of this fiber knocks."""
+    """A replacement for the knocks of `doubts`: the worker of this fiber knocks."""
 
     begin = list.append
 

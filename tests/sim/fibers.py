@@ -1,7 +1,7 @@
 """Blocking code in a simulation: each act runs on a thread, of which one runs at a time, until it suspends itself.
 
-The scheduler starts an act, and waits until it has ended or has suspended itself; later it resumes it. Which of them
-goes on next is the scheduler's decision alone, so that a seed gives one order. Threads are used again for later acts.
+The scheduler starts an act, and waits until it has ended or has suspended itself; later it resumes it. The scheduler
+alone decides which act goes on next, so that a seed gives one order. Threads are used again for later acts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Killed(BaseException):
-    """The process that ran this act has died."""
+    """The process of this act has died."""
 
 
 class Fiber:
@@ -20,10 +20,10 @@ class Fiber:
 
     def __init__(self, scheduler: Fibers) -> None:
         self._scheduler = scheduler
-        self.turn = threading.Lock()  # released when it is to go on
+        self.turn = threading.Lock()  # released when this fiber may go on
         self.turn.acquire()
         self.job: Callable[[], None] | None = None  # None while it is idle
-        self.owner: object = None  # who runs the act
+        self.owner: object = None  # the worker that runs the act
         self.is_killed = False
         threading.Thread(target=self._main, daemon=True).start()
 
@@ -44,12 +44,12 @@ class Fibers:
     """The threads of a scheduler."""
 
     def __init__(self) -> None:
-        self._back = threading.Lock()  # released when the scheduler is to go on
+        self._back = threading.Lock()  # released when the scheduler may go on
         self._back.acquire()
         self._idle: list[Fiber] = []
         self._suspended: dict[Fiber, None] = {}
         self.current: Fiber | None = None
-        self.error: BaseException | None = None  # with which an act has ended
+        self.error: BaseException | None = None  # the error with which an act has ended
 
     def start(self, job: Callable[[], None], owner: object = None) -> None:
         """Run an act until it ends or suspends itself."""
@@ -58,7 +58,7 @@ class Fibers:
         self._run(fiber)
 
     def resume(self, fiber: Fiber, kill: bool = False) -> None:
-        """Have an act go on that has suspended itself, or have it end."""
+        """Resume a suspended act, or end it."""
         fiber.is_killed = kill
         del self._suspended[fiber]
         self._run(fiber)
@@ -72,7 +72,7 @@ class Fibers:
         self.check()
 
     def check(self) -> Fiber:
-        """Return the fiber that runs; raise Killed where its process has died."""
+        """Return the fiber that runs; raise Killed if its process has died."""
         fiber = self.current
         assert fiber is not None
         if fiber.is_killed:
@@ -84,13 +84,13 @@ class Fibers:
         return [*self._suspended]
 
     def kill_all(self) -> None:
-        """End all acts that have suspended themselves."""
+        """End all suspended acts."""
         for fiber in list(self._suspended):
             with contextlib.suppress(Exception):
                 self.resume(fiber, kill=True)
 
     def give_back(self) -> None:
-        """Let the scheduler go on; called by the act that runs."""
+        """Let the scheduler go on; the act that runs calls this."""
         self._back.release()
 
     def _run(self, fiber: Fiber) -> None:
@@ -106,7 +106,7 @@ class Fibers:
 
 
 class Lock:
-    """A lock of the code that is simulated: `step` runs before it is taken and after it was given back."""
+    """A lock of the simulated code: `step` runs before it is taken and after it was released."""
 
     def __init__(self, fibers: Fibers, step: Callable[[], None]) -> None:
         self._fibers, self._step = fibers, step

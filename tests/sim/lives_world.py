@@ -1,9 +1,9 @@
-"""Workers that die and come back under their names, and the calls of another to them, in any order of events.
+"""Workers that die and come back under their names, and calls of another worker to them, in any order of events.
 
-Each actor is a generator; what it does between two yields happens at once. There is a table of calls for each life of
-a worker, with a connection such as `calls_world` tests; a queue of the calls that are made once more, and a table of
-idempotent calls in each life. A life that was struck out may live on, and the next one may listen where an earlier one
-did.
+Each actor is a generator; its acts between two yields happen at once. There is a table of calls for each life of a
+worker, with a connection such as `calls_world` tests; a queue of the calls that are retried, and a table of idempotent
+calls in each life. A life that was removed from the store may live on, and the next one may listen where an earlier
+one did.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICIES = [PLAIN, RetryPolicy(True, False), RetryPolicy(False, True), *2 * [Ret
 
 @dataclass(eq=False)
 class Run:
-    """Of a function, and who is to hear what came of it."""
+    """A run of a function, and the attempts that wait for its result."""
 
     life: Life
     attempts: list[Attempt] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Run:
 
 @dataclass(eq=False)
 class Life:
-    """One of a worker."""
+    """A life of a worker."""
 
     name: str
     number: int
-    place: int  # where it listens
+    place: int  # the address at which it listens
     table: IdempotencyTable
     lives: bool = True
     arrived: list[Attempt] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Life:
 
 @dataclass(eq=False)
 class Asked:
-    """A call, as its user sees it: what waits in the queue."""
+    """A call as its user sees it, which may wait in the queue."""
 
     to: str
     policy: RetryPolicy
-    bound: Life | None  # it is for this life alone
+    bound: Life | None  # the only life that the call is meant for
     number: int
     until: float
     repeats: int = 0
@@ -63,7 +63,7 @@ class Asked:
 
 @dataclass(eq=False)
 class Attempt:
-    """One time that it is made."""
+    """An attempt to make a call."""
 
     asked: Asked
     meant: Life
@@ -101,11 +101,11 @@ class Side:
 
 
 class Unknown(Exception):
-    """There is no worker of that name, or not that one any more."""
+    """No worker has that name, or the worker that had it has gone."""
 
 
 class World:
-    """What stands in methods of one line each is what variants do wrong."""
+    """Variants with bugs override the methods of one line each."""
 
     def __init__(
         self, seed: int, queue: type[RetryQueue[Asked]] = RetryQueue, table: type[IdempotencyTable] = IdempotencyTable
@@ -119,7 +119,7 @@ class World:
         self.listed: dict[str, Life] = {}  # in the store
         self.seen: dict[str, Life] = {}  # by the membership of the caller
         self.lives: list[Life] = []
-        self.doors: dict[int, Life] = {}  # who listens where
+        self.doors: dict[int, Life] = {}  # the life that listens at each place
         self.all: list[Asked] = []
         self.calm = False
         self.names_used = NAMES[: self.chance.randint(1, 2)]
@@ -159,7 +159,7 @@ class World:
         yield from actor
         self.busy -= 1
 
-    # Workers come and go
+    # Workers that come and go
 
     def come(self, name: str) -> None:
         earlier = [life.place for life in self.lives if life.name == name and life.place not in self.doors]
@@ -184,38 +184,38 @@ class World:
             if what < 0.03 and listed is not None and listed.lives:
                 self.die(listed)
             elif what < 0.06 and (listed is None or not listed.lives):
-                self.come(name)  # it takes the name over
+                self.come(name)  # the new life takes the name over
             elif what < 0.09 and listed is not None:
-                del self.listed[name]  # struck out, whether or not it lives
+                del self.listed[name]  # removed from the store, dead or alive
                 if what < 0.07:
                     self.come(name)
             elif what < 0.10 and self.lives:
                 self.die(self.chance.choice(self.lives))
 
     def repair(self) -> None:
-        """All are there now; but those of earlier lives that were struck out may live on."""
+        """Let all workers be there; earlier lives that were removed from the store may live on."""
         for name in self.names_used:
             if name not in self.listed or not self.listed[name].lives:
                 self.come(name)
 
     def see(self) -> None:
-        """As `Membership` does at its next look: where something has changed, names are looked up anew."""
+        """Look as `Membership` does: names are looked up anew if something has changed."""
         if self.seen != self.listed:
             self.seen = dict(self.listed)
             self.forget_names()
 
     def forget_names(self) -> None:
-        """But for those of lives that are there."""
+        """Forget all names but those of lives that are there."""
         there = self.listed.values()
         self.names = {to: side for to, side in self.names.items() if side.life in there}
 
     def forget_lost(self, lost: Side) -> None:
         self.names = {to: side for to, side in self.names.items() if side is not lost}
 
-    # Whom a name stands for
+    # Lookups of names
 
     def peer(self, to: str, found: list[Side]) -> Iterator[None]:
-        """As `Connections.peer`: it adds to `found`."""
+        """Find the side of a name as `Connections.peer` does, and add it to `found`."""
         names = self.names
         side = names.get(to)
         if side is None:
@@ -277,7 +277,7 @@ class World:
         yield from self.send(found[0], Attempt(asked, found[0].life, tell, left, asked.until, left))
 
     def failed(self, asked: Asked, failure: Failure) -> None:
-        """As `RetriedCall._goes_on`."""
+        """Handle a failure as `RetriedCall._goes_on` does."""
         if not self.goes_on(asked, failure):
             self.queue.end(asked)
             asked.fates.append(failure.name)
@@ -307,7 +307,7 @@ class World:
                 self.begin(self.attempt_all(to))
 
     def attempt_all(self, to: str) -> Iterator[None]:
-        """As `Retries._attempt`."""
+        """Attempt the calls that are due as `Retries._attempt` does."""
         for asked in self.queue.ready(to, self.now):
             if self.queue.begin(asked):
                 yield from self.attempt(asked)
@@ -315,7 +315,7 @@ class World:
                 if side is None or side.open is None:
                     break
 
-    # A message leaves, as in `LazyLink`
+    # Sending, as in `LazyLink`
 
     def send(self, side: Side, attempt: Attempt) -> Iterator[None]:
         side.calls.add(attempt)
@@ -369,7 +369,7 @@ class World:
         self.end_all([attempt for attempt in unsent if side.calls.pop(attempt.id) is not None], fate)
 
     def door(self, wanted: Life) -> Life | None:
-        """Who answers where a life has listened, if it is that one."""
+        """Return the life that listens where `wanted` has listened, if it is that one."""
         found = self.doors.get(wanted.place)
         return found if found is wanted else None
 
@@ -395,7 +395,7 @@ class World:
         for attempt in attempts:
             attempt.tell(fate)
 
-    # Who is called
+    # Callees
 
     def callees(self) -> Iterator[None]:
         while True:
@@ -410,7 +410,7 @@ class World:
                 self.finish(life, *life.running.pop(self.chance.randrange(len(life.running))))
 
     def take(self, life: Life, attempt: Attempt) -> None:
-        """As `run_once`."""
+        """Take an attempt as `run_once` does."""
         asked = attempt.asked
         run = Run(life, [attempt])
         if asked.policy.repeats:
@@ -455,7 +455,7 @@ class World:
             for life in self.lives:
                 life.table.expire(self.now)
 
-    # What must hold
+    # Checks
 
     def check_end(self) -> None:
         for asked in self.all:
@@ -479,7 +479,7 @@ class World:
         assert asked.fates != ["answered"] or any(run.done for run in asked.runs), f"{asked} was answered by nobody"
 
     def check_names(self) -> None:
-        """Once all has been seen, each name leads to whom the store lists, after one failure at most."""
+        """Check that each name leads to the life in the store once all has been seen, after one failure at most."""
         self.see()
         for name in self.names_used:
             side = self.names.get(name)

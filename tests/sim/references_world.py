@@ -12,48 +12,48 @@ from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.reference_protocol import ControlMessage, References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
-HOPELESS = "hopeless"  # whoever uses it finds an error in its place
+HOPELESS = "hopeless"  # an error took the place of the value
 
 
 def name_of(key: str) -> str:
-    """A worker's, whichever of its lives it is."""
+    """Return the name of a worker without the number of its life."""
     return key.partition("#")[0]
 
 
 class Worker:
-    """One machine, its post, and the handles that its program holds."""
+    """A machine, its post, and the handles that its program holds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.machine = References(name)
         self.courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self.handles: list[Id] = []  # references, once for each handle
-        self.fetching: list[Id] = []  # references whose values it waits for, with a handle each
+        self.fetching: list[Id] = []  # references whose values the worker waits for, with a handle each
         self.asked: list[tuple[Id, str]] = []  # (ref, user): fetches that wait here for a value
 
 
 class World:
-    """Workers, what is on its way between them, and the faults that befall it."""
+    """Workers, the messages between them, and the faults of both."""
 
     def __init__(
         self, seed: int, faults: bool, crashes: bool, mistakes: bool, size: int | None, returns: bool = False
     ) -> None:
         self.random = random.Random(seed)
         self.faults = faults
-        self.returns = returns  # who has died comes back under its name
+        self.returns = returns  # a worker that has died comes back under its name
         size = size or self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
         self.workers = {f"w{n}#1": Worker(f"w{n}#1") for n in range(size)}
         self.lives = {name_of(key): [key] for key in self.workers}  # by name, the keys of all, in order
         self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
-        self.mistakes = mistakes  # living workers are taken for dead
+        self.mistakes = mistakes  # living workers are declared dead
         self.dead: set[str] = set()
-        self.messages: list[Any] = []  # (sender, to, what, ref, fork, owner): the program's own
+        self.messages: list[Any] = []  # (sender, to, kind, ref, fork, owner): the program's own
         self.batches: list[tuple[str, str, Batch]] = []  # (sender, to, batch)
         self.news: list[
             tuple[str, str, str]
-        ] = []  # (event, of whom, who hears): broken connections and deaths that were not noticed yet
-        self.broken: set[tuple[str, str]] = set()  # pairs whose connection broke: what was on its way may be refused
-        self.doubtful: set[Id] = set()  # references of which somebody let go by mistake
+        ] = []  # (event, about whom, for whom): broken connections and deaths that were not noticed yet
+        self.broken: set[tuple[str, str]] = set()  # pairs whose connection broke: messages on their way may be refused
+        self.doubtful: set[Id] = set()  # references that a worker gave up by mistake
         self.mistakes_made: set[tuple[str, str]] = set()  # (by whom, about whom)
         self.values: dict[Id, str] = {}  # at the owner
         self.owners: dict[Id, str] = {}
@@ -87,7 +87,7 @@ class World:
             self.drop(worker, ref)  # at once, while the message is on its way
 
     def fetch(self, worker: Worker) -> None:
-        """Ask the owner for a value; the handle is held until the answer comes."""
+        """Ask the owner for a value, and hold the handle until the answer comes."""
         ref = self.random.choice(worker.handles)
         owner = self.owners[ref]
         if worker.machine.fault(ref) or owner == worker.name:
@@ -147,7 +147,7 @@ class World:
         return bool(self.dead) or (sender, to) in self.broken or self.is_doubtful(ref)
 
     def is_doubtful(self, ref: Id) -> bool:
-        """Somebody let go of it by mistake, or its owner took its creator for dead: it may be lost, but not leak."""
+        """Return True if `ref` was given up by mistake, or its creator declared dead: it may be lost, not leak."""
         return ref in self.doubtful or (self.owners[ref], ref[0]) in self.mistakes_made
 
     def fetched(self, worker: Worker, ref: Id) -> None:
@@ -156,7 +156,7 @@ class World:
             worker.handles.append(ref)
 
     def answer_fetches(self, worker: Worker) -> None:
-        """Values that came, or never will, go to who asked for them."""
+        """Send values that have come, or never will, to the workers that asked for them."""
         for ref, user in list(worker.asked):
             if self.values[ref] != ABSENT:
                 worker.asked.remove((ref, user))
@@ -165,7 +165,7 @@ class World:
     def deliver_batch(self, place: int) -> None:
         sender, to, batch = self.batches[place]
         if not self.faults or self.random.random() > 0.1:
-            self.batches.pop(place)  # else doubled
+            self.batches.pop(place)  # otherwise doubled
         worker = self.reached(to)
         if worker is None:
             return
@@ -184,7 +184,7 @@ class World:
         self.batches.pop(place)
 
     def break_connection(self, a: str, b: str) -> None:
-        """Some of the messages between two workers are lost; each hears of it later."""
+        """Lose some messages between two workers, each of which hears of it later."""
         self.broken |= {(a, b), (b, a)}
         kept = []
         for message in self.messages:
@@ -221,11 +221,11 @@ class World:
             self.news.append(("death", name, other))
 
     def reached(self, to: str) -> Worker | None:
-        """Who gets what is for a worker in one life: no other of its name."""
+        """Return the worker that gets messages for a life: no later life of the same name."""
         return None if to in self.dead else self.workers[to]
 
     def come_back(self, key: str) -> None:
-        """A worker that has died starts anew, and knows of nothing."""
+        """Let a worker that has died start anew, without any memory."""
         lives = self.lives[name_of(key)]
         anew = self.new_key(lives)
         lives.append(anew)
@@ -235,7 +235,7 @@ class World:
         return f"{name_of(lives[0])}#{len(lives) + 1}"
 
     def send_letters(self, worker: Worker, to: str, batch: Batch) -> None:
-        """As `ReferenceTable._send`: who finds that the name stands for another life knows of the death."""
+        """Send as `ReferenceTable._send` does: a sender that finds another life under the name knows of the death."""
         if to in self.dead and self.lives[name_of(to)][-1] != to and self.random.random() < 0.5:
             self.bury(worker, to)
             worker.courier.bury(to)
@@ -243,7 +243,7 @@ class World:
             self.batches.append((worker.name, to, batch))
 
     def mistake(self, worker: Worker, about: str) -> None:
-        """A worker that lives is taken for dead."""
+        """Let a worker declare a living one dead."""
         self.broken |= {(worker.name, about), (about, worker.name)}
         self.mistakes_made.add((worker.name, about))
         machine = worker.machine
@@ -258,7 +258,7 @@ class World:
         worker.courier.forget(about, self.now)
 
     def mistaken(self) -> bool:
-        """Whether anybody who lives is still taken for dead by another."""
+        """Return True if a living worker is still declared dead by another."""
         living = set(self.alive())
         return any(self.workers[name].machine._dead.keys() & living for name in living)
 
@@ -285,14 +285,14 @@ class World:
         return [name for name in self.workers if name not in self.dead]
 
     def gone(self) -> list[str]:
-        """Those who have died and are not back."""
+        """Return the workers that have died and are not back."""
         return [lives[-1] for lives in self.lives.values() if lives[-1] in self.dead]
 
     def other(self, worker: Worker) -> str:
         return self.random.choice([name for name in self.alive() if name != worker.name])
 
     def post(self) -> None:
-        """Collect what the machines have to say."""
+        """Collect the letters of the machines."""
         for worker in self.workers.values():
             machine = worker.machine
             if worker.name in self.dead:
@@ -316,7 +316,7 @@ class World:
                 self.send_letters(worker, to, batch)
 
     def step(self, growing: bool) -> None:
-        """One random event."""
+        """Do one random event."""
         chance = self.random.random()
         worker = self.workers[self.random.choice(self.alive())]
         if growing and chance < 0.12:
@@ -345,7 +345,7 @@ class World:
         self.check()
 
     def advance(self) -> None:
-        """Something that is on its way comes; where nothing is, time passes."""
+        """Deliver something that is on its way; if nothing is, let time pass."""
         queues = [
             (queue, act)
             for queue, act in (
@@ -381,12 +381,12 @@ class World:
             self.step(growing=False)
         raise AssertionError("it never comes to rest")
 
-    # What must hold
+    # Checks
 
     def check(self) -> None:
-        """No value is deleted while a fork lives or is on its way."""
+        """Check that no value is deleted while a fork lives or is on its way."""
         if self.dead:
-            return  # a dead middleman's children learn of it a little later: see `check_rest`
+            return  # the children of a dead middleman learn of it a little later: see `check_rest`
         for worker in self.workers.values():
             for ref in [*worker.handles, *worker.fetching]:
                 if not self.is_doubtful(ref):
@@ -396,7 +396,7 @@ class World:
                 assert self.values[ref] != FREED, f"{ref} is freed, and on its way to {to}"
 
     def check_rest(self) -> None:
-        """All is quiet: whoever may use a reference finds its value."""
+        """Check, once all is quiet, that each holder of a usable reference finds its value."""
         for name in self.alive():
             worker = self.workers[name]
             holders = [holder for owned in worker.machine.owned.values() for holder in owned.forks.values()]
@@ -413,7 +413,7 @@ class World:
                 self.drop(self.workers[name])
 
     def check_empty(self) -> None:
-        """All handles are gone: nothing is left anywhere."""
+        """Check that nothing is left anywhere once all handles are gone."""
         for name in self.alive():
             machine = self.workers[name].machine
             assert not machine.shares, f"{name} still has shares: {machine.shares}"
@@ -430,7 +430,7 @@ def run(
     returns: bool = False,
     make: type[World] = World,
 ) -> World:
-    """One schedule, from nothing to nothing."""
+    """Run one schedule, from an empty cluster to an empty one."""
     world = make(seed, faults, crashes, mistakes, size, returns)
     for _ in range(events):
         world.step(growing=True)

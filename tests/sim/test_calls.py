@@ -1,4 +1,4 @@
-"""Each call ends once, whatever happens around it; and peers that are wrong are found."""
+"""Tests of a simulated peer: each call ends once in any order of events, and wrong code is found."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ WRONG: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize(("target", "name", "wrong"), WRONG, ids=[f"{wrong.__name__}" for _, _, wrong in WRONG])
-def test_what_is_wrong_is_found(target: Any, name: str, wrong: Callable[..., Any]) -> None:
+def test_wrong_code_is_found(target: Any, name: str, wrong: Callable[..., Any]) -> None:
     with patch.object(target, name, wrong), pytest.raises(AssertionError, match="SEED"):
         run(range(SEEDS))
 
 
-# One by one
+# Single cases
 
 
 def call(weight: int = 0, deadline: float = inf, is_timed: bool = True) -> Any:
@@ -136,13 +136,13 @@ def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
     assert table.add(slow)
     assert table.add(quick)
     assert not table.add(soon)
-    assert not table.add(call(deadline=0.5, is_timed=False))  # a thread waits for it
+    assert not table.add(call(deadline=0.5, is_timed=False))  # a thread waits for this call
     assert table.pop_expired(0.9) == []
     assert table.next_due == 1.0
     assert table.pop_expired(1.0) == [quick]
     assert table.next_due == 1.0 + SEARCH_PAUSE
     table.pop(soon.id)
-    assert table.pop_expired(2.0) == []  # a lower bound
+    assert table.pop_expired(2.0) == []  # `next_due` is a lower bound
     assert table.next_due == 60.0
     assert table.pop_expired(61.0) == [slow]
     assert table.next_due == inf
@@ -150,13 +150,13 @@ def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
 
 @pytest.fixture
 def world() -> World:
-    """Where no act is suspended, and all goes well."""
+    """Return a world in which no act is suspended, and nothing fails."""
     world = World(0)
     world.chance = SimpleNamespace(random=lambda: 1.0)  # type: ignore[assignment]
     return world
 
 
-def test_control_messages_wait_where_no_thread_can_be_started(world: World) -> None:
+def test_control_messages_wait_if_no_thread_can_be_started(world: World) -> None:
     call = calls_world.Call(world.peer, operator.neg, 0)
     call.message = Message(CALL, 0, 0, b"0 1")
     world.calls.append(call)
@@ -170,7 +170,7 @@ def test_control_messages_wait_where_no_thread_can_be_started(world: World) -> N
     assert list(world.links[0].served) == [call.id]
 
 
-def test_of_many_calls_some_are_sent_together(world: World) -> None:
+def test_many_calls_are_sent_in_batches(world: World) -> None:
     sent: list[bool] = []
     world.peer.connection.link = SimpleNamespace(send=lambda _, later: sent.append(later))  # type: ignore[assignment]
     for _ in range(3 * BATCH):

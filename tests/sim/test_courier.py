@@ -1,4 +1,4 @@
-"""Letters arrive once each, whatever the network does with the batches; and what letters about references name."""
+"""Tests of letters, which arrive once each in any network, and of the names of references in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_letters_to_one_worker_travel_together() -> None:
     assert courier.outgoing(0.0) == []
 
 
-def test_what_is_not_receipted_is_sent_again_ever_more_rarely() -> None:
+def test_a_batch_without_a_receipt_is_sent_again_with_growing_pauses() -> None:
     courier: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
     courier.post("x", "a")
@@ -55,7 +55,7 @@ def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
     assert courier.next() == inf
 
 
-def test_an_open_way_is_used_at_once() -> None:
+def test_a_reopened_connection_is_used_at_once() -> None:
     courier: ReliableDelivery[str] = ReliableDelivery()
     courier.post("x", "a")
     courier.outgoing(0.0)
@@ -63,7 +63,7 @@ def test_an_open_way_is_used_at_once() -> None:
     assert courier.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
 
 
-def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely() -> None:
+def test_a_worker_declared_dead_is_asked_again_with_growing_pauses() -> None:
     courier: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
     courier.post("x", "a")
@@ -80,7 +80,7 @@ def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely() -> None:
     assert courier.next() == inf
 
 
-def test_nothing_is_sent_to_who_has_left() -> None:
+def test_nothing_is_sent_to_a_worker_that_has_left() -> None:
     courier: ReliableDelivery[str] = ReliableDelivery()
     courier.post("x", "a")
     courier.outgoing(0.0)
@@ -90,7 +90,7 @@ def test_nothing_is_sent_to_who_has_left() -> None:
     assert courier.outgoing(99.0) == []
 
 
-def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
+def test_the_numbers_of_workers_that_have_left_are_kept_for_a_while() -> None:
     courier: ReliableDelivery[str] = ReliableDelivery()
     for turn in range(2):
         courier.post("x", "a")
@@ -105,7 +105,7 @@ def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
     assert len(courier._buried) == MOST_REMEMBERED
 
 
-def test_a_worker_that_was_forgotten_waits_for_no_number() -> None:
+def test_a_receiver_does_not_wait_for_forgotten_numbers() -> None:
     sender: ReliableDelivery[int] = ReliableDelivery()
     receiver: ReliableDelivery[int] = ReliableDelivery()
     for turn in range(5):
@@ -151,12 +151,12 @@ def test_each_letter_arrives_once(events: list[tuple[int, str]]) -> None:
     assert sorted(received) == list(range(posted))
 
 
-def test_a_worker_that_comes_later_under_the_same_name_is_another() -> None:
+def test_a_later_worker_of_the_same_name_has_another_key() -> None:
     first, second = Identity("ps", 0, "one"), Identity("ps", 0, "two")
     assert key_of(first) != key_of(second)
     assert key_of(first) == key_of(Identity("ps", 0, "one"))
 
 
-def test_people_read_the_name_and_the_number() -> None:
+def test_a_reference_is_shown_by_name_and_number() -> None:
     assert number((key_of(Identity("ps", 0, "one")), 12)) == "ps/12"
-    assert number((key_of(Identity("a#b", 0, "one")), 3)) == "a#b/3"  # whatever the name looks like
+    assert number((key_of(Identity("a#b", 0, "one")), 3)) == "a#b/3"  # for any form of name

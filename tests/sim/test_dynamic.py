@@ -1,23 +1,23 @@
-"""Dynamic groups over a directory under a seeded scheduler: parted networks, lost answers, stops, deaths, errors.
+"""Dynamic groups over a directory under a seeded scheduler: partitions, lost answers, stops, deaths, errors.
 
     N1  names       at each moment at most one worker may act under a name
-    N2  ranks       nor under a rank
-    T1  tokens      the fencing token of a value never falls: in what one worker knows, and from owner to owner
+    N2  ranks       at each moment at most one worker may act under a rank
+    T1  tokens      the fencing token of a value never falls: in the view of one worker, and from owner to owner
     T2  owners      at each moment at most one worker may act as the owner of a value
-    C1  claims      a claim that its owner was told of stands while its owner holds its lease, and has not given it up
+    C1  claims      a claim that its owner knows stands while its owner holds its lease, and has not given it up
     E1  epochs      of two lives with one name, the later one has the higher epoch, which is that of its member
     L1  over        a life that is over acts no more
     L2  leases      a worker acts only while the directory holds its lease
-    L3  losses      once all is well, a worker that is not in the directory knows that its life is over
-    M1  members     once all is well, each member knows all that live, as the directory has them, and refuses none
-    G1  ends        a worker hears of an end of the group only where that is written in the directory
-    J1  refusals    a worker is refused a name or a rank only where another one has had it meanwhile
-    J2  joins       once all is well, each worker that wants to join has joined, or was refused
+    L3  losses      after the last fault, a worker that is not in the directory learns that its life is over
+    M1  members     after the last fault, each member knows all that live, as the directory does, and refuses none
+    G1  ends        a worker hears of an end of the group only if that is written in the directory
+    J1  refusals    a worker is refused a name or a rank only if another one has had it meanwhile
+    J2  joins       after the last fault, each worker that wants to join has joined, or was refused
     X1  errors      no step meets an exception that its code does not expect
 
-"At each moment" is in true time. Some worlds have detectors that say of a worker that lives that it has died. Such a
-worker loses its name, and what it owns, before it can know: N1, N2, T2 and C1 say nothing of it, and L2 allows it the
-rest of its last lease. Receivers refuse it by its lower token or epoch, and L3 holds for it.
+"At each moment" is in true time. Some worlds have failure detectors that declare living workers dead. Such a worker
+loses its name, and the values that it owns, before it can know: N1, N2, T2 and C1 do not apply to it, and L2 allows it
+the rest of its last lease. Receivers refuse it by its lower token or epoch, and L3 holds for it.
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_dynamic.py` replays it alone.
 """
@@ -72,7 +72,7 @@ def quiet() -> Iterator[None]:
 
 
 def run_all(seeds: Iterable[int], kinds: Kinds) -> Counter[str]:
-    """Simulate all these worlds; return how often each thing has happened."""
+    """Simulate a world for each seed; return how often each thing has happened."""
     counts: Counter[str] = Counter()
     for seed in ONLY or seeds:
         run(seed, kinds, counts)
@@ -80,7 +80,7 @@ def run_all(seeds: Iterable[int], kinds: Kinds) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start}")
-def test_what_a_dynamic_group_promises(seeds: range) -> None:
+def test_the_invariants_of_a_dynamic_group_hold(seeds: range) -> None:
     counts = run_all(seeds, Kinds())
     if not ONLY:
         assert [each for each in (*FAULTS, *ACTS) if not counts[each]] == []
@@ -89,7 +89,7 @@ def test_what_a_dynamic_group_promises(seeds: range) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", NIGHTLY, ids=lambda seeds: f"{seeds.start}")
-def test_what_a_dynamic_group_promises_in_many_worlds(seeds: range) -> None:
+def test_the_invariants_of_a_dynamic_group_hold_in_many_worlds(seeds: range) -> None:
     run_all(seeds, Kinds())
 
 
@@ -111,7 +111,7 @@ class TakesWhatOthersHave(Registry):
 
 
 class ClaimsNoNumber(Registry):
-    """The lowest free rank is taken without a word to the directory."""
+    """The lowest free rank is taken without a claim in the directory."""
 
     def _claim_free(self, prefix: str, first: int, taken: Collection[str], me: Member, lease: Lease) -> int:
         return next(number for number in range(first, 100) if f"{prefix}{number}" not in taken)
@@ -133,7 +133,7 @@ class CountsEpochsByLeases(Registry):
 
 
 class ReleasesWhatStandsThere(Registry):
-    """A claim is given up, whoever owns the value by now."""
+    """A claim is given up even if another worker owns the value by now."""
 
     def release(self, name: str, claim: Claim) -> None:
         if (owner := self.owner(name)) is not None:
@@ -155,7 +155,7 @@ class ClaimsWithoutLease(Registry):
 
 
 class OwnsForEver(DynamicGroup):
-    """The end of the lease does not matter to the owner of a value."""
+    """The owner of a value ignores the end of its lease."""
 
     def owns(self, name: str, claim: Claim) -> bool:
         return not self.over and self.claims.get(name, claim).token <= claim.token
@@ -192,7 +192,7 @@ class JoinsAgain(DynamicGroup):
 
 
 class AppliesOldEnds(DynamicGroup):
-    """The end of an earlier try to join is that of a member."""
+    """The end of an earlier attempt to join is taken for that of a member."""
 
     def _is_outdated(self, revision: int, change: Change | Claimed) -> bool:
         return False

@@ -38,16 +38,16 @@ class World:
         self.machines = {i: make(i, set(range(self.count))) for i in range(self.count)}
         self.lines: dict[tuple[int, int], list[Any]] = {}  # (sender, to) -> letters
         self.calls: list[tuple[int, int, int]] = []  # (caller, callee, calls it will make): on their way to the callee
-        self.running: list[tuple[int, int, int]] = []  # those that have come, and are not answered
+        self.running: list[tuple[int, int, int]] = []  # calls that have come, and are not answered
         self.begun = dict.fromkeys(range(self.count), 0)
         self.alive = set(range(self.count))
         self.deaths = self.random.randint(1, 2) if deaths and self.count > 1 else 0
-        self.notices: list[tuple[int, int]] = []  # (who hears, of whose death)
+        self.notices: list[tuple[int, int]] = []  # (for whom, about whose death)
         self.gone: set[int] = set()  # left in good order
         self.dead: set[int] = set()
         self.breaks = self.random.randint(1, 3) if breaks else 0
-        self.reminders: list[tuple[int, int]] = []  # (sender, to whom): what was lost on the way
-        self.questions = 5  # whom somebody waits for
+        self.reminders: list[tuple[int, int]] = []  # (sender, to): lines on which letters were lost
+        self.questions = 5  # how often a worker may ask for whom it waits
         for worker in range(self.count):
             for _ in range(self.random.randint(0, 3)):
                 self.begin(worker, 2)
@@ -67,14 +67,14 @@ class World:
             self.lines.setdefault((sender, to), []).append(message)
 
     def may_seem_missing(self, worker: int, leader: int) -> bool:
-        """It has not entered, or has died since; or its word is on the way, or will be once it hears of a death."""
+        """Return True if a worker has not entered or has died, or its message is under way or to come."""
         told = any(isinstance(letter, Entered) for letter in self.lines.get((worker, leader), []))
         here = self.machines[worker].inside and worker in self.alive
         told |= (worker, leader) in self.reminders
         return not here or told or any(hears == worker for hears, _ in self.notices)
 
     def choices(self) -> Iterator[tuple[Any, ...]]:
-        """Everything that may happen next."""
+        """Yield everything that may happen next."""
         for worker in sorted(self.alive - self.gone):
             machine = self.machines[worker]
             if not machine.inside:
@@ -103,7 +103,7 @@ class World:
                     yield self.die, worker
 
     def is_quiet(self, worker: int) -> bool:
-        """As far as it can know: it has not heard of calls that are on their way to it."""
+        """Return True if the worker knows of no call, as it does not know of calls that are on their way to it."""
         calls = any(caller == worker for caller, _, _ in self.calls + self.running)
         return not calls and not any(callee == worker for _, callee, _ in self.running)
 
@@ -114,7 +114,7 @@ class World:
         self.post(worker, self.machines[worker].quiet(self.begun[worker]))
 
     def leave(self, worker: int) -> None:
-        """It closes its connections; the others hear of it."""
+        """Close the connections of a worker; the others hear of it."""
         assert self.machines[worker].lost_ones <= self.dead, "missed one who left in good order"
         self.gone.add(worker)
         self.notices += [(other, worker) for other in self.alive - self.gone]
@@ -130,10 +130,10 @@ class World:
                 assert self.machines[to].lost_ones >= self.machines[sender].lost_ones
 
     def cut(self, line: tuple[int, int]) -> None:
-        """No connection could be made for what is on that line; its receiver hears nothing of that."""
+        """Lose the letters of a line for which no connection could be made; their receiver hears nothing of that."""
         self.breaks -= 1
         self.lines[line] = []
-        if line[1] not in self.gone:  # else nobody listens any more
+        if line[1] not in self.gone:  # otherwise nobody listens any more
             self.reminders.append(line)
 
     def remind(self, line: tuple[int, int]) -> None:
@@ -189,12 +189,12 @@ class World:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["all arrives", "some is lost"])
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
-def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool) -> None:
+def test_all_workers_leave_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool) -> None:
     run_each(SEEDS, lambda seed: World(seed, deaths, breaks).run())
 
 
 class AsksNotAgain(ShutdownBarrier):
-    """The leader sends no more than its greeting again."""
+    """The leader repeats only its greeting."""
 
     def remind(self, other: int) -> list[Letter]:
         return super().remind(other)[:1]
@@ -208,12 +208,12 @@ class AsksThoseThatHaveLeft(ShutdownBarrier):
 
 
 @pytest.mark.parametrize("broken", [AsksNotAgain, AsksThoseThatHaveLeft])
-def test_a_machine_that_is_wrong_is_found_out(broken: type[ShutdownBarrier]) -> None:
+def test_wrong_code_is_found(broken: type[ShutdownBarrier]) -> None:
     with pytest.raises(AssertionError, match=r"no end|stuck"):
         run_each(SEEDS, lambda seed: World(seed, False, True, broken).run())
 
 
-def test_two_rounds_where_nothing_happens() -> None:
+def test_the_leader_waits_for_two_rounds_without_a_new_call() -> None:
     worker, leader = ShutdownBarrier(1, {0, 1}), ShutdownBarrier(0, {0, 1})
     letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
     asked = [m for to, m in letters if to == 1][-1]
@@ -229,13 +229,13 @@ def test_two_rounds_where_nothing_happens() -> None:
     assert worker.state == DONE
 
 
-def test_who_waits_can_ask_the_leader_for_whom() -> None:
+def test_a_waiting_worker_can_ask_which_workers_have_not_entered() -> None:
     members = {0, 1, 2}
     leader, worker = ShutdownBarrier(0, members), ShutdownBarrier(1, members)
     for _, message in worker.enter():
         leader.receive(1, message)
     assert leader.missing == {0, 2}
-    assert worker.missing == set()  # it does not know
+    assert worker.missing == set()  # the worker does not know
     ((to, question),) = worker.ask_who()
     ((back, answer),) = leader.receive(1, question)
     worker.receive(to, answer)
@@ -244,7 +244,7 @@ def test_who_waits_can_ask_the_leader_for_whom() -> None:
     assert leader.ask_who() == []
 
 
-def test_who_waits_can_ask_the_leader_who_is_not_quiet_yet() -> None:
+def test_a_waiting_worker_can_ask_which_workers_are_not_quiet() -> None:
     members = {0, 1, 2}
     leader, asker, busy = (ShutdownBarrier(each, members) for each in members)
     letters = [*leader.enter(), *asker.enter(), *busy.enter()]
@@ -258,7 +258,7 @@ def test_who_waits_can_ask_the_leader_who_is_not_quiet_yet() -> None:
             assert (to, machine) == (0, asker)
             leader.receive(1, message)
     assert leader.busy == {2}
-    assert asker.busy == set()  # it does not know
+    assert asker.busy == set()  # the asker does not know
     ((_, question),) = asker.ask_who()
     ((_, answer),) = leader.receive(1, question)
     asker.receive(0, answer)

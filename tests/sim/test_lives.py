@@ -1,4 +1,4 @@
-"""Calls to workers that come back under their names: what was meant for one life reaches no other, and runs once.
+"""Calls to workers that come back under their names: a call for one life reaches no other, and runs once.
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_lives.py` replays it alone.
 """
@@ -32,39 +32,39 @@ def run(seeds: range, world: type[World] = World, **kinds: Any) -> None:
     run_each(seeds, lambda seed: world(seed, **kinds).run())
 
 
-def test_no_life_gets_what_was_meant_for_another() -> None:
+def test_no_life_gets_a_call_that_was_meant_for_another() -> None:
     run(SEEDS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_no_life_gets_what_was_meant_for_another_in_many_worlds() -> None:
+def test_no_life_gets_a_call_that_was_meant_for_another_in_many_worlds() -> None:
     run(AT_NIGHT)
 
 
 class OpensToAnybody(World):
-    """Nobody looks who it is that listens where an earlier life did."""
+    """The caller does not check which life listens at the address of an earlier one."""
 
     def door(self, wanted: Life) -> Life | None:
         return self.doors.get(wanted.place)
 
 
 class KeepsNames(World):
-    """A life that was struck out goes on being called by its name, as long as it lives."""
+    """A life that was removed from the store is called by its name as long as it lives."""
 
     def forget_names(self) -> None:
         pass
 
 
 class RepeatsAnything(World):
-    """What may have run is made once more, though it is not said to be idempotent."""
+    """A call that may have run is made again though it is not idempotent."""
 
     def goes_on(self, asked: Asked, failure: Failure) -> bool:
         return super().goes_on(asked, failure) or (failure is Failure.MAY_HAVE_RUN and asked.policy.waits)
 
 
 class AppliesToAnyLife(World):
-    """What is for one life goes to whoever has its name."""
+    """A call for one life goes to any life of its name."""
 
     def attempt(self, asked: Asked) -> Any:
         bound, asked.bound = asked.bound, None
@@ -73,7 +73,7 @@ class AppliesToAnyLife(World):
 
 
 class AttemptsOnce(RetryQueue[Asked]):
-    """A worker that was not there at the first attempt is called by none of those that wait any more."""
+    """After a first attempt in vain, waiting calls are never made again."""
 
     def due(self, now: float) -> list[str | int]:
         found = super().due(now)
@@ -83,7 +83,7 @@ class AttemptsOnce(RetryQueue[Asked]):
 
 
 class ForgetsThoseThatPause(RetryQueue[Asked]):
-    """Calls that may not be made yet are dropped as others are made."""
+    """Calls that pause are dropped when others are made."""
 
     def ready(self, to: str | int, now: float) -> list[Asked]:
         ready = super().ready(to, now)
@@ -110,7 +110,7 @@ class ForgetsAtOnce(IdempotencyTable):
 
 
 class ForgetsCallsThatRun(IdempotencyTable):
-    """What has not ended is not known."""
+    """A call that runs is not known."""
 
     def enter(self, name: str, number: int, left: float, now: float) -> CallEntry | None:
         entry = super().enter(name, number, left, now)
@@ -120,7 +120,7 @@ class ForgetsCallsThatRun(IdempotencyTable):
 
 
 class ForgetsTooEarly(IdempotencyTable):
-    """Answers go whose calls may still be made again."""
+    """Answers are dropped while their calls may still be repeated."""
 
     def expire(self, now: float) -> list[CallEntry]:
         return super().expire(inf)
@@ -134,19 +134,19 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("part", "wrong"), [(part, wrong) for part, all_ in WRONG.items() for wrong in all_])
-def test_what_is_wrong_is_found(part: str, wrong: Any) -> None:
+def test_wrong_code_is_found(part: str, wrong: Any) -> None:
     with pytest.raises(AssertionError, match="SEED"):
         run(SEEDS, **{part: wrong})
 
 
-# One by one
+# Single cases
 
 
 def asked(to: str = "x", until: float = inf) -> Asked:
     return Asked(to, RetryPolicy(True, True), None, 1, until)
 
 
-def test_what_a_failure_means() -> None:
+def test_failures_are_retried_as_the_policy_says() -> None:
     patient, again, both, plain = (
         RetryPolicy(*each) for each in [(True, False), (False, True), (True, True), (False, False)]
     )
@@ -157,14 +157,14 @@ def test_what_a_failure_means() -> None:
     assert should_retry(both, absent, True)  # a repeated one waits, too
 
 
-def test_a_call_that_may_have_run_pauses_ever_longer() -> None:
+def test_the_pauses_of_a_call_that_may_have_run_grow() -> None:
     assert backoff(0) == 0.0
     pauses = [backoff(repeats) for repeats in range(1, 12)]
     assert pauses == sorted(pauses)
     assert pauses[-1] == LONGEST_BACKOFF
 
 
-def test_calls_to_one_worker_are_made_together_after_pauses_that_grow() -> None:
+def test_calls_to_one_worker_are_retried_together_with_growing_pauses() -> None:
     queue: RetryQueue[Asked] = RetryQueue()
     first, second, other = asked(), asked(), asked("y")
     for each in (first, second, other):
@@ -190,7 +190,7 @@ def test_calls_to_one_worker_are_made_together_after_pauses_that_grow() -> None:
     assert queue.next() <= now  # the other call need not wait
 
 
-def test_one_that_pauses_is_made_later() -> None:
+def test_a_call_with_a_pause_is_made_later() -> None:
     queue: RetryQueue[Asked] = RetryQueue()
     call = asked()
     queue.wait(call, 0.0, 2.0)
@@ -201,7 +201,7 @@ def test_one_that_pauses_is_made_later() -> None:
     assert queue.next() == inf
 
 
-def test_time_and_leaving() -> None:
+def test_calls_leave_the_queue_by_deadline_withdrawal_or_close() -> None:
     queue: RetryQueue[Asked] = RetryQueue()
     late, gone, last = asked(until=3.0), asked(), asked("y")
     for each in (late, gone, last):
@@ -216,13 +216,13 @@ def test_time_and_leaving() -> None:
     assert queue.next() == inf
 
 
-def test_an_answer_is_kept_until_it_is_settled_or_out_of_time() -> None:
+def test_an_answer_is_kept_until_it_is_settled_or_expires() -> None:
     table = IdempotencyTable()
     entries = [table.enter("a", number, 5.0, 0.0) for number in range(1, 5)]
     for entry in entries:
         assert entry.outcome is None
         entry.outcome = "known"
-    assert table.settled("a", 1) is None  # it runs still
+    assert table.settled("a", 1) is None  # the call still runs
     assert table.ended("a", 1) == [entries[0]]
     assert table.ended("a", 2) == []
     assert table.settled("a", 2) is entries[1]
@@ -232,4 +232,4 @@ def test_an_answer_is_kept_until_it_is_settled_or_out_of_time() -> None:
     assert table.enter("a", 4, 1.0, 1.0) is entries[3]
     assert table.expire(LONGEST + LATE) == []  # a repetition may be under way
     assert table.expire(1.0 + LONGEST + LATE) == [entries[2]]
-    assert len(table) == 1  # what runs stays
+    assert len(table) == 1  # the call that runs stays

@@ -1,4 +1,4 @@
-"""What it costs to join a group of thousands: in operations of the directory, and in entries that are read."""
+"""Tests of the costs of a join in a group of thousands: operations of the directory, and entries that are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CROWD = 200  # workers that join at the same moment
 
 
 class Directory:
-    """A table that answers at once, and counts."""
+    """A table that answers at once, and counts operations."""
 
     def __init__(self, table: LeaseTable, client: str) -> None:
         self.table, self.client = table, client
@@ -63,7 +63,7 @@ class Directory:
 
 
 class Crowded(Directory):
-    """One at which other workers ask between any two operations."""
+    """A directory in which other workers ask between any two operations."""
 
     def __init__(self, table: LeaseTable, client: str, fibers: Fibers, waiting: list[Fiber]) -> None:
         super().__init__(table, client)
@@ -89,7 +89,7 @@ def table() -> LeaseTable:
 
 
 def fill(table: LeaseTable, present: range) -> None:
-    """Have these workers be there."""
+    """Let the workers of these numbers join."""
     for number in present:
         directory = Directory(table, f"client {number}")
         registry, lease = Registry(directory), directory.grant(TTL)
@@ -104,7 +104,7 @@ def join(table: LeaseTable, name: str) -> tuple[DynamicGroup, Directory]:
     return group, directory
 
 
-def test_a_join_asks_as_often_with_ten_thousand_workers_as_with_none(table: LeaseTable) -> None:
+def test_a_join_needs_as_many_operations_with_ten_thousand_workers(table: LeaseTable) -> None:
     """All members are read once, and nothing else that grows."""
     asked = {"swap": 4, "grant": 1, "list": 2}
     present = 0
@@ -132,8 +132,8 @@ def test_a_join_costs_the_same_after_ten_thousand_joins(table: LeaseTable) -> No
 
 
 @pytest.mark.parametrize("name", ["w", ""], ids=["named", "by role"])
-def test_many_that_join_at_once_find_free_numbers_soon(table: LeaseTable, name: str) -> None:
-    """Each would else try the ranks of all others, one after the other."""
+def test_many_workers_that_join_at_once_soon_find_free_numbers(table: LeaseTable, name: str) -> None:
+    """Otherwise each one would try the ranks of all others in turn."""
     chance, fibers, waiting = random.Random(1), Fibers(), list[Fiber]()
     joined: list[tuple[DynamicGroup, Directory]] = []
 

@@ -1,4 +1,4 @@
-"""The backward pass as state machines: 50 workers, random graphs, messages in any order."""
+"""Tests of the backward pass as state machines: 50 workers, random graphs, messages in any order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ages = count()
 
 
 class Node:
-    """Of the graph of one worker."""
+    """A node in the graph of one worker."""
 
     def __init__(self, worker: int, *following: Node) -> None:
         self.worker = worker
@@ -50,7 +50,7 @@ class HookedLeaf(Leaf):
 
 
 class RecvNode(Node):
-    """Came from `sender` with its message `number`."""
+    """A node that receives message `number` of `sender`."""
 
     def __init__(self, worker: int, sender: int, number: int) -> None:
         super().__init__(worker)
@@ -62,7 +62,7 @@ KINDS = {Leaf: lambda _: PLAIN, HookedLeaf: lambda _: LEAF, RecvNode: lambda _: 
 
 
 class FakeAgent:
-    """Puts what an outbox sends into the mail."""
+    """An agent that puts the messages of an outbox into the mail."""
 
     streams = SimpleNamespace(used=(), publish=lambda: None)
 
@@ -138,7 +138,7 @@ class FakeRunner:
                 self.world.ship(self.me, node, False)
 
     def call(self, call: EngineCall, ordered: bool) -> None:
-        """Run the nodes behind those where gradients enter, as the engine would, up to what it shall give."""
+        """Run the nodes behind those where gradients enter, as the engine would, up to those that it must return."""
         behind = reachable(call.fed) - set(call.fed)
         assert not behind.intersection([*call.leaves, *call.recvs, *call.fed]), "the engine would run what waits"
         seen: set[Node] = set(call.fed)
@@ -178,7 +178,7 @@ class FakeRunner:
 
 
 def reachable(starts: Iterable[Node]) -> set[Node]:
-    """On one worker."""
+    """Return the nodes that can be reached on one worker."""
     stack, seen = list(starts), set()
     while stack:
         node = stack.pop()
@@ -307,7 +307,7 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def test_any_graph() -> None:
+def test_a_pass_reaches_each_node_of_any_graph_once() -> None:
     assert sum(world.driver.marked for world in run_each(SEEDS, run_seed)) or ONLY
 
 
@@ -316,7 +316,7 @@ def test_ten_thousand_graphs() -> None:
     run_each(MANY_SEEDS, lambda seed: run_seed(seed).driver.marked)
 
 
-def test_nothing_is_asked_where_all_takes_part() -> None:
+def test_no_marks_are_sent_if_all_nodes_take_part() -> None:
     world = World(0, 1, 0)
     first, second = Leaf(0), Node(0)
     world.sends = [{}, {}]
@@ -334,7 +334,7 @@ def test_nothing_is_asked_where_all_takes_part() -> None:
     assert world.letters == {"Start": 1, "PackedShipment": 8, "PassReport": 9}
 
 
-def test_a_fast_pass_names_what_is_missing() -> None:
+def test_a_fast_pass_with_unused_parts_fails() -> None:
     world = next(world for world in (World(seed, 3, 60, fast=True) for seed in range(20)) if is_partly_used(world))
     with pytest.raises(LeftOut) as missing:
         world.run()
@@ -360,7 +360,7 @@ def test_a_rider_waits_for_other_passes_of_the_context() -> None:
     assert [other.report().rode for _ in range(2)] == [(True, 1), None]
 
 
-def test_nothing_rides_with_a_pass_that_has_no_rider() -> None:
+def test_nothing_rides_with_a_pass_without_a_rider() -> None:
     world = ridden_world(1)
     world.driver.spec = world.driver.spec._replace(rider=0)
     world.join([0])
@@ -371,7 +371,7 @@ def test_nothing_rides_with_a_pass_that_has_no_rider() -> None:
 
 
 def ridden_world(seed: int) -> World:
-    """One worker that sends nothing."""
+    """Return a world of one worker that sends nothing."""
     return World(seed, 1, 0)
 
 
@@ -397,7 +397,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_code_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[name])
     with pytest.raises(AssertionError, match="SEED=.*rider" if name.startswith("riders") else "SEED="):
         run_each(range(50), run_seed)

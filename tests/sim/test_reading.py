@@ -1,6 +1,6 @@
-"""The right to read: one reader at a time, no answer lies unread while somebody waits, and the end is seen to once.
+"""The right to read: one reader at a time, no answer lies unread while a caller waits, and the end is handled once.
 
-Threads go on in any order at the edges of the lock, and wherever something is looked at without it.
+Threads go on in any order at the edges of the lock, and whenever a field is read without it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.sim.fibers import Fibers, Lock
 
 SEEDS = 400
 AT_NIGHT = 5000
-LOOKS = 2000  # after which who waits waits for ever
+LOOKS = 2000  # limit for loops that wait
 
 
 fibers = Fibers()
 
 
 class Peeked(ReadRight):
-    """Another thread may go on after each look at the owner without the lock, too."""
+    """Another thread may go on after each read of the owner without the lock, too."""
 
     _owner = ReadOwner.NOBODY
 
@@ -47,12 +47,12 @@ class World:
         self.chance = random.Random(seed)
         self.reading = make(Lock(fibers, fibers.suspend), self.arm, self.expects, self.finish)
         self.expected: set[int] = set()
-        self.come: deque[int] = deque()  # answers that nobody has read; a negative one awaits a lane
-        self.lane: list[Callable[[], None]] = []  # what goes on once the lane has brought its part
+        self.come: deque[int] = deque()  # answers that were not read yet; a negative one waits for a lane
+        self.lane: list[Callable[[], None]] = []  # continuations for the time after the lane has brought its part
         self.armed = self.ended = False
         self.finished = self.readers = 0
         self.callers = self.chance.randint(1, 3)
-        self.left = 0  # of the callers that have not ended
+        self.left = 0  # number of callers that have not ended
         self.leads = True
 
     def run(self) -> None:
@@ -105,7 +105,7 @@ class World:
             pass
 
     def caller(self, number: int) -> None:
-        """Makes calls, waits for some in place, and leaves others to the leader."""
+        """Make calls, wait for some in place, and leave others to the leader."""
         for call in range(1, self.chance.randint(2, 5)):
             answer = 100 * (number + 1) + call
             self.expected.add(answer)
@@ -159,18 +159,18 @@ def run(seeds: range, make: type[ReadRight] = Peeked) -> None:
     run_each(seeds, lambda seed: World(seed, make).run())
 
 
-def test_no_answer_lies_unread_while_somebody_waits() -> None:
+def test_no_answer_lies_unread_while_a_caller_waits() -> None:
     run(range(SEEDS))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_in_many_orders() -> None:
+def test_no_answer_lies_unread_in_many_orders() -> None:
     run(range(SEEDS, SEEDS + AT_NIGHT))
 
 
 class PeeksAtAnyOwner(Peeked):
-    """Whoever has the right, it is left to him to look whether something is expected: he may have looked before."""
+    """A thread leaves the check for expected answers to any owner, who may have checked before."""
 
     def watch(self) -> None:
         if self.owner is ReadOwner.NOBODY:
@@ -178,7 +178,7 @@ class PeeksAtAnyOwner(Peeked):
 
 
 class LooksTooEarly(Peeked):
-    """What is expected is looked at before the lock is taken."""
+    """The check for expected answers comes before the lock is taken."""
 
     def give_back(self) -> None:
         expected = self._expected()
@@ -190,7 +190,7 @@ class LooksTooEarly(Peeked):
 
 
 class TakesFromTheLeader(Peeked):
-    """A waiter takes the right from a leader who reads."""
+    """A waiter takes the right from a leader that reads."""
 
     def take(self) -> bool:
         self._at_it = False
@@ -198,7 +198,7 @@ class TakesFromTheLeader(Peeked):
 
 
 class FinishesWhileReading(Peeked):
-    """The end does not wait for who reads."""
+    """The end does not wait for the reader."""
 
     def end(self) -> None:
         super().end()
@@ -206,6 +206,6 @@ class FinishesWhileReading(Peeked):
 
 
 @pytest.mark.parametrize("wrong", [PeeksAtAnyOwner, LooksTooEarly, TakesFromTheLeader, FinishesWhileReading])
-def test_what_is_wrong_is_found(wrong: type[Peeked]) -> None:
+def test_wrong_code_is_found(wrong: type[Peeked]) -> None:
     with pytest.raises(AssertionError, match="SEED"):
         run(range(4 * SEEDS), wrong)

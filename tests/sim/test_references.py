@@ -1,4 +1,4 @@
-"""The reference protocol: its flows and their letters one by one, then any schedule of a seeded cluster.
+"""The reference protocol: single flows and their letters, then any schedule of a seeded cluster.
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_references.py` replays it alone.
 """
@@ -31,7 +31,7 @@ from tests.seeds import run_each
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = range(1000)
-FEW = 300  # for what differs little from another kind
+FEW = 300  # for a kind that differs little from another
 MANY_SEEDS = range(1000, 21_000)  # for each kind of weather
 WEATHER = {
     "calm": {"faults": False, "crashes": False, "mistakes": False},
@@ -63,13 +63,13 @@ class Trio:
                     self.machines[to].receive(name, letter)
 
     def letters(self) -> Counter[Any]:
-        """What was sent since the last look."""
+        """Return the number of letters of each kind since the last call."""
         self.post()
         seen, self.seen = self.seen, []
         return Counter(seen)
 
     def created(self, creator: str = "a", owner: str = "b") -> tuple[str, int]:
-        """A reference made by a remote call."""
+        """Return a reference made by a remote call."""
         ref, fork = self.machines[creator].create(owner)
         assert self.machines[owner].expect(ref, fork, creator)
         self.machines[creator].created(ref, fork, owner)
@@ -87,7 +87,7 @@ def trio() -> Trio:
     return Trio()
 
 
-# How many letters each way costs, however many workers there are
+# The number of letters of each way, for any number of workers
 
 
 def test_creation_takes_no_letter(trio: Trio) -> None:
@@ -142,7 +142,7 @@ def test_a_second_handle_on_one_worker_is_the_same_fork(trio: Trio) -> None:
     assert trio.is_empty()
 
 
-def test_a_reference_that_outruns_its_creation(trio: Trio) -> None:
+def test_a_reference_may_arrive_before_its_creation(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     assert trio.letters() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
@@ -154,13 +154,10 @@ def test_a_reference_that_outruns_its_creation(trio: Trio) -> None:
     assert trio.is_empty()
 
 
-# What must wait for what
-
-
 # Deaths and broken connections
 
 
-def test_the_owners_death_is_told_to_its_users(trio: Trio) -> None:
+def test_users_learn_of_the_owners_death(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     trio.post()
@@ -172,7 +169,7 @@ def test_the_owners_death_is_told_to_its_users(trio: Trio) -> None:
         assert not user.shares
 
 
-def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio: Trio) -> None:
+def test_a_lost_message_is_asked_for_and_refused_when_it_comes(trio: Trio) -> None:
     ref = trio.b.own()
     lost = trio.b.fork(ref, "a")
     trio.b.drop(ref)
@@ -182,7 +179,7 @@ def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio: Trio) -> N
     assert trio.a.arrive(ref, lost, "b", "b") == CAME_LATE
 
 
-def test_a_creating_call_that_never_came(trio: Trio) -> None:
+def test_users_learn_that_a_creating_call_never_arrived(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     trio.letters()
@@ -197,30 +194,30 @@ def test_a_creating_call_that_never_came(trio: Trio) -> None:
     assert trio.is_empty()
 
 
-def test_a_creation_that_was_never_sent(trio: Trio) -> None:
+def test_a_creation_that_was_never_sent_leaves_nothing(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.a.cancel(ref)
     assert trio.letters() == {}
     assert trio.is_empty()
 
 
-def test_so_many_of_the_dead_are_remembered() -> None:
+def test_a_limited_number_of_dead_workers_is_remembered() -> None:
     machine = References("a")
     for number in range(MOST_REMEMBERED + 8):
         machine.dead(f"w{number}")
     assert len(machine._dead) == MOST_REMEMBERED
 
 
-# Workers that live, and were taken for dead
+# Living workers that were declared dead
 
 
 def taken_for_dead(trio: Trio, by: str, who: str) -> None:
-    """One worker takes another for dead, until it speaks again."""
+    """Let one worker declare another one dead, until it speaks again."""
     trio.machines[by].dead(who)
     trio.machines[by].alive(who)
 
 
-def test_what_was_lent_to_a_worker_that_forgot_it_is_taken_back(trio: Trio) -> None:
+def test_references_of_a_creator_that_forgot_the_owner_are_taken_back(trio: Trio) -> None:
     ref = trio.created()
     taken_for_dead(trio, "a", "b")
     assert trio.letters() == {FORGOT: 1, ASK: 1, MISSING: 1}
@@ -233,7 +230,7 @@ def test_what_was_lent_to_a_worker_that_forgot_it_is_taken_back(trio: Trio) -> N
 
 def test_an_owner_that_forgot_its_user_knows_it_again(trio: Trio) -> None:
     ref = trio.created()
-    trio.passed(ref, "b", "a", "b")  # which keeps the value
+    trio.passed(ref, "b", "a", "b")  # the owner keeps the value
     trio.letters()
     taken_for_dead(trio, "b", "a")
     letters = trio.letters()
@@ -259,7 +256,7 @@ def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> No
     assert trio.is_empty()
 
 
-def test_an_owner_that_waits_for_a_call_of_one_who_forgot_it(trio: Trio) -> None:
+def test_an_owner_stops_waiting_for_the_call_of_a_creator_that_forgot_it(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     trio.letters()
@@ -278,7 +275,7 @@ def run_seeds(seeds: range, weather: str, make: type[World] = World) -> None:
 
 
 @pytest.mark.parametrize("weather", WEATHER)
-def test_any_schedule(weather: str) -> None:
+def test_no_reference_is_lost_or_leaks_in_any_schedule(weather: str) -> None:
     run_seeds(SEEDS[:FEW] if weather == "returns" else SEEDS, weather)
 
 
@@ -291,14 +288,14 @@ def test_a_hundred_thousand_schedules(weather: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(3))
 def test_a_hundred_thousand_schedules_with_returns(part: int) -> None:
-    """With those above, of this weather and of all at once."""
+    """The parametrized test above has the other 20,000 of this weather."""
     first = MANY_SEEDS.stop + part * len(MANY_SEEDS)
     run_seeds(range(first, first + len(MANY_SEEDS)), "returns")
 
 
 @pytest.mark.parametrize("size", [3, 10, 50])
 def test_letters_do_not_grow_with_the_workers(size: int) -> None:
-    """CONFIRM, CONFIRMED, SETTLED, DROPPED for each passed on, at most; WANTED, STILLBORN, DROPPED for each created."""
+    """The limits: CONFIRM, CONFIRMED, SETTLED, DROPPED for each pass; WANTED, STILLBORN, DROPPED for each creation."""
     world = run(0, faults=False, crashes=False, mistakes=False, events=2000, size=size)
     assert 0 < sum(world.letters.values()) <= 4 * world.passes + 3 * len(world.values)
 
@@ -334,14 +331,14 @@ OMISSIONS = {
 
 
 @pytest.mark.parametrize("omission", OMISSIONS)
-def test_the_simulation_finds_what_false_deaths_need(omission: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_omissions_after_false_deaths(omission: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(References, *OMISSIONS[omission])
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(SEEDS, "false deaths")
 
 
 class KeepsItsKey(World):
-    """Who comes back is known by the same key as before."""
+    """A worker that comes back has the same key as before."""
 
     def new_key(self, lives: list[str]) -> str:
         self.dead.discard(lives[-1])
@@ -349,13 +346,13 @@ class KeepsItsKey(World):
 
 
 class DeliversByName(World):
-    """What was for one life goes to whoever has its name."""
+    """A message for one life goes to any life of its name."""
 
     def reached(self, to: str) -> Worker | None:
         return super().reached(self.lives[to.partition("#")[0]][-1])
 
 
 @pytest.mark.parametrize("wrong", [KeepsItsKey, DeliversByName])
-def test_the_simulation_finds_what_returns_need(wrong: type[World]) -> None:
+def test_the_simulation_finds_wrong_keys_of_workers_that_return(wrong: type[World]) -> None:
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(SEEDS, "returns", wrong)

@@ -1,4 +1,4 @@
-"""The reference protocol in Promela, all its interleavings: see references.pml."""
+"""An exhaustive search of the reference protocol in Promela: see references.pml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def search(folder: pathlib.Path, *defined: str) -> str:
-    """What the exhaustive search says."""
+    """Return the output of the exhaustive search."""
     run(folder, "spin", *(f"-D{name}" for name in defined), "-a", str(MODEL))
     run(folder, "gcc", "-O2", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4000", "-o", "pan", "pan.c")
     return run(folder, "./pan", "-m1000000")
@@ -31,8 +31,8 @@ def run(folder: pathlib.Path, *command: str) -> str:
     return ended.stdout
 
 
-def test_every_order_of_four_passes(tmp_path: pathlib.Path) -> None:
-    """8 million states, 1.5 GB, 40 s."""
+def test_the_protocol_holds_in_every_order_of_four_passes(tmp_path: pathlib.Path) -> None:
+    """The search takes 8 million states, 1.5 GB, and 40 s."""
     said = search(tmp_path, "FORKS=5")
     assert "errors: 0" in said
     assert "not completed" not in said

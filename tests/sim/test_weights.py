@@ -1,14 +1,14 @@
 """A feed of versions under a seeded scheduler: hosts, slow readers, late ones, deaths, and connections that break.
 
-    W1  whole       what a reader takes is one version: all its pieces are of the number that it has, also where it
-                    was told no more of them than what has changed since another
+    W1  whole       a version that a reader takes has only pieces of its own number, even if the reader got only the
+                    changes since another version
     W2  forward     the numbers that a reader takes grow
-    W3  every       who wants every version misses none, as long as it is no more than `KEEP` behind
+    W3  every       a reader of every version misses none, as long as it is no more than `KEEP` behind
     W4  free        the publisher never waits, and keeps no more than it must
     W5  arrival     once all is quiet, each living reader can have the newest version
-    W6  end         then nobody keeps any other
-    W7  moment      nobody has to look for that, where both ends of each connection heard of its end
-    W8  own         what a user writes to a version that it has taken is never passed on
+    W6  end         then no party keeps any other version
+    W7  moment      no reader has to look for that, if both ends of each connection heard of its end
+    W8  own         the changes that a user makes in a version that it has taken are never passed on
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_weights.py` replays it alone.
 """
@@ -38,10 +38,10 @@ from tests.seeds import run_each
 SEEDS = range(2_000)
 NIGHTLY = range(2_000, 100_000)
 KEEP = 3
-WRITTEN = -1  # in the place of a version's number: its user has written there
+WRITTEN = -1  # in place of the number of a version: its user has written there
 PUBLISHER = EndpointAddress("learner", "learner", 0)
 
-Content = dict[int, int]  # by pieces: the number of the version of which these bytes are
+Content = dict[int, int]  # for each piece, the number of the version that its bytes belong to
 
 
 class Reader:
@@ -53,7 +53,7 @@ class Reader:
         self.every = every
         self.machine = SubscriberProtocol(PUBLISHER)
         self.memory: dict[int, Content] = {}
-        self.lent: set[int] = set()  # versions whose bytes its user has, and writes to
+        self.lent: set[int] = set()  # versions whose bytes its user has, and changes
         self.taken = 0
 
 
@@ -66,17 +66,17 @@ class World:
         self.memory: dict[int, Content] = {}
         self.readers: dict[EndpointAddress, Reader] = {}
         self.lines: dict[tuple[str, str], list[tuple[EndpointAddress, EndpointAddress, Any, Content | None]]] = {}
-        self.losses: list[tuple[str, str]] = []  # (who will hear, that its connection with whom has ended)
-        self.joins: list[EndpointAddress] = []  # who will ask to be taken in
+        self.losses: list[tuple[str, str]] = []  # (for whom, the other end of the connection that has ended)
+        self.joins: list[EndpointAddress] = []  # readers that will ask to be admitted
         self.hosts = chance.randint(1, 4)
         self.to_come = chance.randint(1, 6)
         self.versions = chance.randint(1, 6)
         self.faults = chance.randint(1, 5) if faults else 0
         self.layout = 1
-        self.one_sided = False  # somebody was not told of an end, and may keep what nobody wants until the next version
+        self.one_sided = False  # a party was not told of an end, and may keep an unwanted version until the next one
         self.log: list[str] = []
 
-    # What may happen
+    # Events
 
     def choices(self) -> Iterator[tuple[Any, ...]]:
         if self.to_come:
@@ -120,7 +120,7 @@ class World:
         assert len(self.feed.store.info) <= KEEP + readers, f"W4: {list(self.feed.store.info)} are kept"
 
     def use(self, reader: Reader, waits: bool = False) -> None:
-        """Its user looks for a version, or waits for it."""
+        """Let a reader's user check for a version, or wait for it."""
         machine = reader.machine
         if reader.every:
             least = max(reader.taken + 1, machine.store.oldest)
@@ -151,14 +151,14 @@ class World:
             self.cut(*self.random.sample(sorted(names), 2))
 
     def cut(self, one: str, other: str) -> None:
-        """What is under way in one direction, or in both, is lost; both will hear of it."""
+        """Lose the messages of one direction, or of both; both ends will hear of it."""
         lines = [(one, other), (other, one)]
         for line in lines if self.random.random() < 0.7 else lines[:1]:
             self.lines[line] = []
         self.losses += lines
 
     def refuse(self) -> None:
-        """What is under way in one direction never left, and only who sent it hears of that."""
+        """Lose the messages of one direction before they are sent; only their sender hears of that."""
         self.faults -= 1
         line = self.random.choice([line for line, waiting in self.lines.items() if waiting] or [("learner", "nobody")])
         self.lines[line] = []
@@ -188,12 +188,12 @@ class World:
     def living(self) -> set[str]:
         return {"learner", *(party.worker for party in self.readers)}
 
-    # The rim
+    # The transport
 
     def send(
         self, sender: EndpointAddress, out: list[tuple[EndpointAddress, Any]], reader: Reader | None = None
     ) -> None:
-        """As the rim does: bytes go along, and those of what is let go of are dropped."""
+        """Send with the bytes of the messages, as the real transport does, and drop those of unused versions."""
         stock, store = (self.memory, self.feed.store) if reader is None else (reader.memory, reader.machine.store)
         for to, message in out:
             self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {message}")
@@ -206,7 +206,7 @@ class World:
                 content = {message.piece: stock[message.number][message.piece]}
                 assert WRITTEN not in content.values(), "W8"
                 if self.random.random() < 0.5:
-                    message = message._replace(base=0)  # what has changed is not known here
+                    message = message._replace(base=0)  # the changes are not known here
             if to.worker in self.living():
                 self.lines.setdefault((sender.worker, to.worker), []).append((sender, to, message, content))
             elif (sender.worker, to.worker) not in self.losses:
@@ -260,7 +260,7 @@ class World:
         reader = self.readers[party]
         self.send(PUBLISHER, self.feed.join(party, reader.host, reader.taken, reader.every))
 
-    # The whole
+    # The whole schedule
 
     def run(self) -> None:
         for _ in range(self.random.randint(10, 150)):
@@ -277,12 +277,12 @@ class World:
         newest = self.feed.store.newest
         for reader in self.readers.values():
             assert reader.taken == newest, f"W5: {reader.party} has {reader.taken} of {newest}"
-            # what was lent is dropped where others were to rely on this reader for a while; its user has it
+            # a lent version is dropped if others rely on this reader for a while; its user has it
             assert set(reader.memory) <= {newest} or self.one_sided, f"W6: {reader.party} keeps {list(reader.memory)}"
         assert set(self.memory) == {newest} or self.one_sided, f"W6: the publisher keeps {list(self.memory)}"
 
     def settle(self) -> None:
-        """Until nothing happens any more, however long each looks."""
+        """Run until nothing happens any more, however long each reader waits."""
         quiet = 0
         for _ in range(5_000):
             options = [choice for choice in self.choices() if choice[0] != self.use]
@@ -322,5 +322,5 @@ def test_readers_get_whole_versions(faults: bool) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_many_schedules() -> None:
+def test_readers_get_whole_versions_in_many_schedules() -> None:
     run_each(NIGHTLY, partial(run, faults=True))

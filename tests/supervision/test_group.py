@@ -1,4 +1,4 @@
-"""Groups of workers under `telegrad run`: who is killed comes back under its name, and all ends in order."""
+"""Tests of groups of workers under `telegrad run`: a killed worker comes back under its name, and all end in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.supervision.test_run import Launch, launch
 
 __all__ = ["launch"]
 
-PATIENT = 8 * PATIENCE  # several interpreters that import torch, one after the other, on a machine that may be busy
+PATIENT = 8 * PATIENCE  # several interpreters import torch, one after the other, on a machine that may be busy
 pytestmark = pytest.mark.timeout(2 * PATIENT)
 
 PS = """
@@ -108,7 +108,7 @@ def results(launch: Launch) -> tuple[dict[str, Any], str]:
     return json.loads(re.search(r"RESULT (.*)", said).group(1)), said
 
 
-def test_who_is_killed_comes_back_under_its_name_and_all_end_in_order(launch: Launch, tmp_path: pathlib.Path) -> None:
+def test_a_killed_worker_comes_back_under_its_name_and_all_end(launch: Launch, tmp_path: pathlib.Path) -> None:
     write(tmp_path, kills=1)
     _, said = results(launch)
     assert "ps0 ended with signal SIGKILL after" in said
@@ -116,16 +116,16 @@ def test_who_is_killed_comes_back_under_its_name_and_all_end_in_order(launch: La
 
 
 @pytest.mark.nightly
-def test_many_kills_do_not_make_calls_to_others_late(launch: Launch, tmp_path: pathlib.Path) -> None:
+def test_many_kills_do_not_delay_calls_to_other_workers(launch: Launch, tmp_path: pathlib.Path) -> None:
     write(tmp_path, kills=5)
     found, _ = results(launch)
     print(found)
-    assert found["back"][0] < 2.0  # further ones come later, since they fail in quick succession
+    assert found["back"][0] < 2.0  # later restarts take longer, since the worker fails in quick succession
     assert found["late"] < 0.1 + 2 * found["noise"]
 
 
 @pytest.mark.nightly
-def test_two_hosts_make_one_group(launch: Launch, tmp_path: pathlib.Path) -> None:
+def test_supervisors_on_two_hosts_make_one_group(launch: Launch, tmp_path: pathlib.Path) -> None:
     port = str(free_port())
     (tmp_path / "meet.py").write_text(
         "import telegrad.rpc as rpc\nrpc.init_rpc()\nrpc.wait_for_workers(['s0', 's1', 'driver0'], timeout=60)\n"

@@ -1,4 +1,4 @@
-"""What is printed becomes lines."""
+"""Tests of how printed output is divided into lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from telegrad.launch.output import LONGEST, PATIENCE, LineBuffer
 
 
-def test_lines_come_when_they_end() -> None:
+def test_a_line_is_shown_when_it_is_complete() -> None:
     lines = LineBuffer()
     assert lines.feed(b"one\ntw", 0.0) == [b"one"]
     assert lines.feed(b"o\n", 0.1) == [b"two"]
@@ -15,7 +15,7 @@ def test_lines_come_when_they_end() -> None:
     assert lines.flush() == []
 
 
-def test_what_has_no_end_is_shown_after_a_while() -> None:
+def test_an_incomplete_line_is_shown_after_a_while() -> None:
     lines = LineBuffer()
     assert lines.feed(b"name", 5.0) == []
     assert lines.feed(b"? ", 5.5) == []
@@ -27,21 +27,21 @@ def test_what_has_no_end_is_shown_after_a_while() -> None:
     assert lines.flush() == [b"rest"]
 
 
-def test_the_patience_is_with_each_line() -> None:
+def test_the_patience_counts_for_each_line() -> None:
     lines = LineBuffer()
     lines.feed(b"a", 0.0)
     assert lines.feed(b"b\nc", 0.9) == [b"ab"]
     assert lines.due == 0.9 + PATIENCE
 
 
-def test_a_line_that_is_written_anew_is_shown_as_it_was_last() -> None:
+def test_the_last_state_of_an_overwritten_line_is_shown() -> None:
     lines = LineBuffer()
     assert lines.feed(b" 1%\r 2%\r", 0.0) == []
     assert lines.look(2.0) == [b" 2%"]
     assert lines.feed(b"done\r\n", 3.0) == [b"done"]
 
 
-def test_no_line_grows_without_bound() -> None:
+def test_a_line_without_an_end_is_divided_at_the_limit() -> None:
     lines = LineBuffer()
     assert lines.feed(b"x" * LONGEST, 0.0) == [b"x" * LONGEST]
     assert lines.due == inf

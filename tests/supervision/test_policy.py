@@ -1,4 +1,4 @@
-"""Who is started again, and how a group ends: the machine alone, and thousands of random lives."""
+"""Tests of restarts and of the end of a group: the state machine alone, and thousands of random lives."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def role(name: str, serves: bool = False, **options: Any) -> Role:
 
 
 def started(of: Policy, now: float) -> list[StartProcess]:
-    """All that start now, which they do one by one."""
+    """Return all processes that start now, which they do one by one."""
     found: list[StartProcess] = []
     while of.due <= now:
         actions = of.look(now)
@@ -58,7 +58,7 @@ def started(of: Policy, now: float) -> list[StartProcess]:
 
 
 def done(actions: list[Action]) -> list[Action]:
-    """But for what is said."""
+    """Return the actions without the log messages."""
     return [action for action in actions if not isinstance(action, Log)]
 
 
@@ -70,7 +70,7 @@ def states(of: Policy) -> list[str]:
     return [one.state for one in of.slots.values()]
 
 
-def test_a_group_ends_when_its_workers_have() -> None:
+def test_a_group_ends_when_its_workers_have_ended() -> None:
     group = policy(role("a", count=2))
     assert started(group, 0) == [StartProcess("a0", 0), StartProcess("a1", 0)]
     assert said(group.ended("a0", 0, 1)) == "a0 ended with exit code 0"
@@ -79,7 +79,7 @@ def test_a_group_ends_when_its_workers_have() -> None:
     assert group.code == 0
 
 
-def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_up() -> None:
+def test_restarts_come_with_growing_pauses_until_they_are_used_up() -> None:
     group = policy(role("a", restarts=4))
     now, times = 0.0, []
     for restarts in range(4):
@@ -99,7 +99,7 @@ def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_
     assert (group.code, group.failed) == (128 + SIGKILL, "a0")
 
 
-def test_who_has_run_for_long_comes_back_at_once() -> None:
+def test_a_worker_that_has_run_for_long_is_restarted_at_once() -> None:
     group = policy(role("a", restarts=5, within=1000))
     now = 0.0
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_restarts_that_are_long_ago_do_not_count() -> None:
     assert group.code == 1
 
 
-def test_none_is_started_again_without_restarts() -> None:
+def test_a_worker_without_restarts_is_not_restarted() -> None:
     group = policy(role("a", restarts=0))
     started(group, 0)
     assert "is not restarted" in said(group.ended("a0", 7, 1))
@@ -146,7 +146,7 @@ def test_a_failure_can_end_the_group() -> None:
     assert group.code == 3
 
 
-def test_a_role_is_started_again_together() -> None:
+def test_a_role_is_restarted_as_a_whole() -> None:
     group = policy(role("a", count=3, on_failure=RESTART_ROLE, restarts=1), role("b"))
     started(group, 0)
     group.ended("a2", 0, 1)
@@ -160,7 +160,7 @@ def test_a_role_is_started_again_together() -> None:
     assert group.failed == "a1"
 
 
-def test_who_serves_ends_after_the_others() -> None:
+def test_serving_workers_end_after_the_others() -> None:
     group = policy(role("a"), role("s", serves=True, count=3))
     started(group, 0)
     group.ended("s2", 1, 0.1)
@@ -178,7 +178,7 @@ def test_who_serves_ends_after_the_others() -> None:
     assert group.code == 0
 
 
-def test_where_all_serve_they_do_until_all_have_ended() -> None:
+def test_a_group_of_serving_workers_ends_when_all_have_ended() -> None:
     group = policy(role("s", serves=True, count=2))
     started(group, 0)
     group.ended("s0", 0, 1)
@@ -187,7 +187,7 @@ def test_where_all_serve_they_do_until_all_have_ended() -> None:
     assert group.code == 0
 
 
-def test_the_first_signal_asks_and_the_second_kills() -> None:
+def test_the_first_signal_is_passed_on_and_the_second_kills() -> None:
     group = policy(role("a", count=2), role("b"))
     started(group, 0)
     group.ended("b0", 1, 0.1)
@@ -202,7 +202,7 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
     assert group.code == 128 + SIGINT
 
 
-def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
+def test_serving_workers_end_after_the_others_also_after_a_signal() -> None:
     group = policy(role("a"), role("s", serves=True, count=2))
     started(group, 0)
     assert done(group.signalled(SIGTERM, 1)) == [SendSignal("a0", SIGTERM)]
@@ -214,7 +214,7 @@ def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
     assert group.code == 128 + SIGTERM
 
 
-def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
+def test_a_signal_goes_to_serving_workers_if_all_serve() -> None:
     group = policy(role("s", serves=True, count=2))
     started(group, 0)
     assert done(group.signalled(SIGTERM, 1)) == [EndServing(), SendSignal("s0", SIGTERM), SendSignal("s1", SIGTERM)]
@@ -223,7 +223,7 @@ def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
     assert group.code == 128 + SIGTERM
 
 
-def test_a_command_that_is_not_there_ends_the_group() -> None:
+def test_a_missing_command_ends_the_group() -> None:
     group = policy(role("a", count=3))
     assert done(group.look(0)) == [StartProcess("a0", 0)]
     assert done(group.look(0)) == [StartProcess("a1", 0)]
@@ -236,7 +236,7 @@ def test_a_command_that_is_not_there_ends_the_group() -> None:
     assert group.code == NOT_FOUND
 
 
-def test_a_group_that_cannot_be_ends() -> None:
+def test_an_aborted_group_ends() -> None:
     group = policy(role("a"))
     started(group, 0)
     actions = group.abort("no store", 1)
@@ -247,7 +247,7 @@ def test_a_group_that_cannot_be_ends() -> None:
 
 
 class World:
-    """Workers that live and die at random, and what must hold whatever they do."""
+    """Workers that live and die at random, and the invariants of the policy."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -255,7 +255,7 @@ class World:
         self.roles = {slot.name: slot.role for slot in RunConfig(tuple(roles)).slots(0)}
         self.group = Policy(RunConfig(tuple(roles)).slots(0), GRACE)
         self.now = 0.0
-        self.running: dict[str, float] = {}  # and when each began
+        self.running: dict[str, float] = {}  # begin of each running worker
         self.starts: dict[str, list[float]] = {name: [] for name in self.roles}
         self.ignores: set[str] = set()
         self.signalled = False
@@ -336,6 +336,6 @@ def code_of(seed: int) -> int | None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_lives(part: int) -> None:
+def test_random_lives_end_and_keep_the_limits_of_restarts(part: int) -> None:
     codes = set(run_each(range(part * 500, (part + 1) * 500), code_of))
     assert ONLY or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= codes

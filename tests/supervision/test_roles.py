@@ -1,4 +1,4 @@
-"""What a file of roles may say."""
+"""Tests of the file of roles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from telegrad.launch.policy import KEYS, RESTART_ROLE, SERVE, RunConfig, read
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
 
 
-def test_the_file_of_the_page() -> None:
+def test_the_file_of_the_page_is_read() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     plan = read(text, {})
     learner, actor, buffer = plan.roles
@@ -28,7 +28,7 @@ def test_the_file_of_the_page() -> None:
     assert all(f"`{key}`" in PAGE for key in (*KEYS, *RunConfig._fields[1:]))
 
 
-def test_options_change_the_file_and_add_to_it() -> None:
+def test_options_change_and_complete_the_file() -> None:
     text = "grace = 1\n[actor]\ncommand = 'x'\nenv = {A = 1, B = 2}\n"
     changes = {"actor": {"count": 2, "env": {"B": "3"}}, "critic": {"on_failure": RESTART_ROLE}, "logs": "there"}
     plan = read(text, changes)
@@ -39,7 +39,7 @@ def test_options_change_the_file_and_add_to_it() -> None:
     assert read("", {"a": {"command": "train.py -n 1"}}).roles[0].command == ("python", "train.py", "-n", "1")
 
 
-def test_names_go_on_from_host_to_host() -> None:
+def test_names_are_numbered_from_host_to_host() -> None:
     plan = read("[driver]\nnode = 0\n[actor]\ncount = 2", {})
     assert [slot.name for slot in plan.slots(0)] == ["driver0", "actor0", "actor1"]
     assert [slot.name for slot in plan.slots(2)] == ["actor4", "actor5"]
@@ -73,7 +73,7 @@ def test_names_go_on_from_host_to_host() -> None:
         ("[[actor]]", "actor"),
     ],
 )
-def test_files_that_cannot_be(text: str, words: str) -> None:
+def test_invalid_files_are_refused(text: str, words: str) -> None:
     changes: dict[str, Any] = {}
     with pytest.raises(UsageError, match=re.escape(words)):
         read(text, changes)

@@ -1,4 +1,4 @@
-"""`telegrad run` with real programs, which need no torch."""
+"""Tests of `telegrad run` with real programs, which need no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Launch = Callable[..., "Run"]
 
 
 class Run:
-    """One of `telegrad run`, and what it has said so far."""
+    """A run of `telegrad run`, and its output so far."""
 
     def __init__(self, folder: pathlib.Path, *arguments: str, **environment: str) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Run:
         self.said = ""
 
     def wait_for(self, words: str) -> str:
-        """The first line that has them."""
+        """Wait for the first line that contains `words`, and return it."""
         for line in self.process.stdout:
             self.said += line
             if words in line:
@@ -72,7 +72,7 @@ def launch(tmp_path: pathlib.Path) -> Iterator[Launch]:
         run.process.stdout.close()
 
 
-def test_output_of_many_is_merged_and_kept(launch: Launch) -> None:
+def test_output_of_many_workers_is_merged_and_kept(launch: Launch) -> None:
     script = 'echo out $TELEGRAD_NAME {number} $EXTRA; printf "no end of $TELEGRAD_NAME" >&2'
     run = launch("--role", "a", "--count", "20", "--env", "EXTRA={name}!", "--", "sh", "-c", script)
     code, said = run.end()
@@ -86,7 +86,7 @@ def test_output_of_many_is_merged_and_kept(launch: Launch) -> None:
     assert "starting 20 a; the group meets at 127.0.0.1:" in run.log("telegrad")
 
 
-def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
+def test_a_worker_that_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
     run = launch("--restarts", "2", "--", "sh", "-c", "echo life $TELEGRAD_RESTARTS; exit 3")
     began = time.monotonic()
     code, said = run.end()
@@ -106,7 +106,7 @@ def test_a_worker_that_has_printed_nothing_has_no_last_lines(launch: Launch) -> 
     assert "last lines" not in said
 
 
-# What a worker does before it has joined, how its end is called, and the last line that it prints.
+# The acts of a worker before it has joined, the name of its end, and its last line.
 DEATHS: dict[str, tuple[str, str, str]] = {
     **{how: test_local.DEATHS[how] for how in ("import", "raises", "exits with a code", "killed")},
     "another key": (
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_before_the_group_forms_ends_it_at_once(
     (tmp_path / "dies.py").write_text(act)
     driver = ["--role", "driver", "--command", "sh -c 'sleep 600'"]
     run = launch(*driver, "--role", "actor", "--restarts", "0", "--command", "dies.py")
-    code, said = run.end(4 * PATIENCE)  # the import of torch takes half a minute where twenty programs run at once
+    code, said = run.end(4 * PATIENCE)  # the import of torch takes half a minute if twenty programs run at once
     assert code != 0
     assert re.search(f"actor0 ended with {end} after .*: the group ends", said)
     assert line in said.partition("Its last lines")[2]
@@ -136,7 +136,7 @@ STUBBORN = ["sh", "-c", 'trap "" INT TERM HUP; echo sleeps; while true; do sleep
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_goes_on_to_the_workers(launch: Launch, number: signal.Signals) -> None:
+def test_a_signal_is_passed_on_to_the_workers(launch: Launch, number: signal.Signals) -> None:
     script = f'trap "echo {number.name} came; exit 0" {number.name[3:]}; echo sleeps; while true; do sleep 0.05; done'
     run = launch("--", "sh", "-c", script)
     run.wait_for("sleeps")
@@ -146,7 +146,7 @@ def test_a_signal_goes_on_to_the_workers(launch: Launch, number: signal.Signals)
     assert f"[worker0] {number.name} came" in said
 
 
-def test_the_second_interrupt_kills(launch: Launch) -> None:
+def test_the_second_interrupt_kills_the_workers(launch: Launch) -> None:
     run = launch("--grace", "600", "--", *STUBBORN)
     run.wait_for("] sleeps")
     run.send(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_the_second_interrupt_kills(launch: Launch) -> None:
     assert "all workers are killed" in said
 
 
-def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_ignores_the_end_is_killed(launch: Launch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "roles.toml").write_text(
         f"""
         grace = 0.3
@@ -177,7 +177,7 @@ def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathl
     assert "stubborn0 did not end within 0.3 s and is killed" in said
 
 
-def test_a_role_is_started_again_as_a_whole(launch: Launch) -> None:
+def test_all_workers_of_a_role_are_restarted_together(launch: Launch) -> None:
     once = (
         "touch up{number}; test {number} = 0 || exec sleep 600; until test -e up1 && test -e up2; do sleep 0.05; done"
     )
@@ -189,7 +189,7 @@ def test_a_role_is_started_again_as_a_whole(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_all_end_with_a_supervisor_that_is_killed(launch: Launch) -> None:
+def test_all_workers_end_with_a_killed_supervisor(launch: Launch) -> None:
     script = "echo pid $$; sh -c 'echo pid $$; trap \"\" TERM HUP; while true; do sleep 0.1; done'"
     run = launch("--count", "2", "--", "sh", "-c", script)
     pids = [int(run.wait_for("pid").split()[-1]) for _ in range(4)]
@@ -199,7 +199,7 @@ def test_all_end_with_a_supervisor_that_is_killed(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
+def test_a_process_that_a_worker_has_started_ends_with_it(launch: Launch) -> None:
     run = launch("--count", "1", "--", "sh", "-c", "sleep 600 & echo pid $!")
     pid = int(run.wait_for("pid").split()[-1])
     assert run.end()[0] == 0
@@ -207,9 +207,7 @@ def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no setsid")
-def test_process_that_left_the_group_and_prints_without_end_does_not_keep_the_run(
-    launch: Launch, tmp_path: pathlib.Path
-) -> None:
+def test_a_process_that_left_its_group_does_not_keep_the_run(launch: Launch, tmp_path: pathlib.Path) -> None:
     run = launch("--", "sh", "-c", "setsid yes & while ! test -e go; do sleep 0.05; done; exit 0")
     run.wait_for("] y")
     run.process.stdout.close()
@@ -218,14 +216,14 @@ def test_process_that_left_the_group_and_prints_without_end_does_not_keep_the_ru
 
 
 @pytest.mark.parametrize("command", ["no-such-program", "/", "{name}-does-not-exist"])
-def test_a_command_that_is_not_there(launch: Launch, command: str) -> None:
+def test_a_missing_command_ends_the_run(launch: Launch, command: str) -> None:
     run = launch("--role", "good", "--command", "sleep 600", "--role", "bad", "--count", "3", "--", command)
     code, said = run.end()
     assert code == 127
     assert "bad0 could not be started: no program" in said
 
 
-def test_what_becomes_of_each_is_told(launch: Launch) -> None:
+def test_a_signal_shows_the_state_of_each_worker(launch: Launch) -> None:
     run = launch("--", *SLEEPS)
     run.wait_for("] sleeps")
     run.send(signal.SIGUSR1)
@@ -234,7 +232,7 @@ def test_what_becomes_of_each_is_told(launch: Launch) -> None:
     assert run.end()[0] == 143
 
 
-def test_who_looks_on_may_go(launch: Launch, tmp_path: pathlib.Path) -> None:
+def test_the_run_goes_on_without_a_reader_of_its_output(launch: Launch, tmp_path: pathlib.Path) -> None:
     run = launch("--", "sh", "-c", "echo begun; while ! test -e go; do sleep 0.05; done; seq 9999; exit 0")
     run.wait_for("begun")
     run.process.stdout.close()
@@ -261,7 +259,7 @@ print("the key in", path, "has", length, "bytes", "tgk1-" in str(os.environ), fl
 
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])
-def test_a_key_of_its_own_is_in_no_environment(launch: Launch, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_generated_key_is_in_no_environment(launch: Launch, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
     program = PRINTS if how == "ends" else PRINTS + "import signal; signal.pause()"
@@ -291,7 +289,7 @@ def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
     )
     os.close(theirs)
     said = b""
-    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # which is its end
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # raised at the end of the terminal
         while data := terminal.read(4096):
             said += data
     assert process.wait(PATIENCE) == 0
@@ -312,7 +310,7 @@ def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
     ],
     ids=str,
 )
-def test_the_command_line_explains_itself(launch: Launch, arguments: list[str], words: str) -> None:
+def test_the_command_line_explains_its_options_and_errors(launch: Launch, arguments: list[str], words: str) -> None:
     code, said = launch(*arguments).end()
     assert code == (0 if "--help" in arguments else 2)
     assert words in said

@@ -1,4 +1,4 @@
-"""The process that keeps the store and the directory for `telegrad run` is killed, and then all workers."""
+"""Tests of a store keeper of `telegrad run` that is killed, and then all workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ rpc.serve()
 
 
 def children(process: int) -> dict[int, str]:
-    """The processes that one has started, and their command lines."""
+    """Return the processes that a process has started, and their command lines."""
     found = {}
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -42,7 +42,7 @@ def children(process: int) -> dict[int, str]:
 
 
 def pids_joined(run: Run, count: int) -> set[int]:
-    """Wait until so many processes have said that all have joined."""
+    """Wait until so many processes have printed that all have joined."""
 
     def found() -> set[int]:
         logs = [path.read_text() for path in (run.folder / "logs" / "latest").glob("a*.log")]
@@ -53,7 +53,7 @@ def pids_joined(run: Run, count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("with_server", [False, True])
-def test_it_is_started_again_and_workers_that_come_back_find_their_group(
+def test_a_killed_keeper_is_restarted_and_workers_find_their_group_again(
     launch: Launch, tmp_path: pathlib.Path, with_server: bool
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)

@@ -324,10 +324,12 @@ class Future(torch.futures.Future[T]):
                 raise
         try:
             return self.value()
-        except (CallCancelled, GroupError) as error:
-            if _tells_of_cancelling(error):  # as an `asyncio.CancelledError`, it cancels the task that awaits the call
+        except BaseException as error:
+            # As an `asyncio.CancelledError`, it cancels the task that awaits the call.
+            if isinstance(error, (CallCancelled, GroupError)) and _tells_of_cancelling(error):
                 error.__class__ = _CANCELLING.get(type(error), type(error))
-            raise error
+            fold(error)
+            raise
 
     @not_compiled
     def value(self) -> T:

@@ -1,4 +1,4 @@
 """The protocol of a directory, which decides which workers are in a group, and the embedded engine.
 
-Clients of a directory import `protocol`. Engines on other servers are in `telegrad.directories`.
+Clients of a directory import `directory`. Engines on other servers are in `telegrad.directories`.
 """

@@ -20,6 +20,7 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.modules import module_host
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
@@ -87,6 +88,7 @@ class RemoteModule(nn.Module):
     _represented: Id | None = None  # the value that the other attributes describe
     _surplus = ""  # suffix of its name in a model that the names of its parts in that model do not have
 
+    @folded
     def __init__(
         self,
         remote_device: str | WorkerInfo,
@@ -171,6 +173,7 @@ class RemoteModule(nn.Module):
     # Calls
 
     @not_compiled
+    @folded
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

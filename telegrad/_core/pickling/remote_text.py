@@ -19,15 +19,17 @@ import array
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import linecache
 import os
 import re
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from types import FrameType, FunctionType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +41,8 @@ LARGEST = 1 << 20  # bytes of an exception that is sent as a whole
 LONGEST_TEXT = 1 << 16
 MOST_OBJECTS = 10_000  # examined one by one; numbers in a container count by size only
 SHOWN = 10  # elements shown of a large container
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TEXTS = (str, bytes, bytearray)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
@@ -169,6 +173,7 @@ _INTERNALS = (
     *(os.path.join(folder, "") for folder in (PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
     *(str(module.__file__) for module in (torch.futures, threading, contextlib)),
 )
+_MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")  # frames of each call of a `torch.nn.Module`
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _LEFT_OUT = "[earlier exceptions are left out]\n"
@@ -354,7 +359,8 @@ def _lines(traceback_: TracebackType | None) -> str:
 
 
 def _is_shown(frame: FrameType) -> bool:
-    return debugging() or not frame.f_code.co_filename.startswith(_INTERNALS)
+    code = frame.f_code
+    return debugging() or not (code.co_filename.startswith(_INTERNALS) or code.co_name in _MODULE_CALLS)
 
 
 def fold(error: BaseException) -> None:
@@ -370,6 +376,20 @@ def fold(error: BaseException) -> None:
     for link in reversed(links):
         if _is_shown(link.tb_frame):
             error.__traceback__ = TracebackType(error.__traceback__, link.tb_frame, link.tb_lasti, link.tb_lineno)
+
+
+def folded(function: F) -> F:
+    """Decorate a function that users call, so that its errors show no frames of this package."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def _formatted(frames: list[tuple[FrameType, int]]) -> str:

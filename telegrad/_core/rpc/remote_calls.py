@@ -135,13 +135,13 @@ def rpc_sync(
             ...
         ZeroDivisionError: ...
     """
-    call = convert(func, args, kwargs)
-    policy = None
-    if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        policy = retry.policy_of(wait_for_worker, idempotent)
-    there = to if type(to) is str else target(to) if policy is None else named(to)
-    perform: Any = current.agent().perform if policy is None else partial(retry.call_sync, policy)
     try:
+        call = convert(func, args, kwargs)
+        policy = None
+        if wait_for_worker is not None or idempotent is not False or retry.by_default:
+            policy = retry.policy_of(wait_for_worker, idempotent)
+        there = to if type(to) is str else target(to) if policy is None else named(to)
+        perform: Any = current.agent().perform if policy is None else partial(retry.call_sync, policy)
         if profiling.wanted():
             return profiling.called(event_of("sync", to, func), perform, there, call, timeout)
         return perform(there, call, timeout)

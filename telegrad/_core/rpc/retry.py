@@ -28,6 +28,7 @@ from telegrad._core.calls.cancelling import Served, serving
 from telegrad._core.calls.futures import Future, Outcome, Signal
 from telegrad._core.calls.settings import limit_of
 from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.progress import Wait
 from telegrad._core.rpc.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
 from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
@@ -402,6 +403,7 @@ def call_sync(policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: f
     return wait_or_cancel(call_async(policy, to, call, timeout))
 
 
+@folded
 def wait_or_cancel(future: Future[Any]) -> Any:
     """Wait for the value; if this thread is interrupted, cancel the future's calls."""
     try:

@@ -31,6 +31,7 @@ from telegrad._core.calls.settings import limit_of
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.streams.flow_control import ReceiveWindow
 from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
@@ -124,20 +125,28 @@ class Stream(Generic[T]):
     @not_compiled
     def __next__(self) -> T:
         self._reader = threading.get_ident()
-        while (item := self._take()) is _NONE:
-            if (awaited := self._awaited(StopIteration)) is not None:
-                self._wait(awaited)
-        return self._open(item)
+        try:
+            while (item := self._take()) is _NONE:
+                if (awaited := self._awaited(StopIteration)) is not None:
+                    self._wait(awaited)
+            return self._open(item)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         self._reader = threading.get_ident()
-        while (item := self._take()) is _NONE:
-            if (awaited := self._awaited(StopAsyncIteration)) is not None:
-                await self._happening(awaited)
-        return self._open(item)
+        try:
+            while (item := self._take()) is _NONE:
+                if (awaited := self._awaited(StopAsyncIteration)) is not None:
+                    await self._happening(awaited)
+            return self._open(item)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def _awaited(self, at_end: type[Exception]) -> _Pull | Future[Any] | None:
         """Return what the reader must wait for before it looks for items again, if anything.

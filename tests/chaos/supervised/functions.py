@@ -1,4 +1,4 @@
-"""What runs on the workers that are called: each tells in which life it does."""
+"""The functions that run on workers that are called: each one reports in which life it runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.chaos.supervised.record import Life, Record
 
-record: Record  # of this process
-table_of: Life | None = None  # the last life that made it
+record: Record  # the record of this process
+table_of: Life | None = None  # the last life that made the table
 
 
 def begin(name: str, folder: Path) -> Record:
@@ -22,7 +22,7 @@ def here() -> Life:
 
 
 def run(key: str) -> Life:
-    """Something that is seen to have been done."""
+    """Note that this call has run."""
     record.note("ran", key)
     return record.life
 
@@ -33,7 +33,7 @@ def count(items: int) -> Iterator[tuple[Life, int]]:
 
 
 class Token:
-    """What belongs to one life."""
+    """A value that belongs to one life."""
 
     def __init__(self) -> None:
         self.life = record.life

@@ -1,10 +1,10 @@
-"""What must hold of all that was written down: pure.
+"""The rules for all that was recorded; without side effects.
 
-once        a call without `idempotent` runs once at most, in whatever life; one with it once at most in each
-honest      who answered has run it, under the name that was called; what failed as not having run has not
+once        a call without `idempotent` runs once at most, in any life; one with it once at most in each
+honest      the life that answered has run the call under the called name; a call that failed as not run has not run
 one table   while the owner of a published value is there, no other makes it
-back        who was killed can be called again soon by all who live
-undisturbed calls among those whom nothing befalls are not late
+back        a worker that was killed can soon be called again by all living ones
+undisturbed calls among workers without faults are not late
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import NamedTuple
 from tests.chaos.supervised.record import Life, Note
 
 ONCE_IN_EACH = ("repeated", "once", "role")  # operations whose calls are idempotent
-HAS_NOT_RUN = ("UnknownWorker", "PeerUnreachable")  # failures that say so
+HAS_NOT_RUN = ("UnknownWorker", "PeerUnreachable")  # failures which say that the call has not run
 ANSWERED = ("plain", "patient", "repeated", "once")  # operations that tell which life ran the call
-BACK = 2.0  # seconds, beside those of the imports, until who was killed can be called
-STORE_BACK = 2.0  # more, where the store was lost at that time
-LATE = 0.1  # seconds that the others' calls may take
-AROUND = 0.5  # seconds before and after a call in which the machine's noise counts, and what befalls the two
-LONG = 5.0  # seconds of a life after which it is started again at once, as who fails for the first time is
+BACK = 2.0  # seconds, beside those of the imports, until a killed worker can be called again
+STORE_BACK = 2.0  # seconds more, if the store was lost at that time
+LATE = 0.1  # seconds that calls between other workers may take
+AROUND = 0.5  # seconds before and after a call in which noise of the machine and faults of the two count
+LONG = 5.0  # seconds of a life after which a worker is restarted at once, as after its first failure
 
 
 class Blow(NamedTuple):
-    """What befell a life, until when."""
+    """A fault that a life has suffered, and its duration."""
 
     kind: str
     name: str
@@ -90,17 +90,17 @@ def _returns(notes: list[Note], blows: list[Blow]) -> Iterable[str]:
 
 
 def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
-    """All who were there all the time reach the next life in time."""
+    """Check that all workers that were there all the time reach the next life in time."""
     earlier = [note for note in notes if note.life.name == blow.name and note.at < blow.began]
-    before = {note.life.pid: note.at for note in reversed(earlier)}  # when each process of that name began
+    before = {note.life.pid: note.at for note in reversed(earlier)}  # begin of each process of that name
     joins = next((note for note in notes if _is_next(note, blow)), None)
     if blow.pid not in before or joins is None:  # it has not come yet, or never does
         return
-    if len(before) > 1 and blow.began - before[blow.pid] < LONG:  # it is let wait
+    if len(before) > 1 and blow.began - before[blow.pid] < LONG:  # its restart is delayed
         return
     last = joins.at + BACK
     if any(other.kind == "hang" and blow.began < other.ended + LONG and other.began < last for other in blows):
-        return  # who knows of that place alone waits for it
+        return  # a worker that knows only that address waits for it
     limit = BACK + joins.told[0] + _longest(note for note in notes if blow.began < note.at < last)
     if any(other.kind in ("store", "stop") and abs(other.began - blow.began) < LONG for other in blows):
         limit += STORE_BACK
@@ -136,7 +136,7 @@ def _late(notes: list[Note], blows: list[Blow]) -> Iterable[str]:
 
 
 def _disturbed(life: Life, since: float, until: float, notes: list[Note], blows: list[Blow]) -> bool:
-    """Whether something befell it, or it came or went."""
+    """Return True if a life has suffered a fault, has come or has gone."""
     passes = ("joins", "joined", "leaves", "rests")
     return _struck(life, since, until, blows) or _goes(life, passes, since, until, notes)
 
@@ -155,5 +155,5 @@ def _noise(life: Life, since: float, until: float, notes: list[Note]) -> float:
 
 
 def _longest(notes: Iterable[Note]) -> float:
-    """How late the machine was at most."""
+    """Return the longest delay of the machine."""
     return max((note.told[0] for note in notes if note.what == "noise"), default=0.0)

@@ -1,4 +1,4 @@
-"""The load of one life: clients, a watcher for each worker, and one that measures how late the machine is."""
+"""The load of one life: clients, a watcher for each worker, and a thread that measures delays of the machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CLIENTS = 2
 PAUSE = 0.01  # seconds between two operations of a client
 WATCH = 0.05  # seconds between two calls of a watcher
 NAP = 0.005
-NOISE = 0.01  # seconds; what is less late is not worth a note
-LATE = 0.1  # seconds; likewise for calls
+NOISE = 0.01  # seconds; shorter delays are not noted
+LATE = 0.1  # seconds; shorter calls are not noted
 GRACE = 10.0
 
 
 class Load:
-    """Runs until it is stopped. `roles` has those whom it calls, and their roles."""
+    """Threads that run until they are stopped. `roles` has the workers that they call, and their roles."""
 
     def __init__(self, roles: dict[str, str], seed: int) -> None:
         self._roles = roles
@@ -43,7 +43,7 @@ class Load:
             thread.start()
 
     def stop(self) -> None:
-        """Have all come to an end; who does not is a violation."""
+        """Let all threads end; a thread that does not is a violation."""
         self._ended.set()
         until = time.monotonic() + PATIENCE + GRACE
         for thread in self._threads:
@@ -73,7 +73,7 @@ class Load:
             return None, type(error).__name__
 
     def _watch(self, name: str) -> None:
-        """Which life answers, and how late."""
+        """Note which life answers, and how late."""
         met: Life | None = None
         while not self._ended.wait(WATCH):
             began = time.monotonic()

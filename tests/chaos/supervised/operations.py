@@ -1,4 +1,4 @@
-"""What a client does again and again, and how each may fail where the worker that it calls is killed, or leaves."""
+"""The operations of a client, and the failures that are allowed if the called worker is killed, or leaves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.chaos.supervised.functions import Token, count, run
 from tests.chaos.supervised.plan import ROLES
 from tests.chaos.supervised.record import Life
 
-PATIENCE = 30.0  # seconds of a call that waits for its worker; who was killed is back long before
-BRIEFLY = 3.0  # seconds of what may wait in vain
+PATIENCE = 30.0  # seconds of a call that waits for its worker; a killed one is back long before
+BRIEFLY = 3.0  # seconds of operations that may wait in vain
 ITEMS, USES = 20, 4
 TABLE = "table"
 
@@ -24,14 +24,14 @@ Failures = tuple[type[BaseException], ...]
 
 
 class Client:
-    """One thread's; each operation gets whom it calls, the role of that, and a key of its own."""
+    """The client of one thread; each operation gets the worker to call, the role of that, and a new key."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._restored: dict[str, Any] = {}  # references to values that are made anew
         self._table: Any = None
 
-    # Calls: these answer with the life in which they ran
+    # Calls that answer with the life in which they ran
 
     def plain(self, to: str, _: str, key: str) -> Life:
         return rpc.rpc_sync(to, run, (key,), timeout=PATIENCE)
@@ -46,7 +46,7 @@ class Client:
         call = rpc.rpc_async(to, run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True)
         return call.wait()
 
-    # Others
+    # Other operations
 
     def role(self, _: str, role: str, key: str) -> None:
         group = rpc.group(role)
@@ -66,7 +66,7 @@ class Client:
         _expect_one(to, {self._restored[to].rpc_sync(timeout=PATIENCE).of()})
 
     def look_up(self, _: str, __: str, key: str) -> None:
-        """A reference that was looked up follows the value, and another one finds the same."""
+        """Use a looked-up reference, which follows the value; a new one must find the same."""
         if self._table is None or self._chance.random() < 0.2:
             self._table = rpc.lookup(TABLE, timeout=PATIENCE)
         self._table.rpc_sync(timeout=PATIENCE).of()
@@ -90,7 +90,7 @@ class Client:
 
 
 def _expect_one(to: str, lives: set[Life]) -> None:
-    """One life answered, and one of that name."""
+    """Check that exactly one life answered, under the right name."""
     if len(lives) != 1 or any(life.name != to for life in lives):
         raise Wrong(f"{to} was called, and answered {', '.join(map(str, lives))}")
 
@@ -107,4 +107,4 @@ OPERATIONS: tuple[tuple[Callable[[Client, str, str, str], Life | None], Failures
     (Client.stream, (PeerError,)),
     (Client.weigh, (PeerError, RRefError, UnknownPublisher, CallTimeout)),
 )
-assert issubclass(ShutDown, PeerError)  # of who has left
+assert issubclass(ShutDown, PeerError)  # raised for a worker that has left

@@ -1,4 +1,4 @@
-"""What shall befall the group, and when: a plan is made of its seed alone."""
+"""The events of a schedule and their times: a plan is made of its seed alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 FOLDER, OWN, SEED = "CHAOS_FOLDER", "CHAOS_OWN_STORE", "CHAOS_SEED"  # variables of the workers
 COUNTS = {"a": 2, "b": 2}  # workers of each role
 ROLES = {f"{role}{number}": role for role, count in COUNTS.items() for number in range(count)}
-FIRST = "a0"  # begins the store that the group keeps itself
+FIRST = "a0"  # the worker that begins the store, if no supervisor keeps it
 PUBLISHERS = "b"  # the role whose workers publish
 
 KEPT, SERVED = "kept by telegrad run", "served by a worker"
@@ -17,22 +17,22 @@ KINDS = ("kill", "again", "stop", "leave", "exit", "join", "store", "hang")
 WEIGHTS = (4, 2, 2, 2, 1, 1, 2, 1)
 OF_THE_STORE = ("store", "hang")
 MOST_ROUNDS = 4
-AT_ONCE = 3  # happenings of one round, at most
-SPREAD = 1.0  # seconds within which those of a round begin
+AT_ONCE = 3  # events of one round, at most
+SPREAD = 1.0  # seconds within which the events of a round begin
 LONGEST = 1.5  # seconds that a worker is stopped
-HANGS = 6.0, 8.0  # likewise who serves the store: longer than the others wait for it
+HANGS = 6.0, 8.0  # seconds that the worker with the store is stopped: longer than the others wait for it
 
 
 class Event(NamedTuple):
-    """`kind` befalls a worker: who keeps the store where it is "store" or "hang", a new one where it is "join".
+    """An event: `kind` happens to a worker: the keeper of the store for "store" and "hang", a new one for "join".
 
-    "again" kills it, and once more as it comes back.
+    "again" kills a worker, and once more as it comes back.
     """
 
     kind: str
     victim: str
     start: float  # seconds after the round's beginning
-    duration: float  # of a stop; "again": from its coming to its second end
+    duration: float  # of a stop; for "again": from its coming to its second end
 
     def __str__(self) -> str:
         return f"{self.kind} {self.victim} at {self.start:.2f}" + (
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Rounds of events; after each all must reach all."""
+    """Rounds of events; after each round all workers must reach all."""
 
     seed: int
     store: str

@@ -1,4 +1,4 @@
-"""What each process of a schedule writes down, line by line, so that nothing of it is lost where it is killed."""
+"""The record of each process of a schedule, written line by line, so that none of it is lost if it is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Life(NamedTuple):
-    """One time of a worker in the group: a process may leave, and come back under its name."""
+    """A life of a worker in the group: a process may leave, and come back under its name."""
 
     name: str
     pid: int
@@ -22,7 +22,7 @@ class Life(NamedTuple):
 
 
 class Note(NamedTuple):
-    """One line."""
+    """A line of a record."""
 
     at: float  # of the clock that all processes of a host share
     life: Life
@@ -42,7 +42,7 @@ class Record:
 
 
 class Reader:
-    """All notes of a folder, as they come."""
+    """A reader of all notes in a folder while they are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class Reader:
         self.notes: list[Note] = []
 
     def look(self) -> list[Note]:
-        """All so far, in order."""
+        """Return all notes so far, in order."""
         for path in self._folder.glob("*.record"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

@@ -1,4 +1,4 @@
-"""One schedule: `telegrad run` has the workers, what the plan says befalls them, and at the end all is judged."""
+"""A schedule: `telegrad run` starts the workers, the events of the plan happen, and the records are judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cluster import free_port, pause
 
 GLANCE = 0.02
 PATIENCE = 60.0  # seconds for several interpreters to import torch, and for pauses between restarts
-ENDS = 3.0  # seconds within which all is gone once `telegrad run` was killed
+ENDS = 3.0  # seconds within which all processes end once `telegrad run` was killed
 LEASES = 15.0  # seconds more for a directory that a worker started, which ends when the leases of killed workers expire
 CALM = 0.3  # seconds of load after all have met
 PLACE = "the group meets at "
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class Schedule:
-    """One run of `telegrad run`."""
+    """A run of `telegrad run`."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan = plan
@@ -72,7 +72,7 @@ class Schedule:
         self._tally()
         return self._report
 
-    # What befalls the workers
+    # Events
 
     def _suffer(self, round_: list[Event]) -> None:
         began = time.monotonic()
@@ -128,7 +128,7 @@ class Schedule:
             )
 
     def _keeper(self) -> tuple[str, int]:
-        """Who serves the store: a worker, or a process of `telegrad run`."""
+        """Return the process that serves the store: a worker, or a process of `telegrad run`."""
         if self._own:
             inode = _listening(int(self._own.rpartition(":")[2]))
             for life in self._lives().values():
@@ -140,14 +140,14 @@ class Schedule:
         life = min(self._lives().values())  # it was killed before, or has another port
         return life.name, life.pid
 
-    # Who is there
+    # Workers
 
     def _lives(self) -> dict[str, Life]:
-        """The newest life of each worker."""
+        """Return the newest life of each worker."""
         return {note.life.name: note.life for note in self._reader.look() if note.what in ("joins", "joined")}
 
     def _all_met(self) -> str:
-        """Who has not met whom; nobody has to meet who was killed or left."""
+        """Describe which workers have not met; killed workers and those that left need not be met."""
         ended = {blow.pid for blow in self._blows if blow.kind == "kill"}
         notes = self._reader.look()
         left = {note.life for note in notes if note.what == "leaves"}
@@ -201,7 +201,7 @@ class Schedule:
             self._report.violations.append(f"memory files are left: {sorted(more)}")
 
     def _without(self, what: str, lives: list[Life]) -> str:
-        """Who of those that live has not written that."""
+        """Return the living workers that have not noted `what`."""
         has = {note.life.pid for note in self._reader.look() if note.what == what}
         return ", ".join(str(life) for life in lives if life.pid not in has and Path(f"/proc/{life.pid}").exists())
 
@@ -213,7 +213,7 @@ class Schedule:
             process.wait()
 
     def _processes(self) -> list[int]:
-        """All that are of this schedule, by their environment."""
+        """Return all processes of this schedule, which have its variable in their environment."""
         sign = f"{FOLDER}={self._folder}".encode()
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -255,7 +255,7 @@ def _continue(pid: int) -> None:
 
 
 def _listening(port: int) -> str:
-    """The inode of the socket that listens there; "" where none does."""
+    """Return the inode of the socket that listens at a port, "" if none does."""
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(path).read_text().splitlines()[1:]:
             fields = line.split()

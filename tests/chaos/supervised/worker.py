@@ -1,4 +1,4 @@
-"""The program of each worker: it joins, has its load, and does what files in the schedule's folder say.
+"""The program of each worker: it joins, runs its load, and follows the files in the schedule's folder.
 
 `order-NAME` holds a word for that worker alone; `enough` ends the load of all, `end` the group.
 """
@@ -33,9 +33,9 @@ from tests.chaos.supervised.operations import PATIENCE, TABLE
 from tests.chaos.supervised.plan import FIRST, FOLDER, OWN, PUBLISHERS, ROLES, SEED
 from tests.cluster import wait_until
 
-KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
+KEEP = 0.3  # seconds for which unused memory stays warm, in place of the usual ones
 MOST_AWAY = 0.5  # seconds between leaving and coming back
-LEFT = 1  # the exit code of who left, to be started again
+LEFT = 1  # the exit code of a worker that has left and wants to be restarted
 
 
 def main(name: str) -> int:
@@ -80,12 +80,12 @@ def join(name: str) -> None:
 
 
 def publish() -> None:
-    with contextlib.suppress(PeerError):  # this worker leaves before it is decided
+    with contextlib.suppress(PeerError):  # this worker may leave before that is decided
         rpc.publish(TABLE, make_table)
 
 
 def _age() -> float:
-    """Seconds since this process was started: the interpreter's start and its imports."""
+    """Return the seconds since this process was started: the interpreter's start and its imports."""
     with open("/proc/self/stat") as file:
         started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
@@ -102,12 +102,12 @@ def wait_for_word(folder: pathlib.Path, name: str) -> str:
 
 
 def wait_for(word: Callable[[], bool]) -> None:
-    """However long it takes: the schedule ends its workers."""
+    """Wait without a limit: the schedule ends its workers."""
     wait_until(word, math.inf)
 
 
 def let_go() -> None:
-    """Nothing is held any more, once all have ended their load."""
+    """Check that nothing is held any more, once all have ended their load."""
     functions.record.note("rests")
     if found := wait_for_nothing(left):
         functions.record.note("wrong", f"left over: {found}")
@@ -119,7 +119,7 @@ def left() -> dict[str, int]:
     gc.collect()
     files = sum("memfd:telegrad" in _target(entry) for entry in os.listdir("/proc/self/fd"))
     counts = Counter(rpc.debug_info())
-    counts["owners"] -= functions.table_of == functions.record.life  # it stays published
+    counts["owners"] -= functions.table_of == functions.record.life  # the table stays published
     found = {**counts, "memory files": files, "calls in flight": int(not current.agent().idle)}
     return {name: int(count) for name, count in found.items() if int(count)}
 
