@@ -251,7 +251,7 @@ def test_a_dead_child_is_noticed_while_waiting_for_another() -> None:
             children[0].wait_answer(30, children)
 
 
-def test_figures_of_peers_are_shown_in_a_column(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_the_figures_of_peers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(ROWS[0], [[10.0], [50.0], []], ["", "", "not run: no module"])
     assert beside(line, 1) == "50.0 (50.0 to 50.0), 5.0 times"
     assert beside(line, 2) == "not run: no module"

@@ -202,7 +202,7 @@ def takes(lock: threading.Lock) -> None:
         steps.append("has it")
 
 
-def test_waiting_for_a_lock_is_not_interrupted() -> None:
+def test_taking_a_lock_with_a_with_statement_is_not_interrupted() -> None:
     lock = threading.Lock()
     steps.clear()
     lock.acquire()
@@ -222,7 +222,7 @@ def _ends() -> None:
 ends = of_package(_ends)
 
 
-def test_closing_is_not_interrupted() -> None:
+def test_a_function_marked_as_uninterrupted_is_not_interrupted() -> None:
     steps.clear()
     arrive_soon()
     assert interrupts_of(ends) == 1
@@ -238,7 +238,7 @@ def _looks_again(until: float) -> None:
 looks_again = of_package(_looks_again)
 
 
-def test_a_polling_loop_is_interrupted() -> None:
+def test_a_waiting_loop_is_interrupted_although_it_never_blocks() -> None:
     begun = time.monotonic()
     arrive_soon()
     assert interrupts_of(looks_again, begun + LIMIT) == 1

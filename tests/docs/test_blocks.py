@@ -47,7 +47,7 @@ LOSING = [ROOT / f"docs/tutorials/{name}.md" for name in ("federated", "paramete
 WAITING = ROOT / "docs/tutorials/elastic-training.md"  # this page waits for workers that it has killed
 SILENT = {ROOT / "README.md", *ROOT.glob("docs/tutorials/*.md")} - {*LOSING, WAITING}
 LOSS = re.compile(r"^(.*telegrad: worker '\w+' was lost: ).*\n", re.MULTILINE)
-FEW = 20  # the number of blocks with a reason not to be run
+FEW = 20  # the limit for blocks with a reason not to be run
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
 LINE = re.compile(r"print\(.*\) +# (.+)$")
 

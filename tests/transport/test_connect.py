@@ -93,7 +93,7 @@ def setting(sock: socket.socket, number: int) -> int | None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
 @pytest.mark.parametrize("silence", [0.0, 10.0])
-def test_tcp_retransmits_soon(silence: float) -> None:
+def test_tcp_is_tuned_for_fast_retransmission(silence: float) -> None:
     with socket.socket() as sock:
         has_longest = setting(sock, LONGEST) is not None
         tune_tcp(sock, silence)

@@ -43,7 +43,7 @@ def world() -> World:
         (200, [(200 * MB + GROWN, 0), (200 * MB, 0)]),
         (200, [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)]),  # growth counts from there
         (4000, [(4000 * MB, 1), (4000 * MB, 1)]),
-        (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # a pause follows, also if less is freed
+        (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # an idle process is trimmed for less
         (200, [(100 * MB, 0), (101 * MB + GROWN, 1)]),  # growth counts from the smallest size
     ],
     ids=["no growth", "growth", "growth in use", "rest", "least"],

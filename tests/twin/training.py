@@ -143,7 +143,7 @@ def parameters_of(model: Any) -> list[Tensor]:
 
 
 def optimizer_in(world: World) -> Any:
-    """Return the class of distributed optimizers: torch's optimizer over the parameters of all workers."""
+    """Return the constructor of distributed optimizers: of torch's, over the parameters of all workers."""
 
     def make(kind: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         kept: dict[int, Tensor] = {}
