@@ -30,6 +30,7 @@ nightly: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 72 --config 'format.exclude = ["*.py"]' .  # the code of the pages
 	$(BIN)/mypy
 	$(BIN)/codespell
 

@@ -15,7 +15,7 @@ from telegrad import __main__ as command_line
 from tests.cluster import PATIENCE, free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "running.md").read_text()
+PAGE = (ROOT / "docs" / "running.md").read_text().replace("\\\n", "")  # each command on a line of its own
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 PATIENT = 4 * PATIENCE

@@ -67,14 +67,10 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
         if match["language"].startswith("{"):
             continue  # directives of the site: a list of pages, an include
         before = text[: match.start()]
-        marker, figures = _MARKER.search(before), _FIGURES.search(before)
+        marker, figures = _MARKER.search(before), bool(_FIGURES.search(before))
         indent = re.compile(f"^{match['indent']}", re.MULTILINE)
-        line = text.count("\n", 0, match.start("text")) + 1
-        found.append(
-            Block(
-                page, line, match["language"], indent.sub("", match["text"]), marker[1] if marker else "", bool(figures)
-            )
-        )
+        line, code = text.count("\n", 0, match.start("text")) + 1, indent.sub("", match["text"])
+        found.append(Block(page, line, match["language"], code, marker[1] if marker else "", figures))
     return found
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests import surface
+from tests.docs.blocks import blocks_of
 from tests.insight.browsers import BROWSER, OPTIONS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"^(?::::\{toctree\}\n(?P<md>(?:.*\n)*?):::|\.\. toctree::\n(?P<rst>(?:\n| +.*\n)*))", re.MULTILINE)
-DIRECTIVE = re.compile(
-    r"^\.\. (?:py:data|auto(?!module)\w+|(?P<module>automodule|currentmodule)):: ([\w.]+)", re.MULTILINE
-)
+DIRECTIVE = re.compile(r"(?m)^\.\. (?:py:data|auto(?!module)\w+|(?P<module>automodule|currentmodule)):: ([\w.]+)")
 PHONE = 390  # pixels
+COLUMNS = 72  # of code, which a page shows without scrolling
 
 
 def test_every_page_is_in_one_table_of_contents() -> None:
@@ -40,12 +40,10 @@ def contents(page: str) -> Iterator[str]:
     """Yield the pages in a page's tables of contents."""
     path = file_of(page)
     for table in TABLE.finditer(path.read_text()):
-        lines = [line.strip() for line in (table["md"] or table["rst"]).splitlines()]
-        for entry in lines:
+        for entry in map(str.strip, (table["md"] or table["rst"]).splitlines()):
             if entry and not entry.startswith(":"):
-                found = (
-                    pathlib.Path(entry.lstrip("/")) if entry.startswith("/") else path.parent.relative_to(DOCS) / entry
-                )
+                folder = DOCS if entry.startswith("/") else path.parent
+                found = (folder / entry.lstrip("/")).relative_to(DOCS)
                 yield from globbed(found, page) if "*" in entry else [str(found)]
 
 
@@ -62,12 +60,18 @@ def file_of(page: str) -> pathlib.Path:
     return path if path.exists() else path.with_suffix(".rst")
 
 
+def test_each_line_of_code_is_shown_without_scrolling() -> None:
+    blocks = [block for page in [DOCS.parent / "README.md", *DOCS.rglob("*.md")] for block in blocks_of(page)]
+    code = [block for block in blocks if block.language not in ("text", "json")]
+    lines = [(block, *each) for block in code for each in enumerate(block.text.splitlines(), block.line)]
+    assert [block._replace(line=number).name for block, number, line in lines if len(line) > COLUMNS] == []
+
+
 def test_the_pictures_are_up_to_date() -> None:
     pictures = runpy.run_path(str(DOCS / "diagrams/draw.py"))["PICTURES"]
     drawn = {f"{name}.svg": picture() for name, picture in pictures.items()}
-    assert {path.name: path.read_text() for path in DOCS.glob("diagrams/*.svg")} == drawn, (
-        "python docs/diagrams/draw.py"
-    )
+    shown = {path.name: path.read_text() for path in DOCS.glob("diagrams/*.svg")}
+    assert shown == drawn, "python docs/diagrams/draw.py"
 
 
 def test_the_reference_has_each_public_name_once() -> None:

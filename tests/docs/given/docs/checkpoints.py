@@ -1,4 +1,4 @@
-# before: state = {"model": model
+# before: "model": model,
 import torch
 from torch import nn
 

@@ -1,4 +1,4 @@
-# before: pipeline = Pipeline([RemoteModule("w1", First)
+# before: [RemoteModule("w1", First)
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-# before: model = nn.Sequential(RemoteModule("ps0/cpu"
+# before: RemoteModule("ps0/cpu"
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -10,7 +10,7 @@ workers = telegrad.local(["ps0", "w1", "w2"])
 batches = [(torch.randint(10_000, (8,)), torch.randint(2, (8,))) for _ in range(2)]
 
 
-# before: pipeline = Pipeline([RemoteModule("w1", First)
+# before: [RemoteModule("w1", First)
 class First(nn.Linear):
     def __init__(self):
         super().__init__(4, 8)
@@ -28,7 +28,7 @@ class Third(nn.Linear):
 
 inputs, targets = torch.randn(16, 4), torch.randint(3, (16,))
 
-# before: state = {"model": model
+# before: "model": model,
 optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=1e-3)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 
