@@ -76,3 +76,30 @@ def test_the_tests_that_the_threat_model_names_exist() -> None:
     named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", (ROOT / "SECURITY.md").read_text()))
     assert len(named) > 8
     assert [each for each in named if not (ROOT / "tests" / each).is_file()] == []
+
+
+FIGURES = {  # rows of the README's table: rows of the results
+    "empty rpc_sync, one host; TCP": ["empty rpc_sync, p50 | host", "empty rpc_sync, p50 | tcp"],
+    "rpc_async, 10000 in flight": ["rpc_async, 10000 in flight | host"],
+    "remote, to_here, drop": ["remote, to_here, drop | host"],
+    "64 MB to a worker of this host; over TCP": ["64 MB to | host", "64 MB to | tcp"],
+    "16 MB over TCP": ["16 MB to | tcp"],
+    "RemoteModule: forward, backward, step": ["RemoteModule forward, backward, step | host"],
+    "parameter server, 1 trainer; 4": ["parameter server, 1 trainers | host", "parameter server, 4 trainers | host"],
+    "program: reinforcement learning; drop-in": ["reinforcement | 1 thread | start to exit, s"],
+    "program: parameter server; drop-in": ["parameter_server | 1 thread | start to exit, s"],
+}
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    readme, rows = (ROOT / "README.md").read_text(), {}
+    for page, names in (("latest", 2), ("programs", 3)):
+        for line in (ROOT / f"benchmarks/results/{page}.md").read_text().splitlines():
+            cells = [cell.partition(" (")[0] for cell in line.strip("| ").split(" | ")]
+            rows[" | ".join(cells[:names])] = cells[3:5] if page == "latest" else ["; ".join(cells[3:5]), *cells[5:6]]
+    for label, of in FIGURES.items():
+        wanted = " | ".join("; ".join(column) for column in zip(*map(rows.__getitem__, of), strict=True))
+        assert re.search(rf"^\| {re.escape(label)}[^|]*\| \S+ \| {re.escape(wanted)} \|$", readme, re.M), (
+            label,
+            wanted,
+        )
