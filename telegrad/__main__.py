@@ -111,6 +111,9 @@ def _run_script(path: str) -> None:
         code = loader.source_to_code(loader.get_data(path), path)
     except OSError as error:
         sys.exit(f"python -m telegrad: can't open file {path!r}: {error.strerror}")
+    except SyntaxError as error:
+        sys.excepthook(SyntaxError, error.with_traceback(None), None)
+        sys.exit(1)
     _run(code, __file__=path, __loader__=loader, __cached__=None)
 
 

@@ -1,6 +1,6 @@
-"""Tests. What they wait for is told to the log, at a terminal, too."""
+"""The tests. Messages about waiting go to the log, also at a terminal."""
 
 import os
 
-os.environ.setdefault("TELEGRAD_DUMPS", "off")  # files that nobody would read
+os.environ.setdefault("TELEGRAD_DUMPS", "off")  # no dumps are needed
 os.environ["TERM"] = "dumb"

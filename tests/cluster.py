@@ -1,4 +1,4 @@
-"""Groups of workers for tests: in this process (milliseconds), and in processes forked from a warm parent."""
+"""Make groups of workers for tests: in this process (milliseconds), and in processes forked from a warm parent."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from tests import locks  # noqa: F401 - checks what locks guard
 
-PATIENCE = 30.0  # seconds after which a test is taken to hang
-KILL = 9  # as Windows has no name for it
-GRACE = 1.0  # seconds for a process to write down what it has covered, where that is measured
+PATIENCE = 30.0  # seconds after which a test counts as hanging
+KILL = 9  # SIGKILL, which has no name on Windows
+GRACE = 1.0  # seconds for a process to write its coverage, if that is measured
 
 
 def free_port() -> int:
-    """Of those that the system gives to nobody by itself: a connection of another test might have it a moment later."""
+    """Return a port outside of the ephemeral range, which another connection cannot get by chance."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def free_port() -> int:
             return port
 
 
-KEYS = Keyring([b"tgk1-" + 43 * b"A"])  # the same in each process that a test makes
+KEYS = Keyring([b"tgk1-" + 43 * b"A"])  # the same keys in all processes of a test
 
 
 def sealed(store: Any, keys: Keyring = KEYS) -> SealedStore:
@@ -53,7 +53,7 @@ def sealed(store: Any, keys: Keyring = KEYS) -> SealedStore:
 
 
 def opened(url: str, rank: int, size: int | None, timeout: float, keys: Keyring = KEYS) -> RendezvousStore:
-    """Open a store with a key that all have who do so in this process, or in one that it has forked."""
+    """Open a store with a key that all tests of this process and its forked processes share."""
     return open_store(url, rank, size, keys, timeout)
 
 
@@ -65,8 +65,8 @@ def agents(
     role_of: Callable[[int], str] = lambda _: "",
     **options: Any,
 ) -> Iterator[list[Worker]]:
-    """A group of `count` workers in this process; closed without ceremony. `of_rank` gives the options of one alone."""
-    install()  # as init_rpc does, which this does not call
+    """Make a group of `count` workers in this process, and close them abruptly; `of_rank` gives options of a worker."""
+    install()  # init_rpc would do this
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
@@ -85,7 +85,7 @@ def agents(
 
 
 def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
-    """Look again and again; fails once a test is taken to hang."""
+    """Wait until a condition holds; fail once the test counts as hanging."""
     ends = time.monotonic() + limit
     while not holds():
         assert time.monotonic() < ends, "it did not come to hold"
@@ -93,7 +93,7 @@ def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Let all be as it is until the next moment of a schedule, such as that of random kills."""
+    """Sleep until the next event of a schedule, such as that of random kills."""
     time.sleep(max(0.0, seconds))
 
 
@@ -106,14 +106,14 @@ def is_over(pid: int) -> bool:
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """Run the jobs at once; their results, or the first error."""
+    """Run the jobs in threads; return their results, or raise the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(job) for job in jobs]]
 
 
 @contextlib.contextmanager
 def agents_here(count: int, **options: Any) -> Iterator[list[Worker]]:
-    """As `agents`; this thread speaks for the first of them."""
+    """Make `agents`; this thread uses the first of them."""
     with agents(count, **options) as workers:
         current.enter(workers[0])
         try:
@@ -128,7 +128,7 @@ async def next_turn() -> None:
 
 
 class Process:
-    """One worker process, told over a pipe what to run."""
+    """A worker process that runs functions which it gets over a pipe."""
 
     def __init__(self, context: Any, name: str) -> None:
         self.name = name
@@ -190,7 +190,7 @@ _context_lock = threading.Lock()
 
 
 def context() -> Any:
-    """Processes are forked from a parent that has imported torch, which takes seconds."""
+    """Return the context that forks processes from a parent which has imported torch."""
     global _context
     with _context_lock:
         if _context is None:
@@ -202,7 +202,7 @@ def context() -> Any:
 
 @contextlib.contextmanager
 def processes(count: int) -> Iterator[list[Process]]:
-    """Fresh processes, not yet in a group."""
+    """Start fresh processes, which are not in a group."""
     made = [Process(context(), f"worker{rank}") for rank in range(count)]
     try:
         yield made
@@ -212,7 +212,7 @@ def processes(count: int) -> Iterator[list[Process]]:
 
 
 def run_all(group: list[Process], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(rank, *args)` on all at once."""
+    """Run `function(rank, *args)` in all processes at once; return the results."""
     for rank, process in enumerate(group):
         process.begin(function, rank, *args)
     return [process.end() for process in group]
@@ -234,7 +234,7 @@ def init(rank: int, count: int, port: int, **options: Any) -> None:
 
 @contextlib.contextmanager
 def group(count: int, **options: Any) -> Iterator[list[Process]]:
-    """Fresh processes, joined."""
+    """Start fresh processes that have joined a group."""
     with processes(count) as made:
         port = free_port()
         for rank, process in enumerate(made):

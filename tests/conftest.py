@@ -18,41 +18,41 @@ from tests.cluster import Process, agents, group
 if TYPE_CHECKING:
     from tests.rpc.test_publishing import Crowd
 
-# torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.
+# torch's store looks up the names of its clients; a silent name server would delay each connection by 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# The key that programs of one user share, and all else that they keep, shall not be this user's own.
+# Tests do not use the shared key and the other state of the user's own programs.
 _STATE = tempfile.TemporaryDirectory(prefix="telegrad-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
 if torch.version.cuda and not torch.cuda.is_available():
-    torch._C._ensureCUDADeviceGuardSet()  # at once: torch 2.11 may crash where its compiler does so late in a process
+    torch._C._ensureCUDADeviceGuardSet()  # torch 2.11 may crash if its compiler does this late in a process
 
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[list[Process]]:
-    """Four processes in one group, `worker0` to `worker3`."""
+    """Start four processes in one group, `worker0` to `worker3`."""
     with group(4) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[Worker]]:
-    """Two agents in this process."""
+    """Make two agents in this process."""
     with agents(2) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def five() -> Iterator[list[Worker]]:
-    """Five agents in this process, `w0` to `w4`."""
+    """Make five agents in this process, `w0` to `w4`."""
     with agents(5) as made:
         yield made
 
 
 @pytest.fixture
 def here(five: list[Worker]) -> Iterator[None]:
-    """This thread speaks for `w0`."""
+    """Use `w0` on this thread."""
     current.enter(five[0])
     yield
     current.enter(None)
@@ -60,7 +60,7 @@ def here(five: list[Worker]) -> Iterator[None]:
 
 @pytest.fixture
 def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
-    """A dynamic group of `w0` to `w2` in this process; this thread speaks for `w0`."""
+    """Make a dynamic group of `w0` to `w2` in this process, and use `w0` on this thread."""
     from tests.rpc.test_publishing import Crowd
 
     made = Crowd(tmp_path)

@@ -1,6 +1,6 @@
-"""How much of the pure files their tests run: `python -m tests.covering`; fails where that is too little.
+"""Measure how much of the pure files their tests run: `python -m tests.covering`; fail if that is too little.
 
-Of state machines without threads and sockets each branch can be reached, so each should be.
+Each branch of state machines without threads and sockets can be reached, so each should be.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ALSO = [
     "test_seconds",
     "test_frames",
     "test_surroundings",
-]  # beside those that have the name of the file which they are about
+]  # besides tests that have the name of their file
 
 
 def tests() -> list[str]:
-    """The simulations, and the tests of small parts, wherever they are."""
+    """Return the simulations, and the tests of pure files in all folders."""
     names = sorted({f"test_{pathlib.Path(name).stem}" for name in PURE}.union(ALSO))
     found = [str(path) for name in names for path in HERE.rglob(f"{name}.py")]
     return [str(HERE / "sim"), *(path for path in found if not path.startswith(str(HERE / "sim")))]
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def measure(folder: pathlib.Path) -> dict[str, float]:
-    """Of each pure file the percentage of statements and branches that are run."""
+    """Return the percentage of statements and branches that are run, for each pure file."""
     pytest = ["-m", "pytest", "-m", "not nightly and not cuda", "--timeout", "300", *tests()]
     _coverage(folder, "run", "--branch", f"--include={ROOT}/*", *pytest)
     _coverage(folder, "json", "-q", "-o", f"{folder}/report.json")
@@ -50,7 +50,7 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 
 def _coverage(folder: pathlib.Path, *arguments: str) -> None:
-    """In this process alone: pure files need no other."""
+    """Run coverage without subprocesses, which pure files do not need."""
     command = [
         sys.executable,
         "-m",

@@ -1,7 +1,7 @@
-"""Hosts for tests: network namespaces at one bridge, where cables are pulled, or rules of nftables drop packets.
+"""Hosts for tests: network namespaces at one bridge, with cables to pull, and nftables rules that drop packets.
 
-All rules are those of the bridge's namespace, so they hit what crosses between hosts and nothing else. A packet that
-is dropped leaves no trace for its sender: neither a refusal nor an unreachable host.
+All rules belong to the bridge's namespace, so they affect only traffic between hosts. A dropped packet has no effect at
+its sender: neither a refusal nor an unreachable host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 ADDRESS = "10.234.77.{}"
 PATIENCE = 30.0
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_serial = itertools.count()  # several networks may be there at once
+_serial = itertools.count()  # several networks may exist at once
 
 
 def ip(*words: str) -> None:
@@ -28,7 +28,7 @@ def ip(*words: str) -> None:
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here, if so."""
+    """Return the reason why there can be no namespaces here, or ""."""
     if not shutil.which("ip"):
         return "needs iproute2, for `ip netns`"
     probe = f"telegrad{os.getpid()}probe"
@@ -41,14 +41,14 @@ def why_not() -> str:
 
 
 def enter(namespace: str) -> None:
-    """Have this thread, and all that it starts, be on a host; Python itself can do so since 3.12."""
+    """Move this thread, and all that it starts, to a host; Python itself can do so since 3.12."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
 
 
 class Network:
-    """Hosts by number; the first have a worker each, those behind them serve a directory at most."""
+    """Hosts by number; the first ones have a worker each, the later ones serve at most a directory."""
 
     def __init__(self, count: int) -> None:
         own = f"telegrad{os.getpid()}n{next(_serial)}"
@@ -91,7 +91,7 @@ class Network:
         self._replace(f"ether type ip numgen random mod 100 < {percent} counter drop")
 
     def heal(self) -> int:
-        """Drop nothing any more; return how many packets were dropped since."""
+        """Drop no more packets; return how many were dropped."""
         listed = json.loads(self._nft("-j", "list", "table", "bridge", "faults"))["nftables"]
         parts = [part for each in listed if "rule" in each for part in each["rule"]["expr"]]
         dropped = sum(part["counter"]["packets"] for part in parts if "counter" in part)
@@ -109,7 +109,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(count: int, *programs: str) -> Iterator[Network]:
-    """Make hosts, and remove them; skip the test where there can be none, or a program that it needs is missing."""
+    """Make hosts, and remove them at the end; skip the test if namespaces or a needed program are missing."""
     why = why_not() or ", ".join(f"needs {program}" for program in programs if not shutil.which(program))
     if why:
         pytest.skip(why)

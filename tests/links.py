@@ -1,4 +1,4 @@
-"""The connections of a worker, for tests that look at them, hold them up or break them."""
+"""Access the connections of a worker, for tests that inspect, block or break them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.cluster import wait_until
 
 
 def made(worker: Worker) -> list[Link]:
-    """The connections that a worker has made to others."""
+    """Return the connections that a worker has made."""
     return [peer.link for peer in list(worker.agent._connections._peers.values()) if isinstance(peer.link, Link)]
 
 
 def accepted(worker: Worker) -> list[Link]:
-    """The connections that others have made to a worker."""
+    """Return the connections that a worker has accepted."""
     return list(worker.agent._connections._accepted)
 
 
@@ -30,7 +30,7 @@ def link_to(worker: Worker, name: str) -> Link:
 
 
 def callers_of(worker: Worker) -> list[Caller]:
-    """What a worker knows of those who are connected to it."""
+    """Return the callers that are connected to a worker."""
     return [link._on_messages.args[0] for link in accepted(worker)]  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def wait_for_calls(count: int) -> None:
 
 
 def cut(worker: Worker) -> None:
-    """Break all connections that others have made to a worker, which has noticed that on return."""
+    """Break all accepted connections of a worker, and wait until it has noticed that."""
     links = accepted(worker)
     shut(links)
     wait_until(lambda: not set(links).intersection(accepted(worker)))
@@ -59,7 +59,7 @@ def shut(links: list[Link]) -> None:
 
 @contextlib.contextmanager
 def unread(link: Link) -> Iterator[None]:
-    """Nobody reads what comes over a link."""
+    """Stop reading from a link."""
     wait_until(link.reading.take)
     try:
         yield

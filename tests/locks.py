@@ -1,4 +1,4 @@
-"""Locks that know their holder, and assert what they guard, in all agents of the processes that run tests."""
+"""Locks that know their holder, and objects that assert their lock, for all agents of test processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from telegrad._core.agent import peer
 from telegrad._core.reactor import reactor
 
-_here = threading.local()  # .latest: the lock that this thread has made last
+_here = threading.local()  # .latest: the latest lock of this thread
 
 
 class CheckedLock:
     """A lock that knows its holder."""
 
-    at_edge: Callable[[], None] | None = None  # for tests: called before a lock is acquired and after it was released
+    at_edge: Callable[[], None] | None = None  # called before an acquisition and after a release
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Guarded:
 
 
 def _check(module: Any, name: str, *peeks: str) -> None:
-    """Check the lock that a constructor of a module makes, and the object of that class which it makes next.
+    """Check the lock that a constructor of a module makes, and the guarded object that it makes next.
 
     The object may be used only with the lock held, except for the single atomic reads in `peeks`.
     """
@@ -94,5 +94,5 @@ _check(reactor, "Scheduler", "ready", "waiting", "held_up", "busy", "count")
 _check(peer, "CallTable", "begun", "in_flight", "is_full", "next_due")
 
 
-# Handlers of signals raise at once in code of the user, but not in that of the package, in which this replaces `Lock`.
+# Signal handlers raise at once in user code, but not in the package. The locks here replace some of the package.
 __name__ = "telegrad.tests.locks"

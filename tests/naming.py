@@ -1,4 +1,4 @@
-"""Names of parametrized tests that are alike in each process."""
+"""Names of parametrized tests that are equal in each process."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import re
 
 
 def alike(value: object) -> str:
-    """A value's text, without where in memory it lies."""
+    """Return a value's text without its address in memory."""
     return re.sub(r" at 0x\w+", "", str(value))

@@ -1,4 +1,4 @@
-"""Do something as another user of this host: for tests of what that user must not bring about."""
+"""Act as another user of this host, for tests of attacks by other users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-NOBODY = 65534  # a user, and a group
+NOBODY = 65534  # the id of a user and of a group
 
 
 def is_root() -> bool:
@@ -18,14 +18,14 @@ def is_root() -> bool:
 
 
 def become_nobody() -> None:
-    """Be another user from now on; only root can."""
+    """Become another user for good; needs root."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
 
 
 def as_nobody(act: Callable[[], object]) -> None:
-    """Call `act` in a child process that is another user; only root can."""
+    """Call `act` in a child process of another user; needs root."""
     pid = os.fork()
     if not pid:
         try:
@@ -67,7 +67,7 @@ def file_at(path: pathlib.Path) -> Callable[[], pathlib.Path]:
 
 @pytest.fixture
 def shared() -> Iterator[pathlib.Path]:
-    """A folder like /tmp: all may write, each can remove only what is his own."""
+    """Make a folder like /tmp: all users may write, and each may remove only own files."""
     folder = pathlib.Path(tempfile.mkdtemp())
     folder.chmod(0o1777)
     yield folder
@@ -76,9 +76,9 @@ def shared() -> Iterator[pathlib.Path]:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """Have another user make something at the path that the given function returns.
+    """Return a function that makes another user create a file, at the path that its argument returns.
 
-    Where the tests run without root, this user makes it, and the module is told that it is another's.
+    Without root, this user creates the file, and the module takes it for that of another user.
     """
 
     def made(act: Callable[[], pathlib.Path]) -> None:

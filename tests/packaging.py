@@ -1,7 +1,7 @@
-"""Builds what is published into `dist/`, and tries it: `python -m tests.packaging`.
+"""Build the published files into `dist/`, and try them: `python -m tests.packaging`.
 
-The same commit gives the same bytes, also where they are built from the sdist; the wheel works where there is nothing
-else; and `build/` has the list of what is installed with it, for those who look for what is not safe any more.
+The same commit gives the same bytes, also if they are built from the sdist; the wheel works in an empty environment;
+and `build/` has the list of the packages that are installed with it, for checks of known vulnerabilities.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compare(one: pathlib.Path, other: pathlib.Path) -> None:
 
 
 def install(environment: pathlib.Path) -> pathlib.Path:
-    """The interpreter of a new environment that has the wheel, and what it needs."""
+    """Install the wheel and its dependencies in a new environment; return its interpreter."""
     venv.create(environment, with_pip=True)
     python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
     (wheel,) = DIST.glob("*.whl")

@@ -1,4 +1,4 @@
-"""The functions, classes and methods that users can call, for tests that go through all of them."""
+"""The public functions, classes and methods, for tests that go through all of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def modules() -> list[str]:
 
 
 def functions() -> dict[str, Any]:
-    """By `module.name`."""
+    """Return public functions by `module.name`."""
     return {name: value for name, value in _exports() if inspect.isroutine(value)}
 
 
 def classes() -> dict[str, type]:
-    """Likewise, with those that are given out and imported by nobody."""
+    """Return public classes by `module.name`, and those that users get but cannot import."""
     found = {
         name: value
         for name, value in _exports()
-        if isinstance(value, type) and value.__name__ == name.rpartition(".")[2]  # else it is a second name
+        if isinstance(value, type) and value.__name__ == name.rpartition(".")[2]  # without aliases
     }
     for module, name in HANDED_OUT:
         found[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
@@ -42,7 +42,7 @@ def _exports() -> Iterator[tuple[str, Any]]:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """The methods and properties that a class of this package has of its own, or of its bases in this package."""
+    """Return the methods and properties of a class and of its bases, as far as this package defines them."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("telegrad."):

@@ -1,7 +1,7 @@
-"""A training whose workers are killed: what its processes run, and who starts them again.
+"""A training whose workers are killed: the programs of its processes, and their restarts.
 
-The driver has a pipeline on two workers and an embedding on a third, and goes on from the last checkpoint whenever one
-of them has died; killed itself, it begins there.
+The driver has a pipeline on two workers and an embedding on a third. After the loss of a worker it goes on from the
+last checkpoint; if it is killed itself, it begins with that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.cluster import Process, context, free_port, pause
 
-WORKERS = ["driver", "first", "second", "table"]  # by rank
+WORKERS = ["driver", "first", "second", "table"]  # the names by rank
 WIDTH, WORDS, BATCH = 4, 10, 8
-EVERY = 5  # steps
-BACK = 20.0  # seconds for a lost worker
+EVERY = 5  # steps between checkpoints
+BACK = 20.0  # seconds for the restart of a lost worker
 
 
 class Layer(nn.Module):
-    """Starts with the same parameters wherever it is made."""
+    """A layer that starts with the same parameters everywhere."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Table(nn.Module):
-    """An embedding, likewise."""
+    """An embedding that starts with the same parameters everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Table(nn.Module):
 
 
 class Model(nn.Module):
-    """Spread over three workers."""
+    """A model over three workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def alone(steps: int) -> list[float]:
-    """The losses of the same model in one process."""
+    """Return the losses of the same model in one process."""
     model = nn.Sequential(Table(), Layer(1), Layer(2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
@@ -96,7 +96,7 @@ def alone(steps: int) -> list[float]:
     return losses
 
 
-# What the processes run
+# The programs of the processes
 
 
 def join(rank: int, port: int) -> None:
@@ -104,7 +104,7 @@ def join(rank: int, port: int) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by who starts the workers
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the process that starts the workers serves the store
         TORCHELASTIC_RESTART_COUNT="0",
     )
     rpc.init_rpc(WORKERS[rank], rank=rank, rpc_backend_options=rpc.TelegradOptions(rpc_timeout=BACK))
@@ -116,7 +116,7 @@ def serve(rank: int, port: int) -> None:
 
 
 def drive(port: int, folder: str) -> None:
-    """Train until the file `enough` is there."""
+    """Train until the file `enough` exists."""
     join(0, port)
     runs = pathlib.Path(folder)
     state = built(runs)
@@ -135,7 +135,7 @@ def drive(port: int, folder: str) -> None:
 
 
 def built(runs: pathlib.Path) -> dict[str, Any]:
-    """A state as in the last checkpoint, or at the beginning; a worker may be lost meanwhile."""
+    """Return the state of the last checkpoint, or the initial one; retry if a worker is lost meanwhile."""
     until = time.monotonic() + BACK
     while True:
         try:
@@ -176,11 +176,11 @@ def save(state: dict[str, Any], runs: pathlib.Path) -> None:
     checkpoint.save(state, runs / f"{state['step']}-{time.monotonic_ns()}")
 
 
-# Who starts them
+# Restarts
 
 
 class Troupe:
-    """The four processes; one that is killed is started anew."""
+    """The four processes; a killed one is restarted."""
 
     def __init__(self, runs: pathlib.Path) -> None:
         self.runs = runs
@@ -204,7 +204,7 @@ class Troupe:
         self.processes[rank] = self._start(rank)
 
     def losses(self) -> list[tuple[int, float]]:
-        """The loss of each step, once more where it was done again."""
+        """Return the losses of all steps; repeated steps occur several times."""
         path = self.runs / "losses"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -215,7 +215,7 @@ class Troupe:
             threading.Event().wait(0.02)
 
     def said(self) -> list[str]:
-        """What those say that have ended with an error."""
+        """Return the names of processes that have ended with an error."""
         found = []
         for process in self.processes:
             if process._pipe.poll():
@@ -231,7 +231,7 @@ class Troupe:
 
 
 def train_through(kills: int, seed: int, runs: pathlib.Path) -> tuple[list[tuple[int, float]], int, list[str]]:
-    """Have workers killed at random moments; the losses, the steps, and who it was."""
+    """Kill workers at random moments; return the losses, the number of steps, and the killed workers."""
     chance = random.Random(seed)
     troupe = Troupe(runs)
     try:
@@ -241,7 +241,7 @@ def train_through(kills: int, seed: int, runs: pathlib.Path) -> tuple[list[tuple
             rank = number if number < len(WORKERS) else chance.randrange(len(WORKERS))
             pause(chance.uniform(0, 0.1))
             troupe.kill(rank)
-            if chance.random() < 0.75:  # else the next one dies while it recovers
+            if chance.random() < 0.75:  # else the next kill happens during the recovery
                 troupe.wait(lambda seen=seen: len(troupe.losses()) > seen + 1)
         (runs / "enough").touch()
         troupe.wait((runs / "steps").exists)

@@ -1,4 +1,4 @@
-"""The seeds of simulations and random programs: those that a test asks for, or the one of TELEGRAD_SEED alone."""
+"""The seeds of simulations and random programs: those of a test, or TELEGRAD_SEED alone."""
 
 from __future__ import annotations
 

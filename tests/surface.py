@@ -1,8 +1,7 @@
-"""What users may import, with signatures and how stable it is: `python -m tests.surface` writes it to surface.txt.
+"""The public names with their signatures and stability: `python -m tests.surface` writes them to surface.txt.
 
-It is read from the source and not from what is imported, so that it needs no torch and is the same on every Python.
-How stable a name is, is read from docs/stability.md. Where something stable would break, nothing is written, unless
-`--breaking` says that this is meant.
+They are read from the source, so that this needs no torch and gives the same on every Python. The stability of names is
+read from docs/stability.md. If something stable would break, nothing is written, unless `--breaking` confirms it.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ MODULES = (
     "telegrad.errors",
     "telegrad.compat",
 )
-EXTENSIONS = "telegrad.ext"  # for its modules, the names alone: their signatures are those of the core
-HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.rref", "Proxy"))  # imported by nobody
+EXTENSIONS = "telegrad.ext"  # only names are listed for its modules, as the core has their signatures
+HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.rref", "Proxy"))  # not importable
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Definition(NamedTuple):
-    """Where a name of the package is defined, and as what; None is a module."""
+    """The module and the statement that define a name of the package; the statement of a module is None."""
 
     module: str
     node: ast.stmt | None
@@ -58,14 +57,14 @@ class Levels(NamedTuple):
         return cls(*columns)
 
     def of(self, module: str, name: str) -> str:
-        """Of a name of a module, or of a member of a class of it."""
+        """Return the level of a name of a module, or of a member of a class in it."""
         if name in self.internal.get(module, ()):
             return INTERNAL
         return PROVISIONAL if {name, "all"} & self.provisional.get(module, set()) else STABLE
 
 
 def text() -> str:
-    """The whole surface."""
+    """Return the whole surface."""
     public = {definition(module, name) for module in MODULES for name in exported(module)}
     blocks = [_block(module, [(module, name) for name in exported(module)], public) for module in MODULES]
     blocks += [_names(module) for module in extension_modules()]
@@ -73,7 +72,7 @@ def text() -> str:
 
 
 def broken(before: str, now: str) -> list[str]:
-    """The lines of a surface that were stable, and do not hold any more."""
+    """Return the stable lines of a surface that do not hold any more."""
     kept = _lines(now)
     return [
         " ".join([*place, line])
@@ -84,7 +83,7 @@ def broken(before: str, now: str) -> list[str]:
 
 
 def _lines(surface: str) -> dict[tuple[str, ...], list[str]]:
-    """What is stable in it, by module and class."""
+    """Return the stable lines of a surface, by module and class."""
     found: dict[tuple[str, ...], list[str]] = {}
     module = name = ""
     for line in surface.splitlines():
@@ -101,7 +100,7 @@ def _lines(surface: str) -> dict[tuple[str, ...], list[str]]:
 
 
 def _serves(now: str, before: str) -> bool:
-    """Whether a function takes every call that it took before: parameters were added, which have defaults."""
+    """Return True if a function takes every call that it took before: new parameters have defaults."""
     new, old = _parsed(now), _parsed(before)
     if new is None or old is None or ast.dump(_bare(new)) != ast.dump(_bare(old)):
         return False
@@ -117,7 +116,7 @@ def _serves(now: str, before: str) -> bool:
 
 
 def _parsed(line: str) -> Function | None:
-    """None for what is no function."""
+    """Return the parsed function, or None for other lines."""
     try:
         node = ast.parse(f"{line.removeprefix('classmethod ').removeprefix('staticmethod ')}: ...").body[0]
     except SyntaxError:
@@ -126,7 +125,7 @@ def _parsed(line: str) -> Function | None:
 
 
 def _bare(function: Function) -> Function:
-    """All of it that must stay: its name, what it returns, and whether it takes any number of arguments."""
+    """Return the parts of a function that must stay: its name, its result, and variadic parameters."""
     bare = copy.deepcopy(function)
     bare.args.args, bare.args.defaults, bare.args.kwonlyargs, bare.args.kw_defaults = [], [], [], []
     return bare
@@ -139,7 +138,7 @@ def extension_modules() -> list[str]:
 
 
 def exported(module: str) -> list[str]:
-    """The `__all__` of a module; where that is computed, its classes."""
+    """Return the `__all__` of a module, or its classes if `__all__` is computed."""
     try:
         names: list[str] = ast.literal_eval(_assigned(module, "__all__"))
     except ValueError:
@@ -148,7 +147,7 @@ def exported(module: str) -> list[str]:
 
 
 def definition(module: str, name: str) -> Definition | None:
-    """What a name of a module leads to; None where that is not in this package."""
+    """Return the definition of a name of a module, or None if it is not in this package."""
     for node in _statements(_tree(module)):
         if isinstance(node, Function | ast.ClassDef) and node.name == name and not _is_overload(node):
             return Definition(module, node)
@@ -164,7 +163,7 @@ def definition(module: str, name: str) -> Definition | None:
 
 
 def _is_overload(node: ast.stmt) -> bool:
-    """Whether type checkers alone read this definition, and not the one that runs, which follows it."""
+    """Return True for an overload, which only type checkers read."""
     return any(isinstance(each, ast.Name) and each.id == "overload" for each in getattr(node, "decorator_list", ()))
 
 
@@ -186,7 +185,7 @@ def _block(title: str, names: Iterable[tuple[str, str]], public: set[Definition 
 
 
 def _marked(levels: Levels, module: str, name: str, public: set[Definition | None]) -> Iterator[str]:
-    """With the level of the name before it, and of those members that are internal."""
+    """Yield the lines of a name, the first with its level, and internal members marked."""
     first, *members = _rendered(name, definition(module, name), public)
     yield f"{levels.of(module, name)} {first}"
     for line in members:
@@ -216,7 +215,7 @@ def _rendered(name: str, found: Definition | None, public: set[Definition | None
 
 
 def _members(of: Definition, public: set[Definition | None]) -> dict[str, str]:
-    """A class's own members, and those of its bases that users do not know."""
+    """Return a class's own members, and those of its bases that are not public."""
     assert isinstance(of.node, ast.ClassDef)
     found: dict[str, str] = {}
     for base in reversed(of.node.bases):
@@ -235,7 +234,7 @@ def _members(of: Definition, public: set[Definition | None]) -> dict[str, str]:
 
 
 def _bases(of: Definition, public: set[Definition | None]) -> Iterator[str]:
-    """Those that users know, or that come from elsewhere."""
+    """Yield the bases that are public, or of other packages."""
     assert isinstance(of.node, ast.ClassDef)
     for base in of.node.bases:
         hidden = _hidden(of.module, base, public)
@@ -259,7 +258,7 @@ def _method(module: str, node: Function) -> str:
 
 
 def _signature(module: str, node: Function) -> str:
-    """With the values of constants in the place of their names."""
+    """Return the signature, with the values of constants in place of their names."""
     args = copy.copy(node.args)
     args.defaults = [_value(module, default) for default in args.defaults]
     args.kw_defaults = [default and _value(module, default) for default in args.kw_defaults]
@@ -278,13 +277,13 @@ def _is_public(name: str) -> bool:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Those of a module, and those that stand under an `if`."""
+    """Yield the statements of a module, and those under an `if`."""
     for node in tree.body:
         yield from node.body if isinstance(node, ast.If | ast.With) else [node]
 
 
 def _targets(node: ast.stmt) -> list[str]:
-    """The names that a statement assigns to."""
+    """Return the names that a statement assigns to."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
 

@@ -1,4 +1,4 @@
-"""A forked child can take every lock of a module, whichever thread of its parent held it at the fork."""
+"""A forked child can take every lock of a module, although any thread of its parent may have held it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.test_imports import MODULES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
 
-LIMIT = 20.0  # seconds for what a child does
+LIMIT = 20.0  # seconds for the work of a child
 
 # Every lock of a module
 
@@ -35,11 +35,11 @@ LOCKS = (
     *(threading.Condition, threading.Event, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue, Exclusive),
 )
-TAKEN_BY_THE_FORK = {"telegrad.compat._lock"}  # since what it guards must be whole in the child
+TAKEN_BY_THE_FORK = {"telegrad.compat._lock"}  # the fork takes it, as its data must be consistent in the child
 
 
 def locks_of(module: ModuleType) -> dict[str, Any]:
-    """The locks that are reached from a module's globals, by way of classes, functions and objects of this package."""
+    """Return the locks that are reachable from a module's globals through objects of this package."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -65,7 +65,7 @@ def parts_of(thing: Any) -> dict[Any, Any]:
     if isinstance(thing, list | tuple | set | frozenset):
         return dict(enumerate(thing))
     if isinstance(thing, functools.cached_property):
-        return vars(thing)  # with a lock, until Python 3.12
+        return vars(thing)  # has a lock until Python 3.12
     if isinstance(thing, MethodType):
         return {"__self__": thing.__self__}
     if isinstance(thing, FunctionType):
@@ -84,7 +84,7 @@ def all_locks() -> dict[str, Any]:
     found: dict[int, tuple[str, Any]] = {}
     for name in MODULES:
         if ".boot" not in name:
-            with contextlib.suppress(ImportError):  # of an extra
+            with contextlib.suppress(ImportError):  # modules of missing extras
                 locks = locks_of(importlib.import_module(name))
                 found |= {id(lock): (path, lock) for path, lock in locks.items()}
     return {path: lock for path, lock in found.values() if path not in TAKEN_BY_THE_FORK}
@@ -96,7 +96,7 @@ def test_every_lock_of_a_module_is_renewed_in_a_forked_child() -> None:
     assert [path for path, lock in locks.items() if lock not in forks._locks] == [], "make it by forks.renewed"
 
 
-def test_the_walk_finds_locks_wherever_they_are() -> None:
+def test_locks_are_found_in_all_kinds_of_objects() -> None:
     module = ModuleType("planted")
 
     class Slotted:
@@ -142,7 +142,7 @@ def take(lock: Any) -> None:
 
 @contextlib.contextmanager
 def elsewhere(act: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """While another thread is inside of what `act` gives."""
+    """Keep another thread inside of the context manager that `act` returns."""
     is_in, done = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -161,7 +161,7 @@ def elsewhere(act: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iter
 
 
 def outcome(act: Callable[[], Any]) -> Any:
-    """What it returns, or how it failed."""
+    """Return the result of `act`, or a text of its failure."""
     signal.setitimer(signal.ITIMER_REAL, LIMIT)
     try:
         return act()
@@ -197,7 +197,7 @@ def locks_that_hang() -> list[str]:
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_forked_child_takes_each_lock_that_another_thread_held() -> None:
     with processes(1) as (process,):
-        process.run(import_all)  # which may take as long as one run may
+        process.run(import_all)  # in a run of its own, as it takes long
         assert process.run(locks_that_hang) == []
 
 

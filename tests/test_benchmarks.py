@@ -1,4 +1,4 @@
-"""The figures of a benchmark are told rightly, and a peer that fails costs its own figures only."""
+"""The figures of a benchmark are shown rightly, and a failing peer affects only its own figures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_numbers() -> None:
     assert spread([2.0], "crashed: SIGSEGV") == "2.00 (2.00 to 2.00), then crashed: SIGSEGV"
 
 
-def test_targets_are_met_from_their_side() -> None:
+def test_targets_are_compared_in_their_direction() -> None:
     thresholds = [[(each.threshold, each.met) for each in RUN.checked(result)] for result in RUN.results]
     assert thresholds == [[(27.0, True)], [(4.0, False), (2.0, True)], [(30.0, False), (None, None)]]
     assert RUN.checked(TIME._replace(targets=(Absolute(19),)))[0].met is False
@@ -89,7 +89,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| call | µs |" not in text
 
 
-def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path: pathlib.Path) -> None:
+def test_the_plot_shows_the_strictest_target(tmp_path: pathlib.Path) -> None:
     assert needed(RUN, TIME) == pytest.approx(1 / 0.3)
     assert needed(RUN, RATE) == 1
     draw(RUN, tmp_path / "plot.png")
@@ -111,7 +111,7 @@ def test_rows_can_be_sent_and_their_targets_exist() -> None:
 
 
 def test_rows_do_not_import_telegrad() -> None:
-    """Their processes are forked from one that has imported the rows, and are timed as they import it."""
+    """The processes of rows are forked from one that has imported the rows, and the import is timed."""
     program = "import sys, benchmarks.rows; sys.exit('telegrad.rpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
@@ -156,12 +156,12 @@ class FakeSide:
         self.ended.append("killed")
 
 
-def test_a_side_that_fails_costs_its_own_figures_only() -> None:
+def test_a_failing_side_loses_only_its_own_figures() -> None:
     good, bad = FakeSide(1.0, 2.0, 3.0), FakeSide(1.0, Failed("hung"))
     assert take_turns(ROWS[0], [good, bad], 3) == ([[1.0, 2.0, 3.0], [1.0]], ["", "hung"])
 
 
-def test_each_row_is_measured_on_the_libraries_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_is_measured_with_the_libraries_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: dict[str, Any] = {TELEGRAD: 1.0, TORCH: 2.0, PIPELINING: Failed("hung")}
     made: list[tuple[object, ...]] = []
 
@@ -184,7 +184,7 @@ def threads_here(_: object) -> float:
 
 
 @pytest.mark.timeout(200)
-def test_a_process_has_as_many_threads_as_it_is_told() -> None:
+def test_a_process_has_the_given_number_of_threads() -> None:
     group = Group(TELEGRAD, "host", 1, threads=1)
     try:
         assert group.measure(threads_here, 30) == 1
@@ -232,7 +232,7 @@ def test_an_interrupt_kills_all_sides() -> None:
         (time.strptime, "no time", "ValueError: time data 'no time'"),
     ],
 )
-def test_a_child_that_fails_says_how_and_is_killed(run: Callable[[Any], object], asked: object, story: str) -> None:
+def test_a_failing_child_has_a_reason_and_is_killed(run: Callable[[Any], object], asked: object, story: str) -> None:
     with children_killed() as children:
         child = Child(answer_all, run, fresh=True)
         children.append(child)
@@ -242,7 +242,7 @@ def test_a_child_that_fails_says_how_and_is_killed(run: Callable[[Any], object],
     assert child.ended
 
 
-def test_a_child_that_died_is_seen_while_another_is_waited_for() -> None:
+def test_a_dead_child_is_noticed_while_waiting_for_another() -> None:
     with children_killed() as children:
         children += (Child(answer_all, time.sleep, fresh=True) for _ in range(2))
         children[0].tell(60)
@@ -251,7 +251,7 @@ def test_a_child_that_died_is_seen_while_another_is_waited_for() -> None:
             children[0].wait_answer(30, children)
 
 
-def test_peers_are_told_beside(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_the_figures_of_peers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(ROWS[0], [[10.0], [50.0], []], ["", "", "not run: no module"])
     assert beside(line, 1) == "50.0 (50.0 to 50.0), 5.0 times"
     assert beside(line, 2) == "not run: no module"
@@ -261,14 +261,14 @@ def test_peers_are_told_beside(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     assert why_not_installed("elsewhere") == ""
 
 
-def test_a_timeline_is_that_of_the_usual_course(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timeline_shows_the_most_frequent_course(capsys: pytest.CaptureFixture[str]) -> None:
     usual, odd = ("begins", "ends"), ("begins", "stumbles", "ends")
     assert timeline.show({usual: [[0, 10], [0, 30], [0, 20]], odd: [[0, 500, 900]]}) == 20
     assert "3 of 4 steps" in (said := capsys.readouterr().out)
     assert "stumbles" not in said
 
 
-@pytest.mark.timeout(200)  # three programs, each with processes that import torch
+@pytest.mark.timeout(200)  # the test starts three programs, whose processes import torch
 def test_a_program_is_timed_on_each_side() -> None:
     row = next(row for row in PROGRAMS if row.name == "actors")
     results = measure(row, 1, 1)
@@ -281,7 +281,7 @@ def test_a_program_is_timed_on_each_side() -> None:
     assert "Telegrad: from start to exit, the median of the ratios is" in text
 
 
-def test_every_program_is_there_and_names_no_library() -> None:
+def test_every_program_is_listed_and_names_no_library() -> None:
     assert {row.name for row in PROGRAMS} | {"__init__", "__main__", "common", "library", "report", "side"} == {
         path.stem for path in FOLDER.glob("*.py")
     }
@@ -300,7 +300,7 @@ def test_every_program_is_there_and_names_no_library() -> None:
         ("print('nothing')", "said nothing of its steps: 'nothing"),
     ],
 )
-def test_a_program_that_fails_says_how(
+def test_a_failing_program_has_a_reason(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, program: str, story: str
 ) -> None:
     monkeypatch.setattr("benchmarks.programs.side.FOLDER", tmp_path)
@@ -309,14 +309,14 @@ def test_a_program_that_fails_says_how(
         ProgramSide("telegrad", 1).measure(PROGRAMS[-1]._replace(patience=2.0 if "hung" in story else 30.0))
 
 
-def test_the_table_of_schedules_is_that_of_the_simulation(tmp_path: pathlib.Path) -> None:
+def test_the_documented_table_of_schedules_is_that_of_the_simulation(tmp_path: pathlib.Path) -> None:
     docs = pathlib.Path(__file__).parent.parent / "docs" / "pipelines.md"
     assert schedules.table() in docs.read_text()
     schedules.draw(str(tmp_path / "schedules.png"))
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
 
 
-def test_a_flood_is_judged_by_what_is_documented_and_by_what_it_has_taken() -> None:
+def test_floods_are_judged_by_the_documented_limits() -> None:
     for way in WAYS.values():
         good = Found(1.0, 1.0, 2.9, way.memory, way.descriptors, 1e4)
         assert not good.faults(way)
@@ -329,8 +329,8 @@ def test_a_flood_is_judged_by_what_is_documented_and_by_what_it_has_taken() -> N
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors and memory are read from /proc")
-def test_floods_cost_others_and_the_callee_little() -> None:
-    """The time by a bound that a busy machine keeps, the memory and the descriptors by those that are documented."""
+def test_floods_cost_other_workers_and_the_callee_little() -> None:
+    """The limit of time suits a busy machine; those of memory and descriptors are the documented ones."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are spread over workers."""
+"""Checkpoints of models that are distributed over workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Body(nn.Module):
 
 
 class Model(nn.Module):
-    """Four parts: on the workers `places`, in turn; the last here."""
+    """A model of four parts: three on the workers `places`, in turn, and a local one."""
 
     def __init__(self, places: list[str]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 class Whole(nn.Module):
-    """The same in one place."""
+    """The same model in one place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def training(places: list[str]) -> dict[str, Any]:
 
 
 def train(state: dict[str, Any], steps: int) -> list[float]:
-    """Some steps on data that depends on the number of the step alone; the losses."""
+    """Take steps with data that depends on the number of the step alone; return the losses."""
     losses = []
     for _ in range(steps):
         inputs = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(state["step"]))
@@ -81,7 +81,7 @@ def train(state: dict[str, Any], steps: int) -> list[float]:
 
 
 def step(state: dict[str, Any], loss_of: Callable[..., torch.Tensor]) -> float:
-    """One step on what `loss_of(model)` gives."""
+    """Take a step with the loss `loss_of(model)`; return the loss."""
     with autograd.context() as context:
         loss = loss_of(state["model"])
         autograd.backward(context, loss)
@@ -93,7 +93,7 @@ def step(state: dict[str, Any], loss_of: Callable[..., torch.Tensor]) -> float:
 
 @pytest.fixture
 def saved(tmp_path: pathlib.Path) -> Saved:
-    """A checkpoint of a training on four workers, and how that went on."""
+    """Save a checkpoint of a training on four workers; return it with later and earlier losses."""
     with agents(4) as workers:
         current.enter(workers[0])
         state = training(["w1", "w2", "w3"])
@@ -104,7 +104,7 @@ def saved(tmp_path: pathlib.Path) -> Saved:
 
 
 @pytest.mark.parametrize("places", [["w1"], ["w0"], ["w1", "w0", "w2", "w4"]], ids=len)
-def test_training_goes_on_on_other_workers(saved: Saved, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_resumes_on_other_workers(saved: Saved, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, after, before = saved
     reads, read = [], FileSystemReader.read_metadata
 
@@ -117,7 +117,7 @@ def test_training_goes_on_on_other_workers(saved: Saved, places: list[str], monk
         state = training(places)
         monkeypatch.setattr(FileSystemReader, "read_metadata", counted)
         checkpoint.load(state, path)
-        assert sorted(reads) == sorted([*{*places[:3], "w0"}, "w0"])  # the driver, and each owner for all that it has
+        assert sorted(reads) == sorted([*{*places[:3], "w0"}, "w0"])  # once by the driver and each owner
         assert state["step"] == 5
         assert state["optimizer"].param_groups[0]["lr"] == 0.025
         went_on = train(state, 5)
@@ -126,16 +126,16 @@ def test_training_goes_on_on_other_workers(saved: Saved, places: list[str], monk
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_itself_can_read_it(saved: Saved) -> None:
+def test_torch_can_load_a_checkpoint(saved: Saved) -> None:
     path, copied, _, _ = saved
     whole = Whole()
     dcp.load({"model": whole}, checkpoint_id=path, no_dist=True)
     assert all(torch.equal(whole.state_dict()[name], value) for name, value in copied.items())
     assert len(whole.state_dict()) == 23
-    assert len({file.name for file in path.iterdir()}) == 5  # one of each worker, and the table of contents
+    assert len({file.name for file in path.iterdir()}) == 5  # a file of each worker, and the metadata
 
 
-def test_what_is_not_there(saved: Saved, tmp_path: pathlib.Path) -> None:
+def test_missing_checkpoints_and_missing_entries(saved: Saved, tmp_path: pathlib.Path) -> None:
     with agents(2) as workers:
         current.enter(workers[0])
         with pytest.raises(UsageError, match="no complete checkpoint"):
@@ -146,7 +146,7 @@ def test_what_is_not_there(saved: Saved, tmp_path: pathlib.Path) -> None:
             checkpoint.load({"optimizer": DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2))}, saved[0])
 
 
-def test_what_was_not_written_to_its_end_is_no_checkpoint_and_the_older_one_stays(
+def test_an_incomplete_checkpoint_is_ignored_and_the_older_one_stays(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agents(3) as workers:
@@ -165,14 +165,14 @@ def test_what_was_not_written_to_its_end_is_no_checkpoint_and_the_older_one_stay
         checkpoint.save({**state, "step": 3}, tmp_path / "old")
         checkpoint.load(state, tmp_path / "old")
         assert state["step"] == 3
-        assert len(list((tmp_path / "old").iterdir())) == 4  # nothing is left of the older ones
+        assert len(list((tmp_path / "old").iterdir())) == 4  # files of older checkpoints are removed
 
 
 def broken(self: Saver, plan: dcp.SavePlan) -> NoReturn:
     raise OSError("no space")
 
 
-def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathlib.Path) -> None:
+def test_a_wrong_state_is_refused_at_once(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.load):
         states: list[Any] = [nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]]
         for state in states:
@@ -183,7 +183,7 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathli
             function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: pathlib.Path) -> None:
+def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathlib.Path) -> None:
     with agents(2) as workers:
         current.enter(workers[0])
         state = {"layer": RemoteModule("w1", nn.Linear, (2, 2)), "step": 1}
@@ -206,7 +206,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: pathlib
         current.enter(None)
 
 
-def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path: pathlib.Path) -> None:
+def test_a_plain_value_that_the_checkpoint_lacks_is_an_error(tmp_path: pathlib.Path) -> None:
     with agents(1) as workers:
         current.enter(workers[0])
         checkpoint.save({"epoch": 3, "none": {}}, tmp_path)
@@ -217,6 +217,6 @@ def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_pat
         current.enter(None)
 
 
-def test_a_key_that_is_no_text_is_named(tmp_path: pathlib.Path) -> None:
+def test_the_error_names_a_key_that_is_no_string(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match="dictionary by names, and its key 5 is not a string"):
         checkpoint.save({"m": 1, 5: "five"}, tmp_path / "saved")  # type: ignore[dict-item]

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the program, versions of them, and what is found after a kill."""
+"""Checkpoints that are written in the background, their versions, and the state after a kill."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, Work
 from telegrad.nn import RemoteModule
 from tests.cluster import PATIENCE, agents, group, pause, wait_until
 
-SIZE = 1 << 16  # elements of each part of the model that is saved again and again
+SIZE = 1 << 16  # elements in each part of the saved model
 
 
 class Gate:
-    """Holds up every writer until it is opened; those who come to it are counted."""
+    """Blocks every writer until it is opened, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -77,7 +77,7 @@ def values(module: nn.Module) -> set[float]:
     return {float(each) for part in module.state_dict().values() for each in part.flatten()}
 
 
-def test_it_is_as_it_was_when_it_was_saved_and_training_goes_on_meanwhile(
+def test_a_checkpoint_has_the_values_of_its_start_while_training_goes_on(
     workers: list[Worker], gate: Gate, tmp_path: pathlib.Path
 ) -> None:
     net = model()
@@ -85,7 +85,7 @@ def test_it_is_as_it_was_when_it_was_saved_and_training_goes_on_meanwhile(
     future = checkpoint.save({"model": net, "step": [1]}, tmp_path / "one", wait=False)
     for _ in workers:
         assert gate.come.acquire(timeout=PATIENCE)
-    fill(net, 2.0)  # though each worker has one thread for calls, and writes
+    fill(net, 2.0)  # although the only thread for calls of each worker writes
     assert values(net) == {2.0}
     assert not future.done()
     assert checkpoint.latest(tmp_path) is None
@@ -97,7 +97,7 @@ def test_it_is_as_it_was_when_it_was_saved_and_training_goes_on_meanwhile(
     assert state["step"] == [1]
 
 
-def test_one_is_written_at_a_time(workers: list[Worker], gate: Gate, tmp_path: pathlib.Path) -> None:
+def test_checkpoints_are_written_one_at_a_time(workers: list[Worker], gate: Gate, tmp_path: pathlib.Path) -> None:
     net = model()
     first = checkpoint.save({"model": net}, tmp_path / "one", wait=False)
     over = threading.Event()
@@ -111,7 +111,7 @@ def test_one_is_written_at_a_time(workers: list[Worker], gate: Gate, tmp_path: p
     thread.start()
     for _ in workers:
         assert gate.come.acquire(timeout=PATIENCE)
-    assert not gate.come.acquire(timeout=0.1)  # the second waits for the first
+    assert not gate.come.acquire(timeout=0.1)  # the second save waits for the first
     gate.open.set()
     assert over.wait(PATIENCE)
     thread.join()
@@ -119,7 +119,7 @@ def test_one_is_written_at_a_time(workers: list[Worker], gate: Gate, tmp_path: p
     assert checkpoint.latest(tmp_path) == str(tmp_path / "two")
 
 
-def test_a_failure_is_told_by_the_future_or_at_the_next_save(
+def test_a_failure_is_raised_by_the_future_or_the_next_save(
     workers: list[Worker], gate: Gate, tmp_path: pathlib.Path
 ) -> None:
     net = model()
@@ -156,8 +156,8 @@ def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
         checkpoint.save({"step": step}, tmp_path / str(step), keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {"2", "10"}
     in_a_day = time.time() + 86400
-    os.utime(tmp_path / "10" / folders.CONTENTS, (in_a_day, in_a_day))  # and the clock was set back since
-    checkpoint.save({"step": 5}, tmp_path / "5", keep=2)  # going on from an older one
+    os.utime(tmp_path / "10" / folders.CONTENTS, (in_a_day, in_a_day))  # as if the clock had been set back since
+    checkpoint.save({"step": 5}, tmp_path / "5", keep=2)  # as if training had resumed from an older one
     assert checkpoint.latest(tmp_path) == str(tmp_path / "5")
     assert {path.name for path in tmp_path.iterdir()} == {"10", "5"}
     checkpoint.save({"step": 6}, tmp_path / "10")
@@ -167,9 +167,9 @@ def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
             checkpoint.save({"step": 7}, tmp_path / "7", keep=wrong)  # type: ignore[arg-type]
 
 
-def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+def test_only_files_of_killed_saves_are_removed(workers: list[Worker], tmp_path: pathlib.Path) -> None:
     data = f"{'0123abcd' * 2}__0_0.distcp"
-    foreign = {  # made by other programs: of torch; half of that; only half a checkpoint; of none
+    foreign = {  # files of other programs: of torch, incomplete ones of torch, or no checkpoints
         "torch": ["__0_0.distcp", ".metadata"],
         "begun": ["__0_0.distcp", ".metadata.tmp"],
         "over": ["__0_0.distcp", data, ".metadata"],
@@ -201,7 +201,7 @@ def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path:
     assert (tmp_path / "torch" / "__0_0.distcp").exists()
 
 
-def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
+def test_copies_keep_shared_memory_shared_and_reuse_their_memory() -> None:
     shelf = HostMemoryPool(None)
     whole = torch.arange(12.0).reshape(3, 4)
     state = {"a": whole, "b": {"again": whole, "part": whole[:, 1]}, "c": [1, (whole.to_sparse(), {2})], "d": whole.t()}
@@ -219,7 +219,7 @@ def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
     assert {each.data_ptr() for each in (again["a"], again["b"]["part"], again["d"])} == pointers
 
 
-# What is found after a kill
+# The state after a kill
 
 
 class Counted(nn.Module):
@@ -254,7 +254,7 @@ def save_on_and_on(folder: pathlib.Path, owners: list[str]) -> None:
 
 
 def read(path: str) -> tuple[int, set[float]]:
-    """What torch finds there, without any worker."""
+    """Return the step and the values that torch reads from a checkpoint, without any worker."""
     state: dict[str, Any] = {f"model.{part}.number": torch.zeros(SIZE) for part in range(2)} | {"step": 0}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     return state.pop("step"), {float(end) for part in state.values() for end in part.aminmax()}
@@ -266,7 +266,7 @@ def newest(folder: pathlib.Path) -> int:
 
 
 def kill_at_random(folder: pathlib.Path, seed: int, times: int, owners: list[str]) -> None:
-    """Kill the driver, an owner or all of them while they save; the last complete one is there and whole each time."""
+    """Kill the driver, an owner or all of them during saves; check the last complete checkpoint each time."""
     count = 1 + max(int(name.removeprefix("worker")) for name in owners)
     ways = [[0], [1], list(range(count))] if count > 1 else [[0]]
     chance = random.Random(seed)
@@ -291,13 +291,13 @@ def kill_at_random(folder: pathlib.Path, seed: int, times: int, owners: list[str
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_killed_at_any_moment_the_last_complete_one_is_found(tmp_path: pathlib.Path) -> None:
+def test_the_last_complete_checkpoint_is_found_after_kills(tmp_path: pathlib.Path) -> None:
     kill_at_random(tmp_path, int(os.environ.get("TELEGRAD_SEED", "1")), 3, ["worker0", "worker0"])
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_killed_at_many_moments_the_last_complete_one_is_found(tmp_path: pathlib.Path) -> None:
+def test_the_last_complete_checkpoint_is_found_after_many_kills(tmp_path: pathlib.Path) -> None:
     kill_at_random(
         tmp_path, int(os.environ.get("TELEGRAD_SEED", str(random.randrange(1 << 32)))), 50, ["worker1", "worker2"]
     )
@@ -310,7 +310,7 @@ def save_and_leave(folder: pathlib.Path) -> None:
     rpc.shutdown()
 
 
-def test_shutdown_waits_for_what_is_written(tmp_path: pathlib.Path) -> None:
+def test_shutdown_waits_for_a_checkpoint(tmp_path: pathlib.Path) -> None:
     with group(2) as workers:
         for worker in workers:
             worker.begin(save_and_leave, tmp_path)
@@ -319,9 +319,9 @@ def test_shutdown_waits_for_what_is_written(tmp_path: pathlib.Path) -> None:
     assert checkpoint.latest(tmp_path) == str(tmp_path / "1")
 
 
-# Owners that do not get on
+# Owners without progress
 
-LIMIT = 1.0  # seconds of a step
+LIMIT = 1.0  # seconds without progress
 
 
 def hurry() -> None:
@@ -334,7 +334,7 @@ def hurried(workers: list[Worker]) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_an_owner_that_hangs_is_not_waited_for(gate: Gate, tmp_path: pathlib.Path) -> None:
+def test_saving_does_not_wait_for_a_hanging_owner(gate: Gate, tmp_path: pathlib.Path) -> None:
     net = model()
     with pytest.raises(WorkersFailed, match=r"CallTimeout: worker 'w1' made no progress for 1 s .*`rpc_timeout`"):
         checkpoint.save({"model": net}, tmp_path / "one")
@@ -347,7 +347,7 @@ def test_an_owner_that_hangs_is_not_waited_for(gate: Gate, tmp_path: pathlib.Pat
 
 
 @pytest.mark.usefixtures("hurried")
-def test_an_owner_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_saving_waits_for_a_slow_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     write = folders._InSteps.write
     monkeypatch.setattr(folders, "STEP", SIZE)
 
@@ -367,7 +367,7 @@ def test_an_owner_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, tm
 
 
 class Stopping(Counted):
-    """Its process is stopped as it is saved or loaded, from the second time on."""
+    """A part whose process is stopped at each save and load, from the second one on."""
 
     def get_extra_state(self) -> int:
         return self.stop()
@@ -394,11 +394,11 @@ def outcome(act: Callable[..., Any], folder: pathlib.Path) -> str:
     return str(caught.value)
 
 
-kept: dict[str, Any] = {}  # what the driver saves
+kept: dict[str, Any] = {}  # the state that the driver saves
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped")
-def test_an_owner_that_is_stopped_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+def test_saving_and_loading_do_not_wait_for_a_stopped_owner(tmp_path: pathlib.Path) -> None:
     with group(2, silence=0) as workers:
         workers[0].run(prepare, tmp_path)
         said = [workers[0].run(outcome, checkpoint.save, tmp_path / "2")]

@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved: values, types, and the types of keys."""
+"""A checkpoint keeps values, their types, and the types of keys."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(value=values, wait=st.booleans())
-def test_any_value_is_what_it_was(
+def test_any_value_is_loaded_as_it_was_saved(
     worker: None, tmp_path_factory: pytest.TempPathFactory, value: Any, wait: bool
 ) -> None:
     found = kept(value, tmp_path_factory.mktemp("checkpoint") / "one", wait)
     assert alike(found, value), found
 
 
-def test_an_ordered_dictionary_comes_back_as_a_dictionary(worker: None, tmp_path: pathlib.Path) -> None:
-    """So that torch itself can read the tensors of a `state_dict()`."""
+def test_an_ordered_dictionary_is_loaded_as_a_dictionary(worker: None, tmp_path: pathlib.Path) -> None:
+    """Torch itself can then read the tensors of a `state_dict()`."""
     found = kept(OrderedDict(b=torch.ones(1), a=torch.zeros(1)), tmp_path)
     assert alike(found, {"b": torch.ones(1), "a": torch.zeros(1)})
 
@@ -113,7 +113,7 @@ def trained() -> tuple[torch.optim.Adam, MultiStepLR]:
     return optimizer, scheduler
 
 
-def test_an_optimizer_and_a_scheduler_of_torch_go_on(worker: None, tmp_path: pathlib.Path) -> None:
+def test_an_optimizer_and_a_scheduler_of_torch_resume(worker: None, tmp_path: pathlib.Path) -> None:
     optimizer, scheduler = trained()
     checkpoint.save({"optimizer": optimizer, "scheduler": scheduler}, tmp_path)
     fresh = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -137,7 +137,7 @@ def test_distributed_optimizers_keep_their_whole_state(worker: None, tmp_path: p
 
 
 class Growing(torch.optim.Optimizer):
-    """Takes larger steps each time, and keeps in its groups how large: as a number, and as a tensor."""
+    """Takes larger steps each time, and keeps their size in its groups, as a number and as a tensor."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "total": torch.zeros(())})
@@ -171,7 +171,7 @@ def train(model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("as_checkpoint", [True, False])
-def test_what_optimizers_keep_in_their_groups(worker: None, tmp_path: pathlib.Path, as_checkpoint: bool) -> None:
+def test_state_in_the_groups_of_optimizers(worker: None, tmp_path: pathlib.Path, as_checkpoint: bool) -> None:
     model = nn.Sequential(*layers("w0", "w1"))
     optimizer = DistributedOptimizer.for_module(Growing, model, lr=0.01)
     saved = train(model, optimizer), optimizer.state_dict()
@@ -195,7 +195,7 @@ def test_what_optimizers_keep_in_their_groups(worker: None, tmp_path: pathlib.Pa
         assert (group["lr"], group["k"], group["total"].item()) == (0.01, 4, 10)
 
 
-def test_owners_that_keep_different_values(worker: None, tmp_path: pathlib.Path) -> None:
+def test_owners_with_different_values_in_a_group_are_refused(worker: None, tmp_path: pathlib.Path) -> None:
     modules = layers("w0", "w1")
     model = nn.Sequential(*modules)
     parts = [module.get_module_rref() for module in modules]

@@ -1,4 +1,4 @@
-"""Every parameter of every public function refuses what it cannot be, at once, by its name and in few words."""
+"""Every parameter of every public function refuses wrong values at once, by its name and in few words."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LONGEST = 500  # characters of a message
 NAN, INF, HUGE, LONG = float("nan"), float("inf"), 10**400, "x" * 1_000_000
 REFUSED = (errors.UsageError, TypeError, ValueError)
 
-# What is wrong for each kind of parameter.
-LONE = "\ud800"  # a surrogate without its other half, which UTF-8 cannot write
+# Wrong values for each kind of parameter.
+LONE = "\ud800"  # a lone surrogate, which UTF-8 cannot encode
 NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE, LONE, LONE + LONG]
 NO_FLAG: list[Any] = [0, 1, "yes", b"", [], object(), 1.0]
 SCALARS: list[Any] = [np.bool_(True), np.array([1, 2]), np.array(1), torch.tensor(True), torch.tensor(1), 1j]
@@ -52,7 +52,7 @@ def all_of(names: Iterable[str], values: list[Any]) -> dict[str, list[Any]]:
     return dict.fromkeys(names, values)
 
 
-# By the names of parameters: a name means the same wherever it stands, but for those in BY_ENTRY.
+# By the names of parameters: a name means the same everywhere, except for those in BY_ENTRY.
 BY_NAME: dict[str, list[Any]] = {
     **all_of(("timeout", "rpc_timeout"), with_none(NO_SECONDS)),
     **all_of(("silence", "heartbeat", "max_wait"), with_none([*NO_SECONDS, INF])),
@@ -151,9 +151,9 @@ BY_ENTRY: dict[str, list[Any]] = {
     "telegrad.optim.DistributedOptimizer.for_module: module": NO_MODULE,
     "telegrad.weights.ShardedPublisher: source": [None, 5, True, "x", [], object(), {}],
 }  # fmt: skip
-# parameters that take every value, or are passed on
+# parameters that accept every value, or are passed on
 ANYTHING = {"value", "result", "inputs", "example", "targets", "type_hint", "items", "destination", "param"}
-# Values, what Python or torch calls, and what other tests go through.
+# Values, functions that Python or torch calls, and those with other tests.
 LEFT_OUT = {
     "telegrad.rpc.BackendType", "telegrad.rpc.Generation", "telegrad.rpc.GroupFuture", "telegrad.rpc.Group",
     "telegrad.rpc.RefGroup", "telegrad.rpc.Stream", "telegrad.rpc.TlsFiles", "telegrad.rpc.WorkerInfo",
@@ -162,7 +162,7 @@ LEFT_OUT = {
     "telegrad.launch.local.LocalGroup.__exit__",
     "telegrad._core.rpc.rref.Proxy", "telegrad._core.rpc.rref.Proxy.__call__", "telegrad.rpc.RRef.__call__",
     "telegrad.rpc.Future",
-    "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # which are refused as a whole
+    "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # these methods always refuse
     "telegrad.nn.RemoteModule.register_buffer", "telegrad.nn.RemoteModule.register_parameter",
     "telegrad.nn.RemoteModule.add_module", "telegrad.optim.DistributedOptimizer.zero_grad",
     "telegrad.optim.DistributedOptimizer.register_state_dict_pre_hook",
@@ -174,7 +174,7 @@ LEFT_OUT = {
 
 
 def entries() -> Iterator[tuple[str, Any]]:
-    """Each public function, class and method, by its name."""
+    """Yield each public function, class and method, by its name."""
     yield from public.functions().items()
     for name, kind in public.classes().items():
         if not issubclass(kind, errors.TelegradError):
@@ -212,7 +212,7 @@ def test_each_parameter_has_an_entry_in_the_table() -> None:
 
 
 class Things:
-    """What plausible arguments are made of, in a group of a driver and two workers."""
+    """Plausible arguments, in a group of a driver and two workers."""
 
     def __init__(self) -> None:
         self.module = telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 1))
@@ -281,7 +281,7 @@ class Things:
         }
 
     def call(self, entry: str, function: Any, parameter: str, value: Any) -> None:
-        """Call with one wrong argument, and right ones where some are needed."""
+        """Call with one wrong argument, and right ones for the other required parameters."""
         owner, _, member = entry.rpartition(".")
         if owner in public.classes():
             function = getattr(self.instances[owner], member)
@@ -309,7 +309,7 @@ class Things:
 
 
 def check_all() -> list[str]:
-    """What is wrong in a group of this process and a worker."""
+    """Return all faults of refusals, in a group of this process and a worker."""
     with telegrad.local(["worker0"]) as local:
         things, wrong = Things(), []
         things.instances["telegrad.launch.local.LocalGroup"] = local
@@ -327,7 +327,7 @@ def check_all() -> list[str]:
 
 
 def fault_of(call: Callable[[], Any], parameter: str) -> str:
-    """Why a refusal is none, or a bad one; "" where all is well."""
+    """Return the fault of a refusal, or "" for a good one."""
     try:
         call()
     except errors.NotInitialized:
@@ -345,7 +345,7 @@ def fault_of(call: Callable[[], Any], parameter: str) -> str:
     return "is taken"
 
 
-# Words that name a parameter in messages that people know.
+# Other words for parameters, in messages that users know.
 ALSO = {
     "to": ("destination",),
     "worker": ("destination",),
@@ -380,7 +380,7 @@ ALSO = {
 
 
 @pytest.mark.timeout(3 * PATIENCE)
-def test_each_parameter_refuses_what_it_cannot_be() -> None:
+def test_each_parameter_refuses_wrong_values() -> None:
     with processes(1) as (process,):
         wrong: list[str] = process.run(check_all, patience=3 * PATIENCE)
     assert not wrong, "\n" + "\n".join(wrong)
@@ -398,9 +398,9 @@ def test_values_are_shown_in_few_words() -> None:
     assert checks.short_repr(torch.ones(3)) == "Tensor"
 
 
-def test_options_of_another_package_are_called_so() -> None:
+def test_options_of_another_package_are_refused_with_their_type() -> None:
     class TensorPipeRpcBackendOptions:
-        """As torch has them."""
+        """Has the name of torch's options."""
 
     with pytest.raises(errors.InvalidArgument, match=r"telegrad\.rpc\.Telegrad.*of the type tests\.test_checks"):
         rpc.init_rpc("a", rpc_backend_options=TensorPipeRpcBackendOptions())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Programs that may open few files: each error says so, and what to do."""
+"""Programs that may open few files get errors that say this, with advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are
 
 
 def limit(left: int) -> None:
-    """Have this process open so many files more, and no others."""
+    """Allow this process to open `left` more files."""
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -49,7 +49,7 @@ def error_of_joining(left: int) -> str:
     with pytest.raises(errors.RendezvousError) as caught:
         init(0, 1, free_port(), rpc_timeout=PATIENCE)
     unlimit()
-    init(0, 1, free_port())  # nothing stayed behind
+    init(0, 1, free_port())  # the failed attempts left nothing behind
     rpc.shutdown()
     return str(caught.value)
 
@@ -69,7 +69,7 @@ def error_of_starting(left: int) -> str:
     return str(caught.value)
 
 
-def test_starting_workers_with_few_descriptors_says_so(two: list[Process]) -> None:
+def test_starting_workers_with_few_descriptors_gives_advice(two: list[Process]) -> None:
     assert "ulimit -n" in two[0].run(error_of_starting, 8)
 
 
@@ -110,7 +110,7 @@ def join_two(rank: int, port: int) -> None:
     init(rank, 2, port)
 
 
-def test_calls_without_descriptors_say_so_and_go_on_later(two: list[Process]) -> None:
+def test_calls_without_descriptors_give_advice_and_work_later(two: list[Process]) -> None:
     run_all(two, join_two, free_port())
     said = two[0].run(error_of_calling)
     assert "worker 'worker1' was not called" in said
@@ -136,7 +136,7 @@ OPERATIONS: dict[str, Callable[[], object]] = {
 
 
 def blames_of_calls_with_few_descriptors() -> list[str]:
-    """What does not say that this process has too few, of all that fails for want of them."""
+    """Return the failures that do not mention that this process has too few descriptors."""
     wrong = []
     for left, (name, act) in itertools.product(range(6), OPERATIONS.items()):
         OPERATIONS["small"]()
@@ -150,17 +150,17 @@ def blames_of_calls_with_few_descriptors() -> list[str]:
             wrong.append(f"{name}, {left} left: {error!r}")
         finally:
             unlimit()
-        act()  # all is well again
+        act()  # the operation works again
     return wrong
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_calls_of_a_worker_with_few_descriptors_blame_no_other(two: list[Process]) -> None:
+def test_calls_of_a_worker_with_few_descriptors_blame_no_other_worker(two: list[Process]) -> None:
     run_all(two, join_two, free_port())
     assert two[0].run(blames_of_calls_with_few_descriptors, patience=2 * PATIENCE) == []
 
 
-def test_other_errors_stay_as_they_are() -> None:
+def test_other_errors_are_not_changed() -> None:
     error = PermissionError(errno.EACCES, "no")
     assert resources.error_text(error) == str(error)
     with pytest.raises(PermissionError) as caught, resources.translate_error("it", errors.RendezvousError):

@@ -1,4 +1,4 @@
-"""What `help` shows of every public name: its parameters, what it gives, and an example that runs."""
+"""`help` of every public name shows its parameters, its result, and an example that runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests import surface
 from tests.cluster import free_port, processes
 
 SECTIONS = ("Args", "Returns", "Raises", "Example")
-# What users are given, and a name for a type: there is nothing to try.
+# Objects that users only receive, and a name for a type, have nothing to try.
 WITHOUT_EXAMPLE = {"BackendType", "Generation", "RpcBackendOptions", "_rref_context_get_debug_info"}
-# In modules that need other libraries.
+# These are in modules that need other libraries.
 OPTIONAL = (
     ("telegrad.insight.prometheus", "register"),
     ("telegrad.insight.prometheus", "serve_metrics"),
@@ -30,13 +30,13 @@ OPTIONAL = (
     ("telegrad.insight.opentelemetry", "uninstrument"),
     ("telegrad.weights.torchrl", "TelegradWeightSyncScheme"),
 )
-# Those that begin or end a group: each in a process of its own, which is no worker.
+# Examples that begin or end a group run in a process of their own, which is no worker.
 ALONE = {"local", "init_rpc", "shutdown", "serve", "TelegradOptions", "TensorPipeRpcBackendOptions", "TlsFiles"}
 ALONE |= {"rendezvous_again", "generation", "stop_serving", "install", "uninstall", "installed"}
 
 
 class Public(NamedTuple):
-    """A function or class that users may import, or a member of such a class."""
+    """A public function or class, or a member of a public class."""
 
     module: str
     name: str
@@ -61,7 +61,7 @@ class Public(NamedTuple):
 
 
 def names() -> Iterator[Public]:
-    """All that are defined in the package, each once."""
+    """Yield all public names that the package defines, each once."""
     seen = set()
     levels = surface.Levels.read(surface.PROMISES.read_text())
     places = [(module, name) for module in surface.MODULES for name in surface.exported(module)]
@@ -94,7 +94,7 @@ def label(public: Public) -> str:
 
 
 def sections(doc: str) -> dict[str, str]:
-    """The text of each section, and before the first one, under "", the summary."""
+    """Return the text of each section; the summary before the first one has the name ""."""
     parts = re.split(r"^(\w+):\n(?=    )", f"{doc}\n", flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
@@ -104,21 +104,21 @@ def listed(section: str) -> list[str]:
 
 
 def referred(public: Public) -> list[str]:
-    """The parameters that another docstring tells, which this one refers to: "As `name`", of the class or of `rpc`."""
+    """Return the parameters of docstrings that this one refers to by "As `name`", of the same class or of `rpc`."""
     names = re.findall(r"\b[Aa]s (?:for )?`(?:rpc\.)?(\w+)`", public.doc)
     found = [each for each in NAMES if each.name in names and each.owner in ("", public.owner) and each != public]
     return [parameter for each in found for parameter in listed(sections(each.doc).get("Args", ""))]
 
 
 def foreign(public: Public) -> bool:
-    """Whether a method stands for one of a class from elsewhere, whose documentation tells the rest."""
+    """Return True if a method overrides one of another package, whose documentation has the rest."""
     kind = getattr(importlib.import_module(public.module), public.owner, None)
     bases = [] if kind is None else [base for base in kind.__mro__ if not base.__module__.startswith("telegrad")]
     return any(public.name in vars(base) for base in bases)
 
 
 @pytest.mark.parametrize("public", NAMES, ids=label)
-def test_it_has_a_docstring_of_known_sections(public: Public) -> None:
+def test_a_public_name_has_a_docstring_of_known_sections(public: Public) -> None:
     assert public.doc, "no docstring"
     found = list(sections(public.doc))[1:]
     assert found == [each for each in SECTIONS if each in found]
@@ -127,7 +127,7 @@ def test_it_has_a_docstring_of_known_sections(public: Public) -> None:
 
 
 @pytest.mark.parametrize("public", TOLD, ids=label)
-def test_its_parameters_are_told(public: Public) -> None:
+def test_a_docstring_describes_its_parameters(public: Public) -> None:
     parameters, node = public.parameters, public.node
     told = sections(public.doc)
     if isinstance(node, ast.ClassDef):
@@ -147,12 +147,12 @@ def test_its_parameters_are_told(public: Public) -> None:
 
 
 @pytest.mark.parametrize("public", [each for each in TOLD if not each.owner], ids=label)
-def test_it_has_an_example(public: Public) -> None:
+def test_a_docstring_has_an_example(public: Public) -> None:
     exempt = any(public[:2] == each for each in (*surface.HANDED_OUT, *OPTIONAL))
     assert exempt or public.name in WITHOUT_EXAMPLE or "Example" in sections(public.doc)
 
 
-def test_help_teaches() -> None:
+def test_help_has_all_sections() -> None:
     text = inspect.getdoc(telegrad.rpc.rpc_sync) or ""
     assert list(sections(text)) == ["", *SECTIONS]
 
@@ -162,7 +162,7 @@ def test_help_teaches() -> None:
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two workers and a driver, in a folder of their own."""
+    """Start two workers and a driver, in a folder of their own."""
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("examples"))
     try:
@@ -173,7 +173,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def run(doc: str, name: str) -> str:
-    """What went wrong."""
+    """Run the examples of a docstring; return their failures."""
     from telegrad import rpc
 
     scope: dict[str, Any] = {"telegrad": telegrad, "rpc": rpc, "torch": torch, "nn": torch.nn, "__name__": "__main__"}
@@ -193,11 +193,11 @@ def run_alone(doc: str, name: str, folder: str) -> str:
 
 @pytest.mark.parametrize("public", [each for each in EXAMPLES if each.name not in ALONE], ids=label)
 @pytest.mark.usefixtures("group")
-def test_the_example_runs(public: Public) -> None:
+def test_an_example_runs(public: Public) -> None:
     assert run(public.doc, label(public)) == ""
 
 
 @pytest.mark.parametrize("public", [each for each in EXAMPLES if each.name in ALONE], ids=label)
-def test_the_example_runs_alone(public: Public, tmp_path: pathlib.Path) -> None:
+def test_an_example_runs_in_a_process_of_its_own(public: Public, tmp_path: pathlib.Path) -> None:
     with processes(1) as [process]:
         assert process.run(run_alone, public.doc, label(public), str(tmp_path)) == ""

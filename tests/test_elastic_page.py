@@ -1,4 +1,4 @@
-"""What docs/elastic.md shows works, and what it lists as said is said."""
+"""The program of docs/elastic.md works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 5000
 
 @pytest.mark.nightly
 @pytest.mark.timeout(240)
-def test_the_program_goes_on_without_one_that_was_killed(tmp_path: pathlib.Path) -> None:
+def test_the_program_goes_on_after_a_worker_is_killed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     place = f"file://{tmp_path}/store"

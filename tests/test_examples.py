@@ -30,7 +30,7 @@ VARIANTS = {
 }
 
 
-# Runs an example whose workers need not import anything anew, which is most of what an example takes.
+# Runs an example with workers that need no imports, which take most of an example's time.
 FORKING = """
 import multiprocessing, os, runpy, sys
 fork = multiprocessing.get_context("fork")
@@ -39,26 +39,26 @@ sys.argv.pop(0)
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SPAWNING = ("first_calls.py",)  # as users run them; so are all variants
+SPAWNING = ("first_calls.py",)  # run as by users, as are all variants
 
 
 @pytest.mark.timeout(PATIENCE + 20)
 @pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.nightly) for run in VARIANTS)])
-def test_runs(run: str, tmp_path: pathlib.Path) -> None:
+def test_an_example_runs(run: str, tmp_path: pathlib.Path) -> None:
     name, *options = run.split()
     how = ["-c", FORKING] if run in RUNS and name not in SPAWNING else []
     command = [sys.executable, *how, str(EXAMPLES / name), *options]
-    environment = {**os.environ, "TELEGRAD_PROGRESS": "0"}  # a busy machine lets workers wait for each other
+    environment = {**os.environ, "TELEGRAD_PROGRESS": "0"}  # no lines about waiting, which occur on a busy machine
     ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr == "" or run in VARIANTS  # in some of which workers die
+    assert ran.stderr == "" or run in VARIANTS  # workers die in some variants
     assert (RUNS | VARIANTS)[run] in ran.stdout
     if name == "pipeline.py":
         assert (tmp_path / "pipeline_loss.png").stat().st_size > 1000
 
 
-def test_all_are_tried() -> None:
+def test_every_example_is_run() -> None:
     assert {run.split()[0] for run in RUNS | VARIANTS} == {path.name for path in EXAMPLES.glob("*.py")} - {
         "common.py",
         "server.py",
-    }  # which has a test of its own
+    }  # the server has a test of its own

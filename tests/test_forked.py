@@ -1,4 +1,4 @@
-"""A process that was forked from a worker: each public function, and each method of what they give, says so."""
+"""Public functions and methods raise the documented error in a process that was forked from a worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FINE = "fine"
 
 
 class Hangs(BaseException):
-    """A use has taken too long."""
+    """A use takes too long."""
 
 
 def late(*_: object) -> None:
@@ -38,7 +38,7 @@ def late(*_: object) -> None:
 
 
 def use(act: Callable[[], Any]) -> str:
-    """What became of it: FINE, or what is wrong."""
+    """Run a use; return FINE, or its fault."""
     signal.setitimer(signal.ITIMER_REAL, LIMIT)
     try:
         act()
@@ -54,7 +54,7 @@ def use(act: Callable[[], Any]) -> str:
 
 
 def in_child(run: Callable[[], Any]) -> Any:
-    """What `run` gives in a forked child."""
+    """Return the result of `run` in a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -78,7 +78,7 @@ def count(upto: int) -> Iterator[int]:
 
 
 def things(local: Any) -> dict[str, Any]:
-    """An instance of each public class, as a program has them."""
+    """Make an instance of each public class, as programs do."""
     stages = [telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 2)) for _ in range(2)]
     optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, stages[0], lr=0.1)
     entered = autograd.context()
@@ -138,7 +138,7 @@ def things(local: Any) -> dict[str, Any]:
 
 
 def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """A plausible one for each parameter that needs one."""
+    """Return plausible arguments for the required parameters."""
     model, reference = made["telegrad.nn.RemoteModule"], made["telegrad.rpc.RRef"]
     known = {
         **dict.fromkeys(("to", "worker", "remote_device", "of", "on"), "worker0"),
@@ -190,13 +190,13 @@ def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
 
 LEFT_OUT = {
     "telegrad.rpc.init_rpc",  # a forked child may join a group of its own; tested below
-    "telegrad.local",  # likewise
-    "telegrad.process_group",  # torch's own, made of a group
+    "telegrad.local",  # the same
+    "telegrad.process_group",  # makes a process group of torch from a group
 }
 
 
 def uses(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every use of each public thing."""
+    """Yield every use of each public object."""
     for name, function in public.functions().items():
         if name not in LEFT_OUT:
             yield name, partial(call, function, made)
@@ -206,7 +206,7 @@ def uses(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield name, partial(call, kind, made)
     for name, thing in made.items():
         for member, value in public.members(type(thing)).items():
-            if member in ("set_result", "set_exception", "aclose"):  # which end it, or are `close`
+            if member in ("set_result", "set_exception", "aclose"):  # these end the object, or are the same as `close`
                 continue
             yield f"{name}: {member}", partial(touch, thing, member, value, made)
 
@@ -234,7 +234,7 @@ def touch(thing: Any, member: str, value: Any, made: dict[str, Any]) -> None:
 
 
 def shows(thing: Any) -> bool:
-    """Logs may show it: that raises nothing."""
+    """Return True if the object has a text for logs."""
     with contextlib.suppress(Exception):
         return bool(repr(thing))
     return False
@@ -254,13 +254,13 @@ def everything_in_a_child() -> dict[str, str]:
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_every_use_in_a_forked_child_raises_the_documented_error_or_gives_a_plain_value() -> None:
+def test_every_use_in_a_forked_child_raises_or_gives_a_plain_value() -> None:
     with processes(1) as (process,):
         wrong = process.run(everything_in_a_child)
     assert not wrong, "\n".join(f"{name} {outcome}" for name, outcome in wrong.items())
 
 
-# A program whose children end in every way in which processes end.
+# A program whose children end in every possible way.
 PROGRAM = """
 import gc, multiprocessing, os, sys
 import torch
@@ -316,7 +316,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_children_drop_what_they_inherit_and_end_in_silence(tmp_path: Any) -> None:
+def test_children_drop_inherited_objects_and_end_silently(tmp_path: Any) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), f"file://{tmp_path}/store"]
@@ -371,7 +371,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_a_child_that_joins_tells_of_itself_and_not_of_its_parent(tmp_path: Any) -> None:
+def test_a_child_that_joins_a_group_reports_its_own_state(tmp_path: Any) -> None:
     program, dumps = tmp_path / "program.py", tmp_path / "dumps"
     program.write_text(JOINS)
     dumps.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""A forked child is in no call, context, pass or turn of its parent: it can join a group of its own and work there."""
+"""A forked child has no calls, contexts, passes or turns of its parent, and can join a group of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform d
 
 @contextlib.contextmanager
 def group_of(name: str) -> Iterator[None]:
-    """While this process is in a group of its own, under that name."""
+    """Join a group of this process alone, under the given name."""
     with tempfile.TemporaryDirectory() as folder:
         options = rpc.TelegradOptions(init_method=f"file://{folder}/store")
         rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
@@ -48,12 +48,12 @@ def group_of(name: str) -> Iterator[None]:
 
 
 def in_plain_child(act: Callable[[], Any]) -> Any:
-    """What `act` gives in a forked child."""
+    """Return the result of `act` in a forked child."""
     return in_child(lambda: outcome(act))
 
 
 def joins(act: Callable[[], Any]) -> Any:
-    """What `act` gives in a forked child that is in a group of its own, "child"."""
+    """Return the result of `act` in a forked child that has joined a group of its own, as "child"."""
 
     def run() -> Any:
         with group_of("child"):
@@ -72,7 +72,7 @@ def acts() -> list[int]:
 
 
 def passes() -> float:
-    """A backward pass through the child itself."""
+    """Run a backward pass through the child itself."""
     x = torch.ones(1, requires_grad=True)
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("child", torch.mul, (x, 3.0)).sum()])
@@ -80,7 +80,7 @@ def passes() -> float:
 
 
 def hooks() -> list[int]:
-    """What the hook of two tensors hears, on a new thread, too: it may have the number of a thread of the parent."""
+    """Return the calls of a hook of two tensors, also on a new thread, which may reuse a thread id of the parent."""
     heard: list[int] = []
 
     def run() -> None:
@@ -110,7 +110,7 @@ def forks_and_joins() -> Any:
 
 
 class Gate(nn.Module):
-    """Its forward pass waits in the parent."""
+    """A module whose forward pass blocks in the parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def saves() -> Any:
 
 
 def traces() -> float:
-    """What a tracer that is not at work makes of a module."""
+    """Call a module with an unused tracer."""
     module, tracer = nn.Identity(), fx.Tracer()
     return float(on_new_thread(lambda: tracer.call_module(module, module.forward, (torch.ones(1),), {})))
 
@@ -155,7 +155,7 @@ def inherited_gradients() -> str:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """A pass on this thread, and on another one."""
+    """Mark a pass as running on this thread, and on another one."""
     guard.install()
     guard.running.add(threading.get_ident())
     try:
@@ -211,7 +211,7 @@ def stepping(gate: Gate) -> Iterator[None]:
 
 
 def collects() -> bool:
-    """Whether a child collects garbage that was forked while another thread looked at all frames."""
+    """Return True if a child collects garbage although it was forked while another thread read all frames."""
     is_in, go_on = threading.Event(), threading.Event()
 
     def frames() -> NoReturn:
@@ -239,7 +239,7 @@ def collects() -> bool:
 
 
 def within(around: Callable[[], contextlib.AbstractContextManager[Any]], child: Callable[[], Any]) -> Any:
-    """What becomes of a child that is forked inside of what `around` gives."""
+    """Run a child that is forked inside of the context manager `around()`."""
     with around():
         return child()
 
@@ -250,7 +250,7 @@ def in_a_turn() -> Any:
         return joins(functools.partial(steps, gate))
 
 
-# What a child finds, and what it must find. The parent is in a group of its own.
+# The results in a child, and the expected ones. The parent is in a group of its own.
 FOUND: dict[str, tuple[Callable[[], Any], Any]] = {
     "actors": (lambda: joins(acts), [1, 2]),
     "a context": (lambda: within(autograd.context, lambda: joins(passes)), 3.0),
@@ -277,6 +277,6 @@ def find(name: str) -> Any:
 
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("name", FOUND)
-def test_a_forked_child_is_in_no_call_context_pass_or_turn_of_its_parent(name: str) -> None:
+def test_a_forked_child_does_not_inherit_state_of_its_parent(name: str) -> None:
     with processes(1) as (process,):
         assert process.run(find, name) == FOUND[name][1]

@@ -1,7 +1,7 @@
-"""Code of the user that forks on a worker, wherever a thread of the package runs it: what becomes of the child.
+"""User code that forks on a worker, on any thread on which the package runs user code.
 
-Whatever ends the user's code ends the child, with its exit code, before any code of the package goes on in it. The
-child prints what the user's code says, and nothing else; the worker serves as before.
+The end of the user's code ends the child, with its exit code, before any code of the package continues there. The child
+prints the output of the user's code only, and the worker serves as before.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ OF_THE_CHILD = re.compile(r'\[worker0\] (Traceback|  File "[^"]*/places.py"|    
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_the_end_of_the_users_code_is_the_end_of_the_child(tmp_path: pathlib.Path) -> None:
+def test_the_child_ends_with_the_users_code(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     (tmp_path / "places.py").write_text(PLACES)

@@ -1,6 +1,6 @@
-"""Folders import in one direction, extensions by `telegrad.ext`; no files in a circle; pure files stay pure.
+"""Folders import in one direction, extensions by `telegrad.ext`; there are no import cycles; pure files stay pure.
 
-Read from the source: imports inside of functions, or for types only, count like all others.
+Imports are read from the source; those inside of functions, or for types only, count like all others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
-# Each folder imports itself and those before it. A front also hands on names of extensions, so it comes after them.
+# Each folder imports itself and those before it. A front re-exports names of extensions, so it comes after them.
 ORDER = [
     "errors",
     "_core",
@@ -58,7 +58,7 @@ ORDER = [
 ]
 EXTENSIONS = {"groups", "publishing", "reporting", "pipeline", "weights", "checkpoint", "directories", "insight"}
 EXTENSIONS |= {"launch"}
-MOST_FILES = 15  # in a folder
+MOST_FILES = 15  # the limit for a folder
 PURE = [
     "_core/wire/messages.py",
     "_core/devices/device_maps.py",
@@ -111,7 +111,7 @@ MODULES = {dotted(path): path for path in FILES}
 
 
 def imported(source: str) -> set[str]:
-    """The dotted names that a file imports, wherever in it."""
+    """Return the dotted names that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -123,12 +123,12 @@ def imported(source: str) -> set[str]:
 
 
 def hands_on(source: str) -> bool:
-    """Whether a file does nothing but give the names of others."""
+    """Return True if a file only re-exports names."""
     return all(isinstance(node, ast.ImportFrom | ast.With | ast.Assign | ast.Expr) for node in ast.parse(source).body)
 
 
 def leads_to(name: str) -> set[str]:
-    """The modules of this package where what is imported under a dotted name stands."""
+    """Return the modules of this package that an import of a dotted name needs."""
     module = name
     while module and module not in MODULES:
         module = module.rpartition(".")[0]
@@ -143,7 +143,7 @@ def leads_to(name: str) -> set[str]:
 
 
 def in_circles(imports: dict[str, set[str]]) -> set[str]:
-    """Those that come back to themselves along their imports."""
+    """Return the modules that import themselves indirectly."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -158,7 +158,7 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
 
 
 def folder_of(module: str) -> str:
-    """Return the folder in which a module stands, by its name in `ORDER`."""
+    """Return the name in `ORDER` of a module's folder."""
     parts = module.split(".")[1:]
     if parts in (["errors"], ["version"]):
         return "errors"
@@ -178,13 +178,13 @@ def modules_in(source: str) -> set[str]:
 
 
 def wrong_directions(folder: str, source: str) -> list[str]:
-    """Imports of `source`, a file in `folder`, of folders that come after it."""
+    """Return imports of `source`, a file in `folder`, from folders that come after it."""
     rank = ORDER.index(folder)
     return sorted(name for name in modules_in(source) if ORDER.index(folder_of(name)) > rank)
 
 
 def past_the_interface(folder: str, source: str) -> list[str]:
-    """Imports of `source`, a file of an extension, from the core by other ways than the public modules."""
+    """Return imports of `source`, a file of an extension, from the core other than by its public modules."""
     own = folder.split("/")[0]
     if own not in EXTENSIONS:
         return []
@@ -211,12 +211,12 @@ def test_extensions_import_the_interface(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES_IN_FOLDERS}), ids=str)
-def test_folders_are_small_and_say_what_they_hold(folder: pathlib.Path) -> None:
+def test_folders_are_small_and_have_a_docstring(folder: pathlib.Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MOST_FILES
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
-def test_no_files_import_one_another_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     imports = {
         module: {each for name in imported(path.read_text()) for each in leads_to(name)}
         for module, path in MODULES.items()
@@ -229,7 +229,7 @@ def test_pure_files(name: str) -> None:
     assert impurities((ROOT / name).read_text()) == set()
 
 
-def test_the_checks_find_what_is_wrong() -> None:
+def test_the_checks_find_wrong_imports() -> None:
     inside = "def f():\n    from telegrad._core.agent import peer"
     assert wrong_directions("_core/wire", inside) == ["telegrad._core.agent.peer"]
     assert wrong_directions("_core/agent", "from telegrad._core.wire import frames") == []
@@ -249,23 +249,23 @@ def test_the_checks_find_what_is_wrong() -> None:
     assert leads_to("torch.nn") == set()
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # which is run, not imported
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # boot is run
 def test_public_names_exist(path: pathlib.Path) -> None:
     try:
         module = importlib.import_module(dotted(path))
     except ImportError as error:
-        if "pip install 'telegrad[torchrl]'" not in str(error):  # the only extra that is not among those for developers
+        if "pip install 'telegrad[torchrl]'" not in str(error):  # the only extra that developers need not install
             raise
         pytest.skip(str(error))
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_file_fits_in_a_head(path: pathlib.Path) -> None:
+def test_files_have_at_most_450_lines(path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) <= 450
 
 
-def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> None:
+def test_launchers_and_outside_commands_do_not_import_torch() -> None:
     modules = ("launch.local", "launch.worker_command", "launch.supervisor", "insight.command", "insight.seen_groups")
     program = f"import sys; {'; '.join(f'import telegrad.{each}' for each in modules)}; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)

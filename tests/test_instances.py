@@ -24,7 +24,7 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_subclasses_are_found_and_nothing_else() -> None:
+def test_only_instances_of_a_class_and_its_subclasses_are_found() -> None:
     kept = [Base(), Derived(), Base()]
     assert set(map(id, instances(Base))) == set(map(id, kept))
     assert instances(Derived) == [kept[1]]
@@ -32,7 +32,7 @@ def test_subclasses_are_found_and_nothing_else() -> None:
 
 
 def fail_in_another_thread(search: Callable[[], object]) -> list[SystemError]:
-    """Search while another thread fills tuples; return what that thread met."""
+    """Search while another thread fills tuples; return the errors of that thread."""
     errors: list[SystemError] = []
     done = threading.Event()
 
@@ -54,5 +54,5 @@ def fail_in_another_thread(search: Callable[[], object]) -> list[SystemError]:
 
 
 @pytest.mark.usefixtures("quick_switches")
-def test_a_search_leaves_tuples_of_other_threads_alone() -> None:
+def test_a_search_does_not_disturb_tuples_of_other_threads() -> None:
     assert not fail_in_another_thread(lambda: instances(Base))

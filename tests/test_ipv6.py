@@ -1,4 +1,4 @@
-"""Hosts that have IPv6 alone: in a network namespace of the test, whose loopback has no IPv4 address."""
+"""Hosts with IPv6 only: a network namespace of the test, whose loopback has no IPv4 address."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_local_workers_and_the_dashboard() -> None:
 
 @pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize("method", ["tcp://[::1]:29500", "env://"])
-def test_workers_that_meet(method: str) -> None:
+def test_workers_that_join_over_a_store(method: str) -> None:
     variables = {"MASTER_ADDR": "::1", "MASTER_PORT": "29500"} if method == "env://" else {}
     printed = run("sh", "-c", TWO, "-", MEET, method, variables=variables)
-    assert sorted(printed) == sorted("3\n3\n")  # by two processes at once
+    assert sorted(printed) == sorted("3\n3\n")  # two processes print at once
 
 
 LINK_LOCAL = """

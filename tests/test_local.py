@@ -1,4 +1,4 @@
-"""Workers started by `telegrad.local`, and by hand with `python -m telegrad worker`."""
+"""Workers that `telegrad.local` starts, and that are started by hand with `python -m telegrad worker`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from telegrad import errors
 from telegrad.launch import worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 
-PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
+PATIENT = 4 * PATIENCE  # time for several imports of torch on a busy machine
 
 
 def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -114,12 +114,12 @@ INTERRUPTS = {
 @pytest.mark.parametrize(
     "when", [pytest.param(when, marks=pytest.mark.nightly if when == "shuts down" else ()) for when in INTERRUPTS]
 )
-def test_ctrl_c_says_nothing_but_where_the_program_was(when: str, tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pathlib.Path) -> None:
     before, within = INTERRUPTS[when]
     ran = run(INTERRUPTED.format(before=before, within=within), tmp_path, start_new_session=True)
     assert ran.returncode == -signal.SIGINT
     lines = ran.stderr.splitlines()
-    if when == "starts":  # a worker may tell that the driver has left before it hears that its parent has ended
+    if when == "starts":  # a worker may log the loss of the driver before it notices the end of its parent
         assert lines[-1] == "KeyboardInterrupt", ran.stderr
         return
     assert lines[0] == "Traceback (most recent call last):", ran.stderr
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_a_program_that_forgets_the_end_of_its_group_ends_it(tmp_path: pathlib.Path) -> None:
+def test_a_program_that_does_not_end_its_group_ends_it_at_exit(tmp_path: pathlib.Path) -> None:
     ran = run(FORGETFUL, tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "0\n2 at the end\n"), ran.stdout + ran.stderr
     assert not re.search("Traceback|left without", ran.stderr), ran.stderr
@@ -179,19 +179,19 @@ rpc.rpc_async("worker0", time.sleep, ({busy},))
     ],
     ids=["killed", "fails", "loses a worker", "ends"],
 )
-def test_workers_end_with_their_program_however_it_ends(
+def test_workers_end_with_their_program_in_any_case(
     tmp_path: pathlib.Path, busy: int, end: str, code: int, said: str
 ) -> None:
     ran = run(ENDS.format(busy=busy, end=end), tmp_path)
     assert ran.returncode == code, ran.stderr
     apart = ran.stderr.replace("telegrad: worker", "\ntelegrad: worker")  # two threads may write on one line
-    lines = [line for line in apart.splitlines() if line[:1] not in " T"]  # without the traceback
+    lines = [line for line in apart.splitlines() if line[:1] not in " T"]  # lines outside of the traceback
     assert re.fullmatch(said, " ".join(sorted(lines))), ran.stderr
     assert "telegrad/_core" not in ran.stderr
-    wait_until(lambda: is_over(int(ran.stdout.splitlines()[0])))  # a child that the program has forked lives longer
+    wait_until(lambda: is_over(int(ran.stdout.splitlines()[0])))  # a forked child of the program lives longer
 
 
-# What a worker does in the place of importing torch, how its end is called, and the last line that it prints.
+# The action of a worker instead of its import of torch, the text for its end, and its last line.
 DEATHS: dict[str, tuple[str, str, str]] = {
     "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),
     "raises": ("raise ValueError('a bug')", "exit code 1", "ValueError: a bug"),
@@ -204,11 +204,11 @@ DEATHS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize("how", DEATHS)
-def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(
+def test_a_worker_that_cannot_start_is_an_error_with_its_last_lines(
     how: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     act, end, line = DEATHS[how]
-    if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until it is ended
+    if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until its end
     (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport signal; signal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
@@ -279,7 +279,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no process is stopped there")
-def test_stopped_workers_end_and_slow_ones_are_named_while_they_are_waited_for(tmp_path: pathlib.Path) -> None:
+def test_stopped_workers_end_and_slow_ones_are_named(tmp_path: pathlib.Path) -> None:
     ran = run(STOPPED_OR_SLOW, tmp_path)
     assert ran.stdout.startswith(f"[{worker_command.ENDED}, "), ran
     assert str(-signal.SIGKILL) not in ran.stdout
@@ -292,7 +292,7 @@ def test_workers_started_by_hand() -> None:
     made = [command("worker", f"w{rank}", "--rank", rank, *place) for rank in range(2)]
     assert [finish(process) for process in made] == [
         (worker_command.ENDED, "", "")
-    ] * 2  # both serve only: the group ends
+    ] * 2  # both only serve, so the group ends
 
 
 @pytest.mark.timeout(2 * PATIENT)
@@ -304,7 +304,7 @@ def test_a_worker_that_cannot_join_says_why() -> None:
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_a_worker_of_a_dynamic_group_ends_with_the_one_that_it_requires(tmp_path: pathlib.Path) -> None:
+def test_a_worker_of_a_dynamic_group_ends_with_its_required_worker(tmp_path: pathlib.Path) -> None:
     port = free_port()
     serving = command("worker", "w", "--master", f"127.0.0.1:{port}", "--require", "driver")
     driver = f"""
@@ -332,7 +332,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ],
     ids=str,
 )
-def test_the_command_line_explains_itself(arguments: list[str], code: int, words: str) -> None:
+def test_the_command_line_has_help_and_error_messages(arguments: list[str], code: int, words: str) -> None:
     found, out, err = finish(command(*arguments))
     assert found == code
     assert words in out + err

@@ -1,4 +1,4 @@
-"""One program does the same however its workers come to be: with globals, classes, singletons, and functions."""
+"""A program does the same with each way to start its workers: with globals, classes, singletons, and functions."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ ALL = """
 GUARD, NO_GUARD = 'if __name__ == "__main__":', "if True:"
 LOCK, NO_LOCK = "threading.Lock()", "contextlib.nullcontext()"
 
-# A name, the guard, the program's end, and how it is started.
+# By name: the guard of the program, its end, and the command that starts it.
 WAYS: dict[str, tuple[str, str, list[str]]] = {
     "local": (GUARD, LOCAL, ["{file}"]),
     "worker": (NO_GUARD, WORKER, ["{file}"]),
@@ -262,7 +262,7 @@ def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.Com
 
 
 def printed(text: str) -> str:
-    """Return what the program printed, without what launchers put before each line or print themselves."""
+    """Return the output of the program, without prefixes and lines of launchers."""
     lines = [re.sub(r"^\[\w+\] ", "", line) for line in text.splitlines()]
     first_words = {line.split()[0] for line in EXPECTED.splitlines()}
     return "".join(f"{line}\n" for line in lines if line.split(" ")[0] in first_words and "has ended" not in line)
@@ -272,9 +272,9 @@ def printed(text: str) -> str:
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in IN_MAKE_TEST else pytest.mark.nightly) for way in WAYS]
 )
-def test_a_program_does_the_same_however_its_workers_come_to_be(way: str, tmp_path: pathlib.Path) -> None:
+def test_a_program_does_the_same_with_each_way_to_start_workers(way: str, tmp_path: pathlib.Path) -> None:
     guard, end, command = WAYS[way]
-    lock = LOCK if guard == GUARD else NO_LOCK  # which cannot be sent where the program is not imported
+    lock = LOCK if guard == GUARD else NO_LOCK  # a lock cannot be sent if workers do not import the program
     text = (SHARED.replace("LOCK", lock) + guard + end).replace("{PORT}", str(free_port()))
     ran = start(tmp_path, text, command)
     assert printed(ran.stdout) == EXPECTED, ran.stdout + ran.stderr
@@ -306,7 +306,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_where_driver_and_workers_differ_it_is_said_once(tmp_path: pathlib.Path) -> None:
+def test_differences_of_globals_are_logged_once(tmp_path: pathlib.Path) -> None:
     ran = start(tmp_path, DIFFERS.replace("rpc.errors", "telegrad.errors"), ["{file}"])
     assert ran.stdout.startswith("0.1 0.1 7\n7.1\n"), ran.stdout + ran.stderr
     assert "the global 'shared' of the main program shares an object with 'cells'" in ran.stdout
@@ -332,22 +332,22 @@ def test_the_drop_in_mode_reaches_workers(tmp_path: pathlib.Path) -> None:
     assert ran.stdout == "telegrad telegrad\n", ran.stdout + ran.stderr
 
 
-def test_another_run_of_a_program_with_another_number_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_global_number_that_differs_between_runs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     scope = MainNamespace(Program("a key", "/somewhere/program.py"), {}, own=False)
     for rate in (0.1, 0.1, 0.5, 0.5):
         scope.fill([Item("rate", 1, rate)])
     assert scope.names == {"rate": 0.1}
     assert caplog.text.count("'rate' of /somewhere/program.py is 0.5 at the caller and 0.1 at this worker") == 1
-    scope.fill([Item("rate", 2, 0.7)])  # the sender has bound it again
+    scope.fill([Item("rate", 2, 0.7)])  # the sender has assigned it again
     assert scope.names == {"rate": 0.7}
-    del scope.names["rate"]  # by a function
+    del scope.names["rate"]  # as a function might do
     scope.fill([Item("rate", 2, 0.7)])
     assert scope.names == {}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
-def test_a_profiler_in_place_of_the_main_program_is_said(tmp_path: pathlib.Path) -> None:
+def test_a_profiler_as_main_program_causes_a_warning(tmp_path: pathlib.Path) -> None:
     ran = start(tmp_path, DIFFERS, ["-m", "cProfile", "{file}"])
     assert ran.stderr.count("sends a copy of the global 'rate' with each call") == 1, ran.stdout + ran.stderr
 

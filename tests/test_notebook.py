@@ -1,4 +1,4 @@
-"""Workers of a notebook, in a real kernel: its page, cells that are changed, interrupts, and the end of the kernel."""
+"""Workers of a notebook in a real kernel: the page, changed cells, interrupts, and the end of the kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(8 * PATIENCE)
 
 
 class Notebook:
-    """A kernel, which is given cells one after the other."""
+    """A kernel that runs cells one after the other."""
 
     def __init__(self) -> None:
         self._book = nbformat.v4.new_notebook()
@@ -40,14 +40,14 @@ class Notebook:
         self.pid = int(self.run("import os; print(os.getpid())"))
 
     def run(self, source: str) -> str:
-        """What the cell prints and shows; of an error, its text."""
+        """Return the output of a cell; of an error, its text."""
         cell = nbformat.v4.new_code_cell(source)
         self._book.cells.append(cell)
         self._client.execute_cell(cell, len(self._book.cells) - 1)
         return "".join(map(_text, cell.outputs))
 
     def interrupt(self, source: str) -> tuple[str, float]:
-        """What it says where it is interrupted a second after it has begun, and for how long it goes on then."""
+        """Interrupt a cell a second after its start; return its output, and how long it went on after that."""
         timer = threading.Timer(1.0, lambda: os.killpg(self.pid, signal.SIGINT))
         timer.start()
         begun = time.monotonic()
@@ -75,11 +75,11 @@ def notebook() -> Iterator[Notebook]:
 
 
 def prints(said: str, line: str) -> bool:
-    """Whether that is a line of it; those of workers may come between the parts of one."""
+    """Return True if the output has that line; parts of it may be separated by lines of workers."""
     return line in said.splitlines() or line in FROM_WORKERS.sub("", said).splitlines()
 
 
-def test_the_page_and_what_users_do_besides(notebook: Notebook) -> None:
+def test_the_page_interrupts_and_the_end_of_the_kernel(notebook: Notebook) -> None:
     said = ""
     for kind, text in BLOCK.findall(PAGE.read_text()):
         if kind == "python" and text != "group.shutdown()\n":
@@ -110,7 +110,7 @@ def test_the_page_and_what_users_do_besides(notebook: Notebook) -> None:
 
 
 def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:
-    """The shell has names of its own in the notebook, and leads to all others."""
+    """The shell has names of its own in the notebook, which refer to all others."""
     notebook.run("import telegrad, telegrad.rpc as rpc, telegrad.autograd, torch\ngroup = telegrad.local(1)")
     notebook.run("seen, held = [], get_ipython()\ndef note(value): seen.append(value); return len(seen)")
     assert notebook.run("print(rpc.rpc_sync('worker0', note, (1,)), rpc.rpc_sync('worker0', note, (2,)))") == "1 2\n"
@@ -120,7 +120,7 @@ def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:
     notebook.run("context.__exit__(None, None, None)\ngroup.shutdown()")
 
 
-def test_a_global_that_is_bound_again_and_read_by_an_object_at_a_worker_is_told(notebook: Notebook) -> None:
+def test_a_changed_global_that_an_object_at_a_worker_reads_is_logged(notebook: Notebook) -> None:
     notebook.run("import telegrad, telegrad.rpc as rpc\ngroup = telegrad.local(1)")
     notebook.run("factor, other = 2.0, 1\nclass Scale:\n    def get(self): return factor")
     notebook.run("scale = rpc.remote('worker0', Scale)")

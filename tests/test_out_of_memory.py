@@ -1,4 +1,4 @@
-"""A worker that has no memory for what another one sends says so, and loses no more than the call."""
+"""A worker without memory for received data says so, and loses only the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID = f"has no memory for {SIZE:,} bytes that worker"
 
 
 def limit(left: int) -> None:
-    """Have this process grow by so many bytes more, and no others."""
+    """Allow this process to grow by `left` bytes."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + left, resource.RLIM_INFINITY))
 
@@ -68,7 +68,7 @@ def errors_of_results() -> list[str]:
     return said
 
 
-def test_a_caller_without_memory_for_a_result_loses_the_call_only(two: list[Process]) -> None:
+def test_a_caller_without_memory_for_a_result_loses_only_the_call(two: list[Process]) -> None:
     two[0].run(limit, LEFT)
     said = two[0].run(errors_of_results)
     assert all(text.startswith(f"worker 'worker0' {SAID} 'worker1' sent") for text in said)
@@ -88,7 +88,7 @@ def errors_of_arguments() -> list[str]:
     return said
 
 
-def test_a_callee_without_memory_for_arguments_fails_the_call_only(two: list[Process]) -> None:
+def test_a_callee_without_memory_for_arguments_fails_only_the_call(two: list[Process]) -> None:
     two[1].run(limit, LEFT)
     said = two[0].run(errors_of_arguments)
     assert all(text.startswith(f"worker 'worker1' {SAID} 'worker0' sent") for text in said)
@@ -113,7 +113,7 @@ def allocate() -> None:
     raise MemoryError
 
 
-def test_a_value_that_takes_too_much_memory_is_no_matter_of_versions() -> None:
+def test_the_error_for_missing_memory_does_not_mention_versions() -> None:
     with pytest.raises(errors.CannotDecode, match="has no memory left") as caught:
         decode(encode(Large(), True).body, ())
     assert "versions" not in str(caught.value)
@@ -129,16 +129,16 @@ def test_a_value_that_takes_too_much_memory_is_no_matter_of_versions() -> None:
         ValueError("[digital envelope routines] malloc failure"),
     ],
 )
-def test_errors_of_memory_are_told_from_others(error: Exception) -> None:
+def test_errors_of_missing_memory_are_recognized(error: Exception) -> None:
     assert resources.out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), errors.LimitReached("out of memory")])
-def test_other_errors_are_not(error: Exception) -> None:
+def test_other_errors_are_not_errors_of_missing_memory(error: Exception) -> None:
     assert not resources.out_of_memory(error)
 
 
-# How much memory a process may use, with files that a container would show
+# The memory that a process may use, by files as in a container
 
 
 MACHINE = 64 << 30
@@ -157,13 +157,13 @@ def put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_groups_it_is_that_of_the_machine(groups: Path) -> None:
+def test_without_control_groups_the_limit_is_the_memory_of_the_machine(groups: Path) -> None:
     assert resources.usable_memory() == MACHINE
     assert TelegradOptions().shared_memory == MACHINE // 2
     assert TelegradOptions(shared_memory=7).shared_memory == 7
 
 
-def test_the_smallest_limit_above_the_process_holds(groups: Path) -> None:
+def test_the_smallest_limit_of_all_parent_groups_counts(groups: Path) -> None:
     put(groups / "own", "0::/system/job\n")
     put(groups / "groups" / "system" / "job" / "memory.max", "max\n")
     assert resources.usable_memory() == MACHINE
@@ -173,7 +173,7 @@ def test_the_smallest_limit_above_the_process_holds(groups: Path) -> None:
     assert TelegradOptions().shared_memory == 3 << 30
 
 
-def test_groups_of_the_first_version(groups: Path) -> None:
+def test_control_groups_of_version_1(groups: Path) -> None:
     put(groups / "own", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
     put(groups / "groups" / "memory" / "job" / "memory.limit_in_bytes", "9223372036854771712\n")
     put(groups / "groups" / "memory" / "memory.limit_in_bytes", f"{2 << 30}\n")
@@ -182,5 +182,5 @@ def test_groups_of_the_first_version(groups: Path) -> None:
     assert resources.usable_memory() == MACHINE
 
 
-def test_here_it_is_some() -> None:
+def test_this_machine_has_memory() -> None:
     assert resources._of_machine() > 1 << 20

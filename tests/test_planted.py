@@ -1,4 +1,4 @@
-"""Another user of the host plants names where this one writes: nothing of this user's is changed, removed or told."""
+"""Another user of the host plants files at paths of this user: no file of this user is changed, removed or read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.other_user import Plant, link_to, plant, shared
 __all__ = ["plant", "shared"]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files here")
-SECONDS = 60  # whose names the attacker plants beforehand
+SECONDS = 60  # the attacker plants the names of so many seconds
 
 
 @pytest.fixture
 def precious(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A file of this user that nobody else may read."""
+    """Make a file that only this user can read."""
     path = tmp_path / "precious"
     path.write_text("precious")
     path.chmod(0o600)
@@ -42,7 +42,7 @@ def test_dumps_follow_no_names_that_can_be_guessed(
         monkeypatch.setenv(name, str(shared / name))
     folder = shared / f"telegrad-{os.geteuid()}"
     monkeypatch.setenv(dump.VARIABLE, "")
-    pid = os.getpid()  # which others see in /proc
+    pid = os.getpid()  # other users can see it in /proc
 
     def act() -> pathlib.Path:
         for each in (folder, shared / "XDG_RUNTIME_DIR", shared / "XDG_STATE_HOME"):
@@ -62,11 +62,11 @@ def test_dumps_follow_no_names_that_can_be_guessed(
     assert precious.read_text() == "precious"
     assert [each.name for each in precious.parent.iterdir()] == ["precious"]
     assert written.lstat().st_mode & 0o077 == 0
-    assert len(list(folder.glob("2*.json"))) >= 2 * SECONDS  # what is another's was not removed as old
+    assert len(list(folder.glob("2*.json"))) >= 2 * SECONDS  # files of other users were not removed as old ones
 
 
 @pytest.mark.parametrize("below", ["", "run", "link"])
-def test_no_dumps_are_written_where_another_user_could_lead_them(
+def test_dumps_are_not_written_below_folders_of_another_user(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant, below: str
 ) -> None:
     folder = shared / "dumps"
@@ -85,7 +85,7 @@ def test_no_dumps_are_written_where_another_user_could_lead_them(
     assert [each.name for each in folder.iterdir()] == ["link"]
 
 
-def test_no_dumps_are_written_where_all_may_replace_them(
+def test_dumps_are_not_written_to_a_folder_that_all_may_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
@@ -94,7 +94,7 @@ def test_no_dumps_are_written_where_all_may_replace_them(
         dump.write("w0", "because", {})
 
 
-def test_dumps_of_others_in_a_folder_that_was_named_stay(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> None:
+def test_links_in_a_folder_for_dumps_are_not_removed(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(shared))
     monkeypatch.setattr(dump, "KEPT", 1)
     secret = shared / "20200101-000000-link-1.json"
@@ -130,7 +130,7 @@ def test_a_checkpoint_removes_nothing_through_a_link(
 def test_a_checkpoint_is_not_written_through_links(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
-    folder = shared / "open"  # which this user has made for others, too
+    folder = shared / "open"  # this user has made it for all users
     folder.mkdir()
     folder.chmod(0o1777)
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_not_written_through_links(
     assert precious.read_text() == "precious"
 
 
-def test_a_checkpoint_is_not_written_where_another_user_leads(
+def test_a_checkpoint_is_not_written_through_a_link_of_another_user(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
     plant(link_to(precious.parent, shared / "run"))
@@ -169,7 +169,7 @@ def test_traces_and_pictures_are_not_written_through_links(
     assert precious.read_text() == "precious"
 
 
-def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
+def test_logs_of_a_run_are_in_a_new_folder(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
 ) -> None:
     monkeypatch.setattr("telegrad.launch.output.time.strftime", lambda _: "now")
@@ -194,7 +194,7 @@ def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
 def test_modules_in_the_current_folder_are_not_imported(
     shared: pathlib.Path, tmp_path: pathlib.Path, start: list[str]
 ) -> None:
-    """A program elsewhere does not import them, so the processes that Telegrad starts for it do not, either."""
+    """The program is elsewhere and would not import them, so the processes that Telegrad starts must not, either."""
     for name in ("telegrad", "torch", "json", "numpy"):
         (shared / f"{name}.py").write_text("import os; os._exit(77)\n")
     (tmp_path / "program.py").write_text(

@@ -1,4 +1,4 @@
-"""Files and folders beside those that another user has planted."""
+"""Private files and folders, beside those that another user has planted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """No variable names a folder, but HOME does."""
+    """Unset the variables that name folders, except for HOME."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -58,7 +58,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pat
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> pathlib.Path:
-    """The folder of temporary files is one that others may write."""
+    """Make the folder of temporary files one that all users may write."""
     monkeypatch.setattr("tempfile.tempdir", str(shared))
     return shared
 
@@ -73,18 +73,18 @@ MAKE_FILES = {
     *("FileHandler", "RotatingFileHandler"),
 }
 ELSEWHERE = {
-    ("checkpoint/folders.py", "open"),  # a folder, for its fsync
-    ("_core/stores/raw_stores.py", "open"),  # a store that the user has named: no link, checked once it is open
+    ("checkpoint/folders.py", "open"),  # opens a folder for its fsync
+    ("_core/stores/raw_stores.py", "open"),  # a store of the user's choice, without links, checked after opening
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
-    ("insight/seen_groups.py", "open"),  # to read, what may have become a pipe
-    ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
-    ("launch/output.py", "symlink_to"),  # under a random name
+    ("insight/seen_groups.py", "open"),  # reads a file that may have become a pipe
+    ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never an existing one
+    ("launch/output.py", "symlink_to"),  # with a random name
     ("launch/supervisor.py", "mkdtemp"),  # private, with a random name
 }
 
 
 def calls_in_the_package() -> Iterator[tuple[str, ast.Call]]:
-    """Each with the file that it is in."""
+    """Yield each call in the package, with its file."""
     root = pathlib.Path(telegrad.__file__).parent
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -92,7 +92,7 @@ def calls_in_the_package() -> Iterator[tuple[str, ast.Call]]:
                 yield path.relative_to(root).as_posix(), node
 
 
-def test_no_other_file_of_the_package_makes_files() -> None:
+def test_files_of_the_package_do_not_create_files_by_themselves() -> None:
     found = set()
     for file, node in calls_in_the_package():
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -104,7 +104,7 @@ def test_no_other_file_of_the_package_makes_files() -> None:
     assert {each for each in found if each[0] != "_core/host/private_files.py"} == ELSEWHERE
 
 
-READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
+READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command line
     *(
         "directories/on_redis.py",
         "_core/directory/lease_table.py",
@@ -119,7 +119,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
 }
 
 
-def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() -> None:
+def test_files_of_the_package_do_not_open_foreign_files_by_themselves() -> None:
     opens = ("open", "io.open", "gzip.open", "FileSystem")
     found = {
         file
@@ -131,7 +131,7 @@ def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() ->
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])
 def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket has a short path
+    monkeypatch.chdir(tmp_path)  # paths of sockets must be short
     path = pathlib.Path("odd")
     if kind == "fifo":
         os.mkfifo(path)
@@ -155,7 +155,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkey
                 act(name)
 
 
-def test_a_main_program_that_came_through_a_pipe_is_not_waited_for() -> None:
+def test_reading_the_main_program_does_not_block_on_a_pipe() -> None:
     program = "import telegrad._core.pickling.function_names as functions; print([functions.program()])"
     command = f"exec {shlex.quote(sys.executable)} <(echo {shlex.quote(program)})"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
@@ -165,7 +165,7 @@ def test_a_main_program_that_came_through_a_pipe_is_not_waited_for() -> None:
 # Private folders
 
 
-def test_a_private_folder_is_in_the_first_place_that_there_is(
+def test_a_private_folder_is_in_the_first_existing_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, home: pathlib.Path, temporary: pathlib.Path
 ) -> None:
     for name in ("run", "state"):
@@ -186,10 +186,10 @@ def test_a_private_folder_is_in_the_first_place_that_there_is(
         assert mode(folder.path.parent) == 0o700
         made = folder.path
     with private_folder("dumps") as folder:
-        assert folder.path == made  # each process has no folder of its own: they would never be removed
+        assert folder.path == made  # processes share the folder, as nothing would remove folders of each process
 
 
-def test_a_private_folder_without_descriptors_says_so(
+def test_a_private_folder_without_descriptors_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch, home: pathlib.Path, temporary: pathlib.Path
 ) -> None:
     def fail(*_: object, **__: object) -> int:
@@ -197,12 +197,12 @@ def test_a_private_folder_without_descriptors_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fail)
-        patch.setattr(tempfile, "tempdir", None)  # which is looked for again, in vain
+        patch.setattr(tempfile, "tempdir", None)  # has it searched again, in vain
         with pytest.raises(OSError, match="Too many open files"):
             private_folder("dumps")
 
 
-def test_a_runtime_folder_that_is_not_there_is_not_made(
+def test_a_missing_runtime_folder_is_not_created(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, home: pathlib.Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
@@ -256,7 +256,7 @@ def test_a_folder_of_this_user_that_others_may_write_is_not_used(
         state_folder()
 
 
-def test_a_folder_that_others_can_only_read_is_closed_to_them(home: pathlib.Path) -> None:
+def test_a_folder_that_others_can_read_is_made_private(home: pathlib.Path) -> None:
     own = home / ".local" / "state" / "telegrad"
     own.mkdir(parents=True)
     own.chmod(0o755)
@@ -264,7 +264,7 @@ def test_a_folder_that_others_can_only_read_is_closed_to_them(home: pathlib.Path
     assert mode(own) == 0o700
 
 
-def test_planted_folders_among_temporary_files_are_passed_over(
+def test_planted_folders_among_temporary_files_are_skipped(
     monkeypatch: pytest.MonkeyPatch, temporary: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
 ) -> None:
     monkeypatch.setenv("HOME", os.devnull)
@@ -276,7 +276,7 @@ def test_planted_folders_among_temporary_files_are_passed_over(
         assert not (tmp_path / "dumps").exists()
 
 
-def test_nothing_is_said_where_a_user_has_no_home(
+def test_there_is_no_warning_for_a_user_without_a_home(
     monkeypatch: pytest.MonkeyPatch, temporary: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", "/nonexistent/home")
@@ -293,7 +293,7 @@ def refuse(path: str, *_: object, **__: object) -> None:
     raise PermissionError(13, "Permission denied", path)
 
 
-def test_the_state_is_below_no_folder_of_another_user(
+def test_state_below_a_folder_of_another_user_is_refused(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, plant: Plant
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(shared / "theirs"))
@@ -303,7 +303,7 @@ def test_the_state_is_below_no_folder_of_another_user(
     assert list((shared / "theirs").iterdir()) == []
 
 
-def test_what_a_folder_holds_is_told_by_its_owner(tmp_path: pathlib.Path) -> None:
+def test_own_files_of_a_folder_are_regular_files(tmp_path: pathlib.Path) -> None:
     with open_folder(tmp_path / "dumps") as folder:
         with folder.create("own") as file:
             file.write(b"12345")
@@ -317,7 +317,7 @@ def test_what_a_folder_holds_is_told_by_its_owner(tmp_path: pathlib.Path) -> Non
         assert folder.names() == ["folder"]
 
 
-def test_a_folder_that_is_open_stays_the_same(tmp_path: pathlib.Path) -> None:
+def test_an_open_folder_stays_the_same_after_a_rename(tmp_path: pathlib.Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     with open_folder(tmp_path / "dumps") as folder:
         (tmp_path / "dumps").rename(tmp_path / "moved")
@@ -336,11 +336,11 @@ def test_one_of_several_callers_creates_a_file(home: pathlib.Path) -> None:
         values = list(pool.map(lambda number: create_once(path, b"%d" % number * 1000), range(64)))
     assert set(values) == {path.read_bytes()}
     assert mode(path) == 0o600
-    assert [each.name for each in path.parent.iterdir()] == ["key"]  # temporary files have gone
+    assert [each.name for each in path.parent.iterdir()] == ["key"]  # without temporary files
 
 
 @pytest.mark.parametrize("rights", [0o640, 0o604, 0o620, 0o602])
-def test_a_file_that_others_can_open_is_no_value(home: pathlib.Path, rights: int) -> None:
+def test_a_file_that_others_can_open_is_refused(home: pathlib.Path, rights: int) -> None:
     path = state_folder() / "key"
     path.write_bytes(b"known to others")
     path.chmod(rights)
@@ -349,7 +349,7 @@ def test_a_file_that_others_can_open_is_no_value(home: pathlib.Path, rights: int
     assert path.read_bytes() == b"known to others"
 
 
-def test_a_link_a_pipe_a_folder_or_a_large_file_is_no_value(home: pathlib.Path) -> None:
+def test_a_link_a_pipe_a_folder_and_a_large_file_are_refused(home: pathlib.Path) -> None:
     folder = state_folder()
     (folder / "secret").write_bytes(b"secret")
     (folder / "secret").chmod(0o600)
@@ -375,7 +375,7 @@ def test_a_value_of_another_user_is_refused(shared: pathlib.Path, plant: Plant) 
         create_once(shared / "key", b"mine")
 
 
-def test_where_there_are_no_hard_links_it_is_said(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_an_error(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", refuse)
     path = state_folder() / "key"
     with pytest.raises(UsageError, match="Permission denied"):
@@ -383,7 +383,7 @@ def test_where_there_are_no_hard_links_it_is_said(home: pathlib.Path, monkeypatc
     assert not list(path.parent.iterdir())
 
 
-# Paths that the user has named
+# Paths of the user's choice
 
 
 def test_own_links_are_followed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_own_links_are_followed(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("below", ["", "below"])
-def test_links_that_another_user_has_planted_are_not(
+def test_links_of_another_user_are_not_followed(
     shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant, below: str
 ) -> None:
     (tmp_path / "precious").write_text("precious")
@@ -414,7 +414,7 @@ def test_links_that_another_user_has_planted_are_not(
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_file_takes_the_place_of_another_at_its_end(tmp_path: pathlib.Path) -> None:
+def test_a_file_is_replaced_after_it_is_complete(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("old")
     path.chmod(0o600)
@@ -442,7 +442,7 @@ def test_a_device_is_written_to() -> None:
         assert gzip.decompress(came.read()) == b"through a pipe"
 
 
-def test_a_pipe_that_another_user_has_planted_is_not_written_to(shared: pathlib.Path, plant: Plant) -> None:
+def test_a_pipe_of_another_user_is_not_written_to(shared: pathlib.Path, plant: Plant) -> None:
     def act() -> pathlib.Path:
         os.mkfifo(shared / "trace.json")
         os.chmod(shared / "trace.json", 0o666)
@@ -453,7 +453,7 @@ def test_a_pipe_that_another_user_has_planted_is_not_written_to(shared: pathlib.
         pass
 
 
-def test_a_file_is_created_only_where_nothing_is(tmp_path: pathlib.Path) -> None:
+def test_create_does_not_overwrite_files_or_links(tmp_path: pathlib.Path) -> None:
     with create(tmp_path / "data") as file:
         file.write(b"data")
     (tmp_path / "link").symlink_to("nowhere")
@@ -465,8 +465,8 @@ def test_a_file_is_created_only_where_nothing_is(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077, 0o777], ids=oct)
-def test_the_umask_changes_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
-    """Folders above the state folder are made as it is, so that they are trusted afterwards."""
+def test_the_umask_has_no_effect(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Folders above the state folder have the same mode, so that they are trusted later."""
     home = tmp_path / "none" / "yet"
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)

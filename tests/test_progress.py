@@ -1,4 +1,4 @@
-"""Who waits for long says for whom: on the terminal of a person, and elsewhere in the log."""
+"""Long waits are reported with their reason: on the terminal of a person, and otherwise in the log."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from telegrad._core import progress
 from telegrad._core.progress import Times, Wait, format_duration, report_in_background, under_way
 from tests.cluster import PATIENCE, free_port
 
-# When it is said
+# Times of reports
 
 
-def test_the_line_changes_each_second_and_the_log_is_told_ever_more_rarely() -> None:
+def test_the_line_changes_each_second_and_log_messages_become_rarer() -> None:
     times = Times(100.0, lined=True)
     due = {now: times.due(100.0 + now) for now in range(60)}
     assert [now for now, (line, _) in due.items() if line] == list(range(1, 60))
     assert [now for now, (_, logs) in due.items() if logs] == [5, 50]
 
 
-def test_a_second_that_nobody_looked_in_is_left_out() -> None:
+def test_seconds_without_a_look_are_skipped() -> None:
     times = Times(0.0, lined=True)
     assert times.left(0.25) == 0.75
     assert times.due(3.5) == (True, False)
@@ -39,7 +39,7 @@ def test_a_second_that_nobody_looked_in_is_left_out() -> None:
     assert times.left(7.0) == 0.0
 
 
-def test_without_a_line_it_is_time_when_it_is_for_the_log() -> None:
+def test_without_a_line_only_the_log_has_times() -> None:
     times = Times(0.0, lined=False)
     assert times.left(1.0) == progress.FIRST - 1.0
     assert times.due(progress.FIRST) == (False, True)
@@ -49,11 +49,11 @@ def test_without_a_line_it_is_time_when_it_is_for_the_log() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(1.99, "1 s"), (59.9, "59 s"), (61, "1 min 1 s"), (3600, "1 h 0 min"), (5400, "1 h 30 min")]
 )
-def test_times_are_spelled_for_people(seconds: float, text: str) -> None:
+def test_texts_of_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-# In the log
+# Reports in the log
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def told(caplog: pytest.LogCaptureFixture, clock: list[float]) -> list[tuple[int, int]]:
-    """The levels and the seconds of what is said in a wait of hours."""
+    """Return the levels and the seconds of all messages in a wait of hours."""
     clock[0] = 0.0
     with caplog.at_level(logging.INFO, "telegrad"), Wait("shutdown", lambda: "for Godot") as wait:
         for clock[0] in range(10_000):
@@ -73,25 +73,25 @@ def told(caplog: pytest.LogCaptureFixture, clock: list[float]) -> list[tuple[int
     return [(record.levelno, int(record.getMessage().split()[3])) for record in caplog.records]
 
 
-def test_the_log_is_told_after_5_50_500_seconds(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
+def test_messages_are_logged_after_5_50_and_500_seconds(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
     assert told(caplog, clock) == [(logging.WARNING, seconds) for seconds in (5, 50, 500, 5000)]
 
 
-def test_a_variable_silences_it(
+def test_a_variable_lowers_the_level_of_messages(
     caplog: pytest.LogCaptureFixture, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(progress.VARIABLE, "0")
     assert told(caplog, clock) == [(logging.INFO, seconds) for seconds in (5, 50, 500, 5000)]
 
 
-def test_no_thread_is_started_where_there_is_no_line() -> None:
+def test_no_thread_is_started_without_a_line() -> None:
     before = threading.active_count()
     with report_in_background(Wait("shutdown", str)) as wait:
         assert threading.active_count() == before
         assert not wait.lined
 
 
-def test_a_wait_without_memory_for_a_thread_is_a_wait_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_works_without_memory_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -103,10 +103,10 @@ def test_a_wait_without_memory_for_a_thread_is_a_wait_all_the_same(monkeypatch: 
     assert wait not in under_way()
 
 
-# What others can see
+# Waits as other threads see them
 
 
-def test_waits_that_are_under_way_are_seen_by_any_thread() -> None:
+def test_current_waits_are_listed_until_they_end() -> None:
     here = [Wait("init_rpc", lambda: "a", lambda: ["rank 2"], "host:1", "w0"), Wait("shutdown", lambda: "b")]
     with here[0], contextlib.suppress(ZeroDivisionError), here[1]:
         assert [wait for wait in under_way() if wait in here] == here
@@ -116,7 +116,7 @@ def test_waits_that_are_under_way_are_seen_by_any_thread() -> None:
     assert not any(wait in here for wait in under_way())
 
 
-def test_who_waited_is_freed_at_once() -> None:
+def test_objects_of_a_wait_are_freed_at_once() -> None:
     class Waiting:
         def go(self) -> None:
             with Wait("init_rpc", lambda: f"{self}", lambda: [f"{self}"]) as self.wait:
@@ -133,8 +133,8 @@ def test_who_waited_is_freed_at_once() -> None:
         gc.enable()
 
 
-def test_a_forked_child_waits_for_nothing() -> None:
-    gc.collect()  # a server of torch's stores that a child collects aborts it
+def test_a_forked_child_has_no_waits() -> None:
+    gc.collect()  # a child would abort if it collected a server of torch's stores
     with Wait("shutdown", str) as wait:
         child = os.fork()
         if not child:
@@ -144,11 +144,11 @@ def test_a_forked_child_waits_for_nothing() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-# On a terminal
+# Lines on a terminal
 
 
 class Screen:
-    """A terminal that knows what is written there, and takes a picture at each bell."""
+    """A terminal emulator that keeps its screen, and copies it at each bell."""
 
     CODES = re.compile(r"\x1b\[[0-9]*[A-Z]|\x1b.|[\r\n\a]|[^\x1b\r\n\a]+")
 
@@ -227,7 +227,7 @@ FAKE_CLOCK = "progress.monotonic = lambda: now[0]\n"
 def in_terminal(
     program: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A program at a terminal of its own; the other end of that."""
+    """Start a program in a terminal of its own; yield the other end of the terminal and the process."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + program],
@@ -247,14 +247,14 @@ def in_terminal(
 
 
 def read(master: int, screen: Screen, enough: Callable[[], bool] = lambda: False) -> None:
-    """Show what comes, until it ends or is enough."""
-    with contextlib.suppress(OSError):  # so ends a terminal
+    """Feed the screen until the output ends or `enough` is true."""
+    with contextlib.suppress(OSError):  # a closed terminal raises an error
         while not enough() and (data := os.read(master, 1 << 16)):
             screen.feed(data.decode())
 
 
 def shown(program: str, environment: Mapping[str, str] | None = None, rows: int = 8) -> Screen:
-    """The screen once a program has ended, whose clock is `now`."""
+    """Return the screen after a program has ended; the program's clock is `now`."""
     screen = Screen(rows)
     with in_terminal(FAKE_CLOCK + program, environment) as (master, process):
         read(master, screen)
@@ -271,7 +271,7 @@ print("ended")
 """
 
 
-def test_a_line_tells_of_each_second_and_is_gone_at_the_end() -> None:
+def test_a_line_is_updated_each_second_and_removed_at_the_end() -> None:
     screen = shown(WAITS)
     assert screen.pictures == [
         ["begun"],
@@ -282,7 +282,7 @@ def test_a_line_tells_of_each_second_and_is_gone_at_the_end() -> None:
     assert screen.shown() == ["begun", "ended"]
 
 
-def test_it_scrolls_at_the_end_of_the_screen() -> None:
+def test_a_line_scrolls_at_the_end_of_the_screen() -> None:
     screen = shown("print('1\\n2\\n3')\n" + WAITS, rows=3)
     assert screen.pictures[1:3] == [
         ["begun", "telegrad: waiting for 1 s: for Godot"],
@@ -292,7 +292,7 @@ def test_it_scrolls_at_the_end_of_the_screen() -> None:
 
 
 @pytest.mark.parametrize("error", ["ZeroDivisionError", "KeyboardInterrupt"])
-def test_it_is_gone_after_an_error(error: str) -> None:
+def test_a_line_is_removed_after_an_error(error: str) -> None:
     screen = shown(f"""
 try:
     with Wait("shutdown", lambda: "for Godot") as wait:
@@ -305,7 +305,7 @@ except {error}:
     assert screen.shown() == ["caught"]
 
 
-def test_what_is_printed_meanwhile_stays_whole() -> None:
+def test_other_output_is_not_damaged_by_a_line() -> None:
     screen = shown("""
 print("Shutting down ...", end="", flush=True)
 with Wait("shutdown", lambda: "for Godot") as wait:
@@ -327,7 +327,7 @@ print("done")
     assert screen.shown() == ["Shutting down ... soon", "one", "two", "three", "done"]
 
 
-def test_a_line_is_no_longer_than_the_terminal_is_wide() -> None:
+def test_a_line_is_cut_to_the_width_of_the_terminal() -> None:
     screen = shown('with Wait("shutdown", lambda: 100 * "x") as wait: look(wait, 1)')
     (line,) = screen.pictures[0]
     assert len(line) == progress.COLUMNS - 1
@@ -344,7 +344,7 @@ with Wait("shutdown", lambda: "for Godot") as wait:
 SAID = "telegrad: waiting for 5 s now: for Godot"
 
 
-def test_the_log_has_what_a_line_shows_for_the_record_only() -> None:
+def test_a_shown_line_is_logged_at_level_info() -> None:
     assert shown(LOGS.format("")).shown() == [f"INFO {SAID}"]
 
 
@@ -352,22 +352,22 @@ def test_the_log_has_what_a_line_shows_for_the_record_only() -> None:
     ("first", "environment", "last"),
     [
         ("", {"TERM": "dumb"}, [f"WARNING {SAID}"]),
-        ("sys.stdin = open(os.devnull)", {}, [f"WARNING {SAID}"]),  # as of what a script has started
+        ("sys.stdin = open(os.devnull)", {}, [f"WARNING {SAID}"]),  # as in a process that a script has started
         ("sys.stdin = None", {}, [f"WARNING {SAID}"]),
-        ("os.tcgetpgrp = lambda _: -1", {}, [f"WARNING {SAID}"]),  # in the background
+        ("os.tcgetpgrp = lambda _: -1", {}, [f"WARNING {SAID}"]),  # a process in the background
         ("sys.modules['ipykernel'] = sys", {}, [f"WARNING {SAID}"]),
         ("", {"TELEGRAD_PROGRESS": "0"}, [f"INFO {SAID}"]),
         ("logging.getLogger('telegrad').setLevel(logging.ERROR)", {}, []),
     ],
     ids=["dumb", "no input", "no stdin", "background", "notebook", "variable", "log level"],
 )
-def test_where_there_is_no_line(first: str, environment: dict[str, str], last: list[str]) -> None:
+def test_there_is_no_line_without_a_person(first: str, environment: dict[str, str], last: list[str]) -> None:
     screen = shown(LOGS.format(first), environment)
     assert screen.pictures == [[], last]
     assert screen.shown() == last
 
 
-def test_a_thread_keeps_the_line_for_who_cannot_look() -> None:
+def test_a_thread_updates_the_line_of_a_blocking_wait() -> None:
     screen = Screen()
     program = """
 progress.LINE = 0.01
@@ -385,7 +385,7 @@ print("done")
 
 
 @pytest.mark.timeout(4 * PATIENCE)
-def test_a_person_sees_who_has_not_joined_and_can_interrupt_that() -> None:
+def test_a_person_sees_missing_workers_and_can_interrupt_the_wait() -> None:
     program = f"""
 import telegrad.rpc as rpc
 options = rpc.TelegradOptions(init_method="tcp://127.0.0.1:{free_port()}")

@@ -1,4 +1,4 @@
-"""The promises of the project's own papers."""
+"""The promises of the project's documents are kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_example_of_the_readme_runs(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)
-def test_links_lead_somewhere(paper: pathlib.Path) -> None:
+def test_links_lead_to_existing_files(paper: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", paper.read_text())
     assert [link for link in links if "://" not in link and not (paper.parent / link).exists()] == []
 
@@ -40,17 +40,17 @@ def test_the_changelog_has_this_version() -> None:
     assert f"## {telegrad.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_has_this_version() -> None:
     assert f"\nversion: {telegrad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_news_have_names_that_a_release_takes_in() -> None:
+def test_news_have_names_that_a_release_includes() -> None:
     kinds = "|".join(re.findall(r'{ directory = "(\w+)"', (ROOT / "pyproject.toml").read_text()))
     names = {path.name for path in (ROOT / "news").iterdir()} - {"README.md"}
     assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []
 
 
-def test_workflows_run_sessions_that_there_are_and_these_run_targets_that_there_are() -> None:
+def test_workflows_run_existing_sessions_and_targets() -> None:
     matrix, makefile = (ROOT / "noxfile.py").read_text(), (ROOT / "Makefile").read_text()
     targets = re.findall(r'"([\w-]+)"', re.search(r"TARGETS = \[(.*)\]", matrix).group(1))
     sessions = {*re.findall(r"^def (\w+)\(session: nox.Session", matrix, re.MULTILINE), *targets}
@@ -62,7 +62,7 @@ def test_workflows_run_sessions_that_there_are_and_these_run_targets_that_there_
     assert run <= {*re.findall(r"^([\w-]+):", makefile, re.MULTILINE)}
 
 
-def test_the_parts_are_imported_when_they_are_used() -> None:
+def test_parts_are_imported_at_their_first_use() -> None:
     program = """
 import sys, telegrad
 assert "torch" not in sys.modules

@@ -1,4 +1,4 @@
-"""What users may import has types that every type checker sees alike, as pyright judges."""
+"""Public names have types that every type checker sees alike, as pyright judges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import surface
 
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What pyright says of each symbol of the package, which it wants to find installed, with its libraries."""
+    """Return pyright's report on each symbol; it needs the package to be installed, with its libraries."""
     pytest.importorskip("basedpyright", reason="pip install basedpyright")
     home = folder / "installed"
     venv.create(home)
@@ -36,7 +36,7 @@ def judged(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def public() -> list[str]:
-    """The full names of the places where what users may import is defined."""
+    """Return the full names of the definitions of all public names."""
     names = [(module, name) for module in surface.MODULES for name in surface.exported(module)]
     found = [(name, surface.definition(module, name)) for module, name in (*names, *surface.HANDED_OUT)]
     return [f"{each.module}.{getattr(each.node, 'name', name)}" for name, each in found if each and each.node]

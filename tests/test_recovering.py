@@ -1,4 +1,4 @@
-"""A training goes on with the same numbers, whoever of its workers is killed."""
+"""A training goes on with the same losses after any of its workers is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check(kills: int, seed: int, runs: pathlib.Path) -> None:
     assert set(killed) >= set(WORKERS[:kills])
     done = {step for step, _ in losses}
     assert done >= set(range(steps))
-    expected = alone(max(done) + 1)  # the last ones may have been lost, and are not needed any more
+    expected = alone(max(done) + 1)  # the last steps may be missing, and are not needed
     assert [loss for _, loss in losses] == pytest.approx([expected[step] for step, _ in losses], rel=1e-9)
 
 

@@ -30,7 +30,7 @@ def program_with(words: str) -> str:
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Starts a program, or a command of this package, in the folder of the test."""
+    """Start a program, or a command of this package, in the folder of the test."""
     made: list[subprocess.Popen[str]] = []
 
     def begin(what: str, **environment: str) -> subprocess.Popen[str]:
@@ -71,7 +71,7 @@ def test_local_workers(start: Start) -> None:
     assert "[0, 1, 4, 9]" in output_of(start(program_with("telegrad.local(4)")))
 
 
-def test_one_script_for_all(start: Start) -> None:
+def test_one_script_for_all_workers(start: Start) -> None:
     port = str(free_port())
     out = output_of(start(program_with("mp.spawn"), MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
     assert "tensor([4., 4.])" in out
@@ -93,11 +93,11 @@ def test_workers_started_by_hand(start: Start) -> None:
     assert [output_of(process) for process in made] == ["", "", ""]
 
 
-def test_a_worker_program_of_ones_own(start: Start, tmp_path: pathlib.Path) -> None:
+def test_a_custom_worker_program(start: Start, tmp_path: pathlib.Path) -> None:
     output_of(start(program_with("rpc.serve(require=True)"), MEET=f"file://{tmp_path}/store"))
 
 
-def test_workers_that_come_and_go(start: Start) -> None:
+def test_workers_that_join_and_leave(start: Start) -> None:
     place = f"127.0.0.1:{free_port()}"
     (command,) = [line.replace("host0:29500", place) for line in COMMANDS if "--rank" not in line and "-m" in line]
     driver = start(program_with("rpc.on_join"), MEET=f"tcp://{place}")
@@ -115,7 +115,7 @@ def test_every_program_and_command_is_run_here() -> None:
     assert "torch==" in (ROOT / "constraints.txt").read_text()
 
 
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(
+def test_ctrl_c_during_the_import_of_a_command_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""Texts of other processes in the log."""
+"""Texts of other processes are escaped in the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import telegrad
 from telegrad._core.texts import safe
 
-assert telegrad  # which has the filter set
+assert telegrad  # the import installs the filter
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def logged() -> io.StringIO:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "Grüße, 世界 ✓", "a\u00a0b", r"C:\path\x1b"])
-def test_what_is_safe_stays(text: str) -> None:
+def test_safe_texts_are_not_changed(text: str) -> None:
     assert safe(text) is text or safe(text) == text
 
 
@@ -35,13 +35,13 @@ def test_what_is_safe_stays(text: str) -> None:
         ("\ud800", r"\ud800"),
     ],
 )
-def test_what_a_terminal_obeys_is_escaped(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert safe(text) == shown
     assert safe("a\nb\tc\r", lines=True) == "a\nb\tc\\r"
 
 
 @given(st.text())
-def test_any_text_is_made_safe(text: str) -> None:
+def test_any_text_becomes_printable(text: str) -> None:
     shown = safe(text)
     assert all(each.isprintable() or each.isspace() for each in shown)
     assert not set(shown) & set("\n\r\t\x0b\x0c\x1c\x1d\x1e\x1f\x85\u2028\u2029")
@@ -49,7 +49,7 @@ def test_any_text_is_made_safe(text: str) -> None:
     shown.encode()
 
 
-def test_records_are_made_safe(logged: io.StringIO) -> None:
+def test_log_records_are_escaped(logged: io.StringIO) -> None:
     handler = logging.StreamHandler(logged)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     log = logging.getLogger("telegrad")

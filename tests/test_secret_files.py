@@ -1,6 +1,6 @@
-"""Which files and folders of secrets are refused, as other users could read or replace them.
+"""Files and folders of secrets are refused if other users could read or replace them.
 
-The databases of users are made up. Lists of access control are those of the file system.
+The databases of users are made up. Access control lists are those of the file system.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def status(mode: int, owner: int, group: int) -> os.stat_result:
     return os.stat_result((mode, 1, 1, 1, owner, group, 1, 0, 0, 0))
 
 
-# Groups beside root's; the group of the file; where the host looks for users; whether only this user is in it.
+# Groups besides root's; the group of the file; the host's databases; True if only this user is in the group.
 GROUPS: list[tuple[list[tuple[str, int, str]], int, str | None, bool]] = [
     ([("me", 1000, "me")], 1000, SERVER, True),
     ([("me", 1000, "")], 1000, SERVER, True),
     ([("me", 1000, "eve")], 1000, SERVER, False),
     ([("me", 1000, "me eve")], 1000, LOCAL, False),
-    ([("me", 1000, ""), ("team", 1000, "eve")], 1000, LOCAL, False),  # a second entry with that number
+    ([("me", 1000, ""), ("team", 1000, "eve")], 1000, LOCAL, False),  # a second entry with the same number
     ([("team", 1000, "eve"), ("me", 1000, "")], 1000, LOCAL, False),
-    ([("me", 200, "")], 200, LOCAL, False),  # the group that another user begins with
-    ([], 200, LOCAL, False),  # that, and the host has no name for it
-    ([], 2000, LOCAL, True),  # an fsGroup that no image knows
+    ([("me", 200, "")], 200, LOCAL, False),  # the primary group of another user
+    ([], 200, LOCAL, False),  # the same group without a name
+    ([], 2000, LOCAL, True),  # an unknown fsGroup
     ([], 2000, SERVER, True),
-    ([("users", 100, "")], 100, LOCAL, True),  # nobody else, and the host would know
-    ([("users", 100, "me")], 100, None, True),  # no such file: musl
-    ([("users", 100, "")], 100, SERVER, False),  # a server need not tell who is in it
+    ([("users", 100, "")], 100, LOCAL, True),  # no other members, as the local database shows
+    ([("users", 100, "me")], 100, None, True),  # no nsswitch.conf, as with musl
+    ([("users", 100, "")], 100, SERVER, False),  # a server may hide members
     ([("users", 100, "")], 100, "initgroups: files ldap", False),
     ([("users", 100, "")], 100, "group: [ SUCCESS=merge ] nis", False),
     ([("users", 100, "eve")], 100, LOCAL, False),
@@ -84,7 +84,7 @@ GROUPS: list[tuple[list[tuple[str, int, str]], int, str | None, bool]] = [
 
 
 @pytest.mark.parametrize(("groups", "group", "databases", "private"), GROUPS)
-def test_a_group_may_read_a_secret_and_write_its_folder_if_nobody_else_is_in_it(
+def test_a_group_without_other_members_may_read_a_secret_and_write_its_folder(
     groups: list[tuple[str, int, str]],
     group: int,
     databases: str | None,
@@ -108,13 +108,13 @@ def test_a_group_may_read_a_secret_and_write_its_folder_if_nobody_else_is_in_it(
         assert _others(status(0o604, owner, group), str(path), 6) == "all"
 
 
-def test_a_server_that_lists_nothing_may_know_a_group(host: Host, tmp_path: pathlib.Path) -> None:
+def test_a_server_that_does_not_list_a_group_may_know_it(host: Host, tmp_path: pathlib.Path) -> None:
     host.hidden[300] = ("team", 300, "eve")
     assert _others(status(0o640, ME, 300), str(tmp_path), 6) == "group 300"
 
 
 def test_a_user_without_a_name(host: Host, tmp_path: pathlib.Path) -> None:
-    """As in containers that are told a number alone."""
+    """Containers may run with a user id that has no entry."""
     del host.users[2]
     host.groups.append(("users", 100, ""))
     for group in (100, 2000):
@@ -122,12 +122,12 @@ def test_a_user_without_a_name(host: Host, tmp_path: pathlib.Path) -> None:
     assert _others(status(0o640, ME, 200), str(tmp_path), 6) == "group 200"
 
 
-def test_roots_group_may_read_what_is_roots(host: Host, tmp_path: pathlib.Path) -> None:
+def test_roots_group_may_read_files_of_root(host: Host, tmp_path: pathlib.Path) -> None:
     assert not _others(status(0o440, 0, 0), str(tmp_path), 6)
     assert _others(status(0o440, ME, 0), str(tmp_path), 6) == "group 0"
 
 
-# Entries of a list: the tag, the permissions, the user or group.
+# Entries of an access control list: the tag, the permissions, the user or group.
 NOBODY = 0xFFFFFFFF
 OWNER, GROUP, OTHER = (0x01, 6, NOBODY), (0x04, 0, NOBODY), (0x20, 0, NOBODY)
 
@@ -137,7 +137,7 @@ def mask(permissions: int) -> tuple[int, int, int]:
 
 
 def give(path: pathlib.Path, *entries: tuple[int, int, int]) -> None:
-    """Give a file a list of access control, if its file system has them."""
+    """Give a file an access control list, if its file system supports it."""
     packed = b"".join(struct.pack("<HHI", *each) for each in sorted(entries, key=lambda each: each[0]))
     try:
         os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + packed)
@@ -148,16 +148,16 @@ def give(path: pathlib.Path, *entries: tuple[int, int, int]) -> None:
 LISTS: list[tuple[list[tuple[int, int, int]], str]] = [
     ([(0x02, 4, 65534), mask(4)], r"user 65534 in its access control list"),
     ([(0x02, 2, 65534), mask(6)], r"user 65534 in its access control list"),
-    ([(0x08, 4, 777_777), mask(4)], ""),  # a group that is unknown here
-    ([(0x02, 4, 0), (0x02, 6, os.geteuid()), mask(6)], ""),  # systemd gives a service its credentials so
-    ([(0x02, 6, 65534), mask(0)], ""),  # the mask takes it away
+    ([(0x08, 4, 777_777), mask(4)], ""),  # an unknown group
+    ([(0x02, 4, 0), (0x02, 6, os.geteuid()), mask(6)], ""),  # as systemd gives credentials to a service
+    ([(0x02, 6, 65534), mask(0)], ""),  # the mask removes the permissions
     ([(0x02, 1, 65534), mask(7)], ""),
 ]
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Linux alone has them")
 @pytest.mark.parametrize(("entries", "whom"), LISTS)
-def test_who_is_in_a_list_of_access_control(
+def test_users_and_groups_in_an_access_control_list(
     entries: list[tuple[int, int, int]], whom: str, tmp_path: pathlib.Path
 ) -> None:
     path = tmp_path / "key"
@@ -172,7 +172,7 @@ def test_who_is_in_a_list_of_access_control(
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Linux alone has them")
-def test_a_folder_that_a_list_lets_another_user_write(tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_another_user_may_write_by_its_access_control_list(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "folder" / "key"
     path.parent.mkdir()
     path.write_bytes(b"secret")
@@ -185,7 +185,7 @@ def test_a_folder_that_a_list_lets_another_user_write(tmp_path: pathlib.Path) ->
 
 
 def owned_by_eve(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let another user own a folder, as far as this process sees."""
+    """Let another user own a folder, as this process sees it."""
     real = os.stat
 
     def seen(place: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -198,8 +198,8 @@ def owned_by_eve(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["file", "folder", "link", "link to the folder", "up"])
-def test_a_folder_of_another_user_on_the_way(way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, also where it holds but a symlink: that user can lead it elsewhere."""
+def test_a_folder_of_another_user_is_refused(way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is refused even if it only holds a symlink, which that user can replace."""
     theirs, own = tmp_path / "theirs", tmp_path / "own"
     for folder in (theirs / "below", own):
         folder.mkdir(parents=True)
@@ -238,7 +238,7 @@ def test_a_sticky_folder_that_all_may_write_is_safe(tmp_path: pathlib.Path) -> N
 
 
 def test_a_volume_of_kubernetes(tmp_path: pathlib.Path) -> None:
-    """It has a symlink for each file, and is sticky; its group is unknown to the image, or it is root's."""
+    """The volume has a symlink for each file and is sticky; its group has no name in the image, or is root's."""
     made = tmp_path / "volume" / "..2026_11_25"
     made.mkdir(parents=True)
     (made / "key").write_bytes(b"secret")

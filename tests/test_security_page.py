@@ -1,4 +1,4 @@
-"""What docs/security.md tells people to do works: its commands are run, and workers use what they make."""
+"""The instructions of docs/security.md work: the commands run, and workers use their results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_host() -> None:
 
 
 def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
-    """On two hosts, of which one is a step ahead of the other: workers that come later join, and all call all."""
+    """One of two hosts is a step ahead of the other: new workers join, and all workers call each other."""
     hosts = [tmp_path / name for name in ("one", "other")]
     for host in hosts:
         host.mkdir()
@@ -65,7 +65,7 @@ def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
             for host in hosts:
                 run(step, host)
                 join(workers, tmp_path, hosts)
-            if number == 2:  # the page says to wait
+            if number == 2:  # the page demands a wait
                 wait_until(partial(is_sealed_anew, tmp_path, hosts[0] / "next.key"))
     finally:
         for worker in workers:
@@ -83,7 +83,7 @@ def is_sealed_anew(folder: pathlib.Path, path: pathlib.Path) -> bool:
 
 
 def join(workers: list[Worker], folder: pathlib.Path, hosts: list[pathlib.Path]) -> None:
-    """Have a worker of each host join, and call each that is there and be called by it."""
+    """Have a worker of each host join, and call all workers and be called by them."""
     for host in hosts:
         path = str(host / "group.key")
         meet = partial(open_store, f"file://{folder}/store", -1, None, Keyring(read_keys(path), path))

@@ -1,4 +1,4 @@
-"""The example of a web server, as its users see it: under `telegrad run`, with clients that go and workers that die."""
+"""The example of a web server runs under `telegrad run`, while clients disconnect and workers die."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest.importorskip("aiohttp")
 
 
 class Server:
-    """One that runs, and what it has said."""
+    """A running server, and its output."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         for name in ("server.py", "server.toml"):
@@ -59,7 +59,7 @@ class Server:
         return response.status, response.read()
 
     def models(self) -> dict[str, int]:
-        """Those that answer, and their processes."""
+        """Return the models that answer, with their process ids."""
         try:
             status, told = self.ask("/health")
         except ConnectionRefusedError:
@@ -78,7 +78,7 @@ def server(tmp_path: pathlib.Path) -> Iterator[Server]:
     try:
         yield made
     finally:
-        made.process.kill()  # which ends its workers, too
+        made.process.kill()  # ends its workers, too
         made.process.wait()
 
 
@@ -91,7 +91,7 @@ def wait_until(holds: Callable[[], object], server: Server) -> None:
 
 
 @pytest.mark.timeout(8 * PATIENCE)
-def test_a_server_answers_through_its_workers_whatever_becomes_of_them_and_of_its_clients(server: Server) -> None:
+def test_a_server_answers_despite_lost_workers_and_clients(server: Server) -> None:
     wait_until(lambda: len(server.models()) == 2, server)
 
     with concurrent.futures.ThreadPoolExecutor(16) as clients:

@@ -1,6 +1,6 @@
-"""The main ways through the code stay short: calls of Python functions of this package, files, steps from file to file.
+"""Operations take few steps: calls of Python functions of this package, files, and steps from file to file.
 
-Counted on two warm workers for one operation at a time. Of many the shortest counts.
+They are counted on two warm workers, one operation at a time; the shortest of many counts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
 MANY = 20
-UNRELATED = {"_core/reactor/leader_threads.py", "_core/agent/agent.py:<lambda>"}  # begin what runs now and then
+UNRELATED = {"_core/reactor/leader_threads.py", "_core/agent/agent.py:<lambda>"}  # begin periodic work
 
-Step = tuple[int, bool, str, str]  # thread, whether it is a call, file, function
+Step = tuple[int, bool, str, str]  # thread, True for a call, file, function
 steps: list[Step] = []
 traced = threading.Event()
 
@@ -52,7 +52,7 @@ def options(port: int) -> rpc.TelegradOptions:
 
 
 class Node(NamedTuple):
-    """A call of a function, with the calls that it made. Calls that are alike count once: a thread may look again."""
+    """A call of a function, with its inner calls. Equal calls count once, as a thread may look again."""
 
     file: str
     name: str
@@ -62,7 +62,7 @@ class Node(NamedTuple):
         return hash((self.file, self.name, tuple(self.made)))
 
     def total(self) -> tuple[int, int, set[str]]:
-        """Return how many calls, how many of them from file to file, and the files."""
+        """Return the number of calls, of those from file to file, and the files."""
         calls, crossings, files = 1, 0, {self.file}
         for each in self.made:
             inner = each.total()
@@ -73,7 +73,7 @@ class Node(NamedTuple):
 
 
 def trees(events: list[Step]) -> Iterator[Node]:
-    """Yield the outermost calls of all threads, but for what runs now and then."""
+    """Yield the outermost calls of all threads, without periodic work."""
     stacks: dict[int, list[Node]] = collections.defaultdict(list)
     for thread, is_call, file, name in events:
         stack = stacks[thread]
@@ -85,7 +85,7 @@ def trees(events: list[Step]) -> Iterator[Node]:
                 stack[-1].made[ended] = None
             elif not {file, f"{file}:{name}"} & UNRELATED:
                 yield ended
-    for stack in stacks.values():  # of calls that go on
+    for stack in stacks.values():  # unfinished calls
         while len(stack) > 1:
             ended = stack.pop()
             stack[-1].made[ended] = None
@@ -141,7 +141,7 @@ def pair() -> Iterator[list[Process]]:
 
 
 def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Length]:
-    """Return how long an operation is at its caller and at its callee: of many, the shortest."""
+    """Return the steps of an operation at its caller and at its callee, the smallest of many runs."""
     pair[0].run(repeat, act, 100)
     found = []
     for _ in range(MANY):
@@ -152,7 +152,7 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
     return min(each[0] for each in found), min(each[1] for each in found)
 
 
-# What is there now. Numbers go down only.
+# The present numbers; they may only decrease.
 MOST = {
     call: (Length(42, 19, 33), Length(42, 15, 28)),
     remote: (Length(150, 34, 105), Length(160, 46, 110)),
@@ -161,6 +161,6 @@ MOST = {
 
 
 @pytest.mark.parametrize("act", MOST, ids=lambda act: act.__name__)
-def test_ways_stay_short(pair: list[Process], act: Callable[[], None]) -> None:
+def test_operations_take_few_steps(pair: list[Process], act: Callable[[], None]) -> None:
     for measured, most in zip(lengths(pair, act), MOST[act], strict=True):
         assert all(each <= limit for each, limit in zip(measured, most, strict=True)), (measured, most)

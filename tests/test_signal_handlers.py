@@ -1,4 +1,4 @@
-"""When handlers of signals run: in code of the user, in a call that blocks, and nowhere else in this package."""
+"""Handlers of signals run in code of the user and in blocking calls, and nowhere else in this package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def of_package(function: F) -> F:
-    """The same function, as one of the package."""
+    """Return the same function as a function of the package."""
     own = {**globals(), "__name__": "telegrad.sample"}
     return FunctionType(function.__code__, own, function.__name__, function.__defaults__)  # type: ignore[return-value]
 
@@ -38,7 +38,7 @@ def interrupted_by_default() -> Iterator[None]:
 
 
 def interrupts_of(function: Callable[..., object], *args: Any) -> int:
-    """Return how often it was interrupted, at once or right after it: 0 to 2."""
+    """Return the number of interrupts during the function or right after it: 0 to 2."""
     try:
         try:
             function(*args)
@@ -76,7 +76,7 @@ def changes_in_steps() -> str:
     return "the result"
 
 
-def test_what_the_package_does_is_done_first() -> None:
+def test_code_of_the_package_is_not_interrupted() -> None:
     assert interrupts_of(changes_in_steps) == 1
     assert steps == ["0", "1", "2"]
 
@@ -128,7 +128,7 @@ def test_a_handler_of_logging_does_not_interrupt_the_package() -> None:
     assert steps == ["emitted", "behind"]
 
 
-def test_what_an_import_of_the_package_calls_does_not_interrupt_it() -> None:
+def test_calls_of_an_import_of_the_package_do_not_interrupt_it() -> None:
     module = {"__name__": "telegrad.sample", "arrive": arrive, "steps": steps}
     imported = compile("arrive()\nsteps.append('imported')", "sample.py", "exec")
     steps.clear()
@@ -168,12 +168,12 @@ def sleeps() -> None:
     try:
         time.sleep(LIMIT)
     finally:
-        _thread.interrupt_main()  # once more, while it tidies up
+        _thread.interrupt_main()  # a second interrupt, during the cleanup
         for step in range(3):
             steps.extend(str(step))
 
 
-def test_a_call_that_blocks_is_interrupted_and_what_tidies_up_is_not() -> None:
+def test_a_blocking_call_is_interrupted_and_its_cleanup_is_not() -> None:
     steps.clear()
     arrive_soon()
     begun = time.monotonic()
@@ -188,7 +188,7 @@ def waits_on_a_condition(condition: threading.Condition) -> None:
         condition.wait(LIMIT)
 
 
-def test_a_condition_is_whole_afterwards() -> None:
+def test_a_condition_is_usable_after_an_interrupt() -> None:
     condition = threading.Condition(threading.Lock())
     arrive_soon()
     assert interrupts_of(waits_on_a_condition, condition) == 1
@@ -202,7 +202,7 @@ def takes(lock: threading.Lock) -> None:
         steps.append("has it")
 
 
-def test_waiting_for_a_lock_that_guards_something_is_not_interrupted() -> None:
+def test_taking_a_lock_with_a_with_statement_is_not_interrupted() -> None:
     lock = threading.Lock()
     steps.clear()
     lock.acquire()
@@ -222,7 +222,7 @@ def _ends() -> None:
 ends = of_package(_ends)
 
 
-def test_the_end_of_something_is_not_interrupted() -> None:
+def test_a_function_marked_as_uninterrupted_is_not_interrupted() -> None:
     steps.clear()
     arrive_soon()
     assert interrupts_of(ends) == 1
@@ -238,7 +238,7 @@ def _looks_again(until: float) -> None:
 looks_again = of_package(_looks_again)
 
 
-def test_a_loop_that_waits_is_interrupted_though_it_never_blocks() -> None:
+def test_a_waiting_loop_is_interrupted_although_it_never_blocks() -> None:
     begun = time.monotonic()
     arrive_soon()
     assert interrupts_of(looks_again, begun + LIMIT) == 1
@@ -259,7 +259,7 @@ def _entered() -> Iterator[None]:
 entered = contextlib.contextmanager(of_package(_entered.__wrapped__))  # type: ignore[attr-defined]
 
 
-def test_a_context_manager_is_entered_and_left_whole() -> None:
+def test_entering_and_leaving_a_context_manager_is_not_interrupted() -> None:
     def use() -> None:
         with entered():
             settle()
@@ -277,7 +277,7 @@ def test_a_handler_runs_once_for_a_signal_that_waited_long() -> None:
         count += 1
 
     signal.signal(signal.SIGINT, handler)
-    for _ in range(5):  # each time it is kicked some twenty times before
+    for _ in range(5):  # the signal is sent again about twenty times in each round
         count = 0
         arrive_soon(0.0)
         ends()
@@ -295,7 +295,7 @@ def runs_on(count: int) -> None:
         len(steps)
 
 
-def test_a_handler_runs_in_the_end_where_something_goes_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_runs_after_a_limit_in_endless_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "LONGEST", 0.01)
     monkeypatch.setattr(interrupts, "MOST", 100)
     assert interrupts_of(runs_on, 10_000_000) == 1
@@ -325,7 +325,7 @@ def test_handlers_that_only_wake_a_loop_are_left_alone() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_wrong_uses_fail_as_ever() -> None:
+def test_wrong_uses_of_signal_fail_as_usual() -> None:
     with pytest.raises(TypeError):
         signal.signal(signal.SIGINT, "no handler")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="signal number out of range"):

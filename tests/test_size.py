@@ -1,6 +1,6 @@
-"""The package keeps within a budget of lines, files and words. Its numbers go down only.
+"""The package keeps within a budget of lines, files and words, whose numbers may only decrease.
 
-A newcomer must be able to hold the core in mind; whoever adds something finds here what it costs.
+A newcomer must be able to understand the core; an addition shows its costs here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users may import changes only on purpose; docs/api.md lists it, docs/stability.md what may be relied on."""
+"""The public names change only on purpose; docs/api.md lists them, docs/stability.md their stability."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import surface
 PAGE = (surface.PACKAGE / "docs" / "api.md").read_text()
 
 
-def test_the_surface_is_the_one_that_is_written_down() -> None:
+def test_the_surface_equals_the_recorded_one() -> None:
     assert surface.text() == surface.FILE.read_text(), "if that is meant: python -m tests.surface, and the changelog"
 
 
@@ -31,14 +31,14 @@ def test_the_page_of_extensions_lists_their_modules() -> None:
 
 
 @pytest.mark.parametrize("module", surface.MODULES)
-def test_the_page_lists_what_a_module_exports(module: str) -> None:
+def test_the_page_lists_the_exports_of_a_module(module: str) -> None:
     names = re.search(rf"^\| `{module}` \| ([^|]*) \|", PAGE, re.MULTILINE).group(1)
-    if module != "telegrad.errors":  # whose table is in docs/rpc.md
+    if module != "telegrad.errors":  # the table of errors is in docs/rpc.md
         assert sorted(re.findall(r"`(\w+)`", names)) == sorted(surface.exported(module))
 
 
 @pytest.mark.parametrize("module", surface.MODULES)
-def test_the_source_exports_what_the_module_has(module: str) -> None:
+def test_the_exports_in_the_source_are_those_of_the_module(module: str) -> None:
     imported = importlib.import_module(module)
     assert sorted(surface.exported(module)) == sorted(imported.__all__)
     assert all(hasattr(imported, name) for name in imported.__all__)
@@ -52,14 +52,14 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
         ("telegrad._core.start.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
-def test_changes_are_seen(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_detected(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = surface.path_of(module).read_text()
     assert before in source
     monkeypatch.setitem(surface.trees, module, ast.parse(source.replace(before, after, 1)))
     assert surface.text() != surface.FILE.read_text()
 
 
-def test_levels_are_given_to_names_that_there_are() -> None:
+def test_levels_belong_to_existing_names() -> None:
     levels = surface.Levels.read(surface.PROMISES.read_text())
     text = surface.text()
     for of_module in levels.provisional.values():
@@ -99,7 +99,7 @@ telegrad.rpc
         ("telegrad.rpc\n", "telegrad.more\n    stable def more() -> None\ntelegrad.rpc\n"),
     ],
 )
-def test_what_is_stable_may_grow(before: str, after: str) -> None:
+def test_a_stable_name_may_grow(before: str, after: str) -> None:
     assert before in SURFACE
     assert not surface.broken(SURFACE, SURFACE.replace(before, after, 1))
 
@@ -119,7 +119,7 @@ def test_what_is_stable_may_grow(before: str, after: str) -> None:
         ("(Base)", "", "Future"),
     ],
 )
-def test_what_is_stable_may_not_break(before: str, after: str, named: str) -> None:
+def test_a_stable_name_may_not_break(before: str, after: str, named: str) -> None:
     assert before in SURFACE
     lost = surface.broken(SURFACE, SURFACE.replace(before, after, 1))
     assert lost

@@ -1,4 +1,4 @@
-"""Threads of this package: started when they are first wanted, and as many of torch's beside them as was said."""
+"""Threads of this package start when they are first needed, and torch has the configured number of threads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from telegrad.errors import UsageError
 from tests.cluster import PATIENCE, in_threads
 
 
-def test_a_function_that_fails_keeps_no_other_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_function_does_not_prevent_calls_of_others(caplog: pytest.LogCaptureFixture) -> None:
     assert list(results([lambda number: number + 1, lambda number: number / 0, lambda number: 2 * number], 4)) == [5, 8]
     assert caplog.text.count("ZeroDivisionError") == 1
 
 
-def test_a_thread_that_many_want_is_started_once() -> None:
+def test_a_thread_that_many_request_is_started_once() -> None:
     runs: list[str] = []
     gate = threading.Event()
 
@@ -30,7 +30,7 @@ def test_a_thread_that_many_want_is_started_once() -> None:
         gate.wait(PATIENCE)
 
     thread = Background("wanted", run)
-    thread.join(0)  # nobody has wanted it
+    thread.join(0)  # the thread was not requested yet
     in_threads(*[thread.want] * 8)
     gate.set()
     thread.join(PATIENCE)
@@ -49,7 +49,7 @@ def test_a_lock_refuses_the_thread_that_holds_it_and_no_other() -> None:
     in_threads(*[take] * 4)
 
 
-def test_a_thread_that_could_not_be_started_is_started_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_could_not_start_starts_at_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
     thread = Background("wanted", lambda: runs.append(True))
 
@@ -100,7 +100,7 @@ rpc.shutdown()
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="nothing tells of a process's threads")
-def test_torch_has_as_many_threads_beside_a_call_as_the_program_has_set() -> None:
+def test_torch_has_the_programs_number_of_threads_beside_a_call() -> None:
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
     environment.pop("OMP_NUM_THREADS", None)
     ran = subprocess.run(
@@ -111,7 +111,7 @@ def test_torch_has_as_many_threads_beside_a_call_as_the_program_has_set() -> Non
 
 def test_the_start_of_a_thread_that_never_runs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LONGEST_START", 0.1)
-    monkeypatch.setattr(threads.Thread, "_bootstrap", lambda _: None)  # as one that ends before it says that it runs
+    monkeypatch.setattr(threads.Thread, "_bootstrap", lambda _: None)  # as if the thread ended before its first step
     with pytest.raises(RuntimeError, match="is enough memory left for it"):
         threads.Thread(lambda: None, "one").start()
 

@@ -1,4 +1,4 @@
-"""Every exception is in the papers, and the package raises or logs each message that docs/troubleshooting.md lists."""
+"""Every exception is documented, and the package raises or logs each message of docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGES = sorted(set(re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE)))
 
 
 def templates() -> Iterator[str]:
-    """Yield all texts of the package, with a mark where something is filled in."""
+    """Yield all texts of the package, with marks in place of values."""
     for path in pathlib.Path(telegrad.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -31,7 +31,7 @@ ALL = "\n".join(templates())
 
 
 def pattern_of(message: str) -> str:
-    """Return a pattern of the message, with marks in the place of names and numbers."""
+    """Return a pattern for the message, with marks in place of names and numbers."""
     parts = re.split(r"((?<!\w)'[^']*'|\b\d+\b|\b[A-Z]+_[A-Z]+\b)", message)
     return "".join(f"(?:{re.escape(part)}|\0)" if number % 2 else re.escape(part) for number, part in enumerate(parts))
 
@@ -52,7 +52,7 @@ TABLE = DOCS.joinpath("rpc.md").read_text().partition("## Errors")[2]
 
 
 def parents(tree: str) -> dict[str, str | None]:
-    """The line above each name of the tree that stands further to the left."""
+    """Return the parent of each name in the tree."""
     above: list[tuple[int, str]] = []
     found: dict[str, str | None] = {}
     for line in tree.splitlines():
@@ -72,12 +72,12 @@ def test_each_exception_is_exported_and_documented(kind: type[Exception]) -> Non
     assert f"`{kind.__name__}`" in TABLE
 
 
-def test_the_tree_is_that_of_the_classes() -> None:
+def test_the_tree_shows_the_base_classes() -> None:
     tree = parents(DOCS.joinpath("reference", "errors.rst").read_text().partition("none\n")[2])
     assert set(tree) == {kind.__name__ for kind in CLASSES}
     for name, parent in tree.items():
         assert parent is None or parent in {base.__name__ for base in getattr(errors, name).__bases__}
 
 
-def test_all_is_complete() -> None:
+def test_all_exceptions_are_exported() -> None:
     assert errors.__all__ == sorted(kind.__name__ for kind in CLASSES)

@@ -165,11 +165,11 @@ rpc.init_rpc("worker1", rank="a")
 
 
 def mypy(program: pathlib.Path) -> set[int]:
-    """The lines in which mypy finds an error. It reads the cache of the check of the whole project, if there is one."""
+    """Return the lines in which mypy finds an error; it reads the cache of the check of the whole project, if any."""
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", str(program)]
     said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     places = [line.split(":") for line in said.splitlines()]
-    # The cache may have what was said of the same program in another folder.
+    # The cache may have errors of the same program in another folder.
     return {int(place[1]) for place in places if place[0].endswith(program.name) and place[2] == " error"}
 
 

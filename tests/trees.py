@@ -1,4 +1,4 @@
-"""Values of which some part is large and no tensor, at random, and how to compare them."""
+"""Random values with large parts that are no tensors, and a comparison of such values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnList(list[Any]):
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are equal, of the same types in every place."""
+    """Return True if two values are equal, with equal types in every place."""
     if type(one) is not type(other):
         return False
     if isinstance(one, numpy.ndarray):

@@ -1,4 +1,4 @@
-"""What the parent of the worker processes has imported before it forks them."""
+"""The imports of the process from which worker processes are forked."""
 
 import gc
 
@@ -12,4 +12,4 @@ import telegrad.rpc
 
 __all__ = ["cloudpickle", "pytest", "telegrad", "torch"]
 
-gc.freeze()  # the children collect what is their own: a tenth of the time
+gc.freeze()  # children then collect only their own objects, in a tenth of the time

@@ -5,14 +5,14 @@ load it only in processes of their own. Operations run at once on host memory, u
 `device.cpp`, which is compiled at the first load and kept in the user's cache folder. `apart.apart` runs a test in a
 process of its own that has it.
 
-What the rules are strict about:
+The rules are strict:
 
 - Memory belongs to the stream that was current at its allocation. Another stream has to wait for that one even for the
   first use, and a use on another stream has to be known to that one, or recorded, when the memory is freed. It does not
-  help that the streams meet later: that gradients are made on one stream, used by an optimizer on another and freed by
-  `zero_grad` is found, although nothing goes wrong where the first stream waits before it allocates again.
-- What the host knows to be over, whichever thread waited for it, is before all that is enqueued from then on.
-- There are 32 streams besides the default one for each device; the 33rd that is asked for is the first one again.
+  help that the streams meet later: if gradients are made on one stream, used by an optimizer on another and freed by
+  `zero_grad`, this is found, although nothing goes wrong if the first stream waits before it allocates again.
+- Work that the host has waited for, on any thread, comes before everything that is enqueued after that.
+- There are 32 streams besides the default one for each device; the 33rd request returns the first one again.
 - Autograd's threads do not survive a fork: a child can only run a backward pass if its parent never did.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-DEVICES = 2  # as in device.cpp
+DEVICES = 2  # the same as in device.cpp
 _SOURCE = Path(__file__).with_name("device.cpp")
 
 
@@ -41,7 +41,7 @@ def _compiler() -> str:
 
 
 def available() -> bool:
-    """Whether there is a compiler to build the accelerator with."""
+    """Return True if there is a compiler to build the accelerator with."""
     return sys.platform == "linux" and shutil.which(_compiler()) is not None
 
 
@@ -56,7 +56,7 @@ def _flags() -> list[str]:
 
 
 def build() -> Path:
-    """The compiled library, made now unless the cache has it."""
+    """Return the path of the library; compile it unless it is in the cache."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
     parts = [_SOURCE.read_bytes(), version, torch.__version__.encode(), " ".join(_flags()).encode()]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telegrad-tests"
@@ -65,7 +65,7 @@ def build() -> Path:
     if library.exists():
         return library
     with open(library.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others find its result
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles for all others
         if not library.exists():
             unfinished = library.with_suffix(f".{os.getpid()}")
             made = subprocess.run(
@@ -85,7 +85,7 @@ class _DeviceGuard(torch.accelerator.device_index):
 
 
 class _Module(types.ModuleType):
-    """What PyTorch expects to find at `torch.sim`."""
+    """The module that PyTorch expects at `torch.sim`."""
 
     device = _DeviceGuard
 
@@ -131,7 +131,7 @@ class _Module(types.ModuleType):
 
     @staticmethod
     def manual_seed(seed: int) -> None:
-        """Operations draw from the host's generator, which `torch.manual_seed` seeds."""
+        """Do nothing: operations use the host's generator, which `torch.manual_seed` seeds."""
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
@@ -160,7 +160,7 @@ def load() -> None:
 
 
 def violations() -> list[str]:
-    """What was not ordered, one line for each kind of violation, since the last `forget`."""
+    """Return missing waits since the last `forget`, with one line for each kind."""
     return list(torch.ops.telegrad_sim.violations())
 
 
@@ -170,11 +170,11 @@ def forget() -> None:
 
 
 def synchronizations() -> tuple[int, int]:
-    """How often the host waited: for whole devices; for streams and events, blocking copies and values among them."""
+    """Return how often the host waited for whole devices, and for streams, events, blocking copies and values."""
     device_wide, others = torch.ops.telegrad_sim.synchronizations()
     return device_wide, others
 
 
 def set_lateness(queries: int) -> None:
-    """How many queries answer "not yet" after work was enqueued or an event recorded; 2 at first."""
+    """Set how many queries answer "not yet" after work was enqueued or an event recorded; the default is 2."""
     torch.ops.telegrad_sim.set_lateness(queries)

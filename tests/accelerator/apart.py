@@ -1,7 +1,7 @@
-"""Runs tests in processes of their own that have the accelerator.
+"""Run tests in processes of their own that have the accelerator.
 
-Loading it changes what `torch.accelerator` answers in a whole process, and autograd's engine counts the devices only
-once in the life of one. So one process loads the accelerator and does nothing else, and forks a child for each test.
+Loading it changes the answers of `torch.accelerator` in the whole process, and autograd's engine counts the devices
+only once in a process. So one process loads the accelerator and does nothing else, and forks a child for each test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = 50.0
 
 
 def apart(test: Callable[..., None]) -> Callable[..., None]:
-    """Let a test's body run in a fresh process that has the accelerator; its arguments have to be picklable."""
+    """Run a test in a fresh process that has the accelerator; its arguments have to be picklable."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
@@ -45,7 +45,7 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _server(owner: int) -> Connection:
-    """The connection to the server of this process, which ends when its other end closes."""
+    """Return the connection to the server of this process; the server ends when the connection closes."""
     ours, theirs = socket.socketpair()
     with theirs:
         subprocess.Popen(
@@ -59,13 +59,13 @@ def _server(owner: int) -> Connection:
 
 
 def serve(descriptor: int) -> None:
-    """Run the tests that are asked for, each in a child."""
+    """Run the requested tests, each in a child."""
     from tests import accelerator
 
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     accelerator.load()
-    importlib.import_module("torch._dynamo")  # optimizers import it; better once here than in each child
+    importlib.import_module("torch._dynamo")  # optimizers import it; once here is cheaper than in each child
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -73,7 +73,7 @@ def serve(descriptor: int) -> None:
 
 
 def _fork(module: str, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> str | None:
-    """What went wrong in a child's run, if anything did."""
+    """Run a test in a child; return its failure, if any."""
     try:
         test: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -91,7 +91,7 @@ def _fork(module: str, name: str, arguments: tuple[Any, ...], named: dict[str, A
     try:
         if reader.poll(PATIENCE):
             return reader.recv()
-        os.kill(child, signal.SIGABRT)  # its handler shows where each thread is
+        os.kill(child, signal.SIGABRT)  # its handler prints the stacks of all threads
         return f"not done after {PATIENCE:.0f} seconds"
     except EOFError:
         return "the process died; see its standard error"

@@ -1,6 +1,6 @@
-"""The simulated accelerator itself: it finds each kind of missing wait.
+"""The simulated accelerator finds each kind of missing wait.
 
-An alarm over work that is in order fails the tests of tests/devices, which run all of their programs on it.
+The tests of tests/devices run all their programs on it, and fail if it reports work that is in order.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def pinned(*values: float) -> Tensor:
 
 
 def settled(*values: float, device: str = DEVICE) -> Tensor:
-    """A tensor that the host has waited for, so that all streams may use it."""
+    """Return a tensor that the host has waited for, so that all streams may use it."""
     return torch.tensor(values).to(device)
 
 
 def pending(*values: float) -> Tensor:
-    """A tensor that work on the current stream is still writing."""
+    """Return a tensor that work on the current stream is still writing."""
     return settled(*values) * 1
 
 
@@ -119,8 +119,8 @@ def test_waiting_is_not_mutual() -> None:
 
 
 @apart
-def test_memory_is_its_streams_from_the_allocation_on() -> None:
-    """The block may have been freed by work that the allocation's stream has not done yet."""
+def test_memory_belongs_to_the_stream_of_its_allocation() -> None:
+    """Work of that stream which has not run yet may have freed the block before."""
     settled(1.0).add_(1)
     tensor = torch.empty(2, device=DEVICE)
     side = torch.Stream(device=DEVICE)
@@ -131,7 +131,7 @@ def test_memory_is_its_streams_from_the_allocation_on() -> None:
 
 
 @apart
-def test_parts_of_one_buffer_are_told_apart() -> None:
+def test_parts_of_a_buffer_are_distinguished() -> None:
     buffer = settled(*range(8))
     buffer[:4].add_(1)
     side = torch.Stream(device=DEVICE)
@@ -168,16 +168,16 @@ def test_a_pinned_buffer_is_read_late() -> None:
     assert not torch.empty(1).is_pinned()
     there = torch.empty(2, device=DEVICE)
     there.copy_(buffer, non_blocking=True)
-    buffer.fill_(9)  # too early
+    buffer.fill_(9)  # too early, so the copy reads the new values
     assert there.tolist() == [9.0, 9.0]
     there.copy_(buffer.fill_(1), non_blocking=True)
     current().record_event().synchronize()
     buffer.fill_(9)
     assert there.tolist() == [1.0, 1.0]
-    there.copy_(buffer)  # waits
+    there.copy_(buffer)  # waits for the copy
     buffer.fill_(1)
     assert there.tolist() == [9.0, 9.0]
-    there.copy_(torch.tensor([3.0, 4.0]), non_blocking=True)  # not pinned
+    there.copy_(torch.tensor([3.0, 4.0]), non_blocking=True)  # copied at once, as the source is not pinned
     assert there.tolist() == [3.0, 4.0]
 
 
@@ -197,7 +197,7 @@ def test_a_copy_is_part_of_its_streams_order() -> None:
 
 
 @apart
-def test_a_freed_pinned_buffer_stays_until_it_was_read() -> None:
+def test_a_freed_pinned_buffer_is_kept_until_it_was_read() -> None:
     there = pinned(1.0, 2.0).to(DEVICE, non_blocking=True)
     others = [pinned(8.0, 9.0) for _ in range(10)]
     assert there.tolist() == [1.0, 2.0]
@@ -226,12 +226,12 @@ def after_a_value(there: Tensor, event: torch.Event) -> None:
 
 @pytest.mark.parametrize("wait", [after_the_event, after_the_stream, after_the_device, after_a_query, after_a_value])
 @apart
-def test_what_is_copied_to_the_host_arrives_late(wait: Callable[..., None]) -> None:
+def test_copies_to_the_host_arrive_late(wait: Callable[..., None]) -> None:
     there = settled(1.0, 2.0)
     here = pinned(5.0, 6.0)
     here.copy_(there, non_blocking=True)
     event = current().record_event()
-    there.fill_(7)  # later on the stream, so not what is copied
+    there.fill_(7)  # later on the stream, so not copied
     assert here.view(torch.uint8).tolist() == [0xCD] * 8
     wait(there, event)
     assert here.tolist() == [1.0, 2.0]
@@ -239,7 +239,7 @@ def test_what_is_copied_to_the_host_arrives_late(wait: Callable[..., None]) -> N
 
 
 @apart
-def test_a_wait_for_another_stream_delivers_nothing() -> None:
+def test_a_wait_for_another_stream_completes_no_copy() -> None:
     here = pinned(5.0, 6.0)
     here.copy_(settled(1.0, 2.0), non_blocking=True)
     torch.Stream(device=DEVICE).synchronize()
@@ -266,7 +266,7 @@ def test_queries_answer_late() -> None:
     accelerator.set_lateness(1)
     pending(1.0)
     assert [current().query() for _ in range(2)] == [False, True]
-    assert accelerator.synchronizations() == (0, 4)  # of `settled` alone
+    assert accelerator.synchronizations() == (0, 4)  # by `settled` alone
 
 
 @apart
@@ -297,7 +297,7 @@ def test_synchronizations_are_counted() -> None:
 
 
 @apart
-def test_futures_without_devices_do_not() -> None:
+def test_futures_without_devices_do_not_order_streams() -> None:
     side = torch.Stream(device=DEVICE)
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     with side:
@@ -350,7 +350,7 @@ def test_the_device_survives_a_fork() -> None:
         while not going.is_set():
             torch.ones(8, device="sim:1").add_(1)
 
-    torch.ones(8, device="sim:1").add_(1)  # not first in the thread: a fork amid it would keep locks of the C library
+    torch.ones(8, device="sim:1").add_(1)  # a fork during the thread's first use would keep locks of the C library
     thread = threading.Thread(target=work)
     thread.start()
     try:
@@ -369,5 +369,5 @@ def test_the_device_survives_a_fork() -> None:
         thread.join()
 
 
-def test_this_process_has_no_such_device() -> None:
+def test_the_test_process_has_no_simulated_device() -> None:
     assert torch._C._get_privateuse1_backend_name() == "privateuseone"

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that differentiate through agents of this process, and of those that share modules out."""
+"""Fixtures of tests that differentiate through agents of this process, and of tests of sharded modules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.cluster import PATIENCE, Process, free_port, group, wait_until
 
 @pytest.fixture
 def contexts_end(five: list[Worker], here: None) -> Iterator[None]:
-    """This thread speaks for `w0`, and no worker keeps a context of the test."""
+    """Use `w0` on this thread, and wait until no worker keeps a context of the test."""
     yield
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in five))
 
 
 @contextlib.contextmanager
 def in_a_process_group(join: Callable[[int, int], None]) -> Iterator[list[Process]]:
-    """Two trainers in a process group of their own, and a third worker."""
+    """Start two trainers in a process group of their own, and a third worker."""
     with group(3) as made:
         port = free_port()
         for rank in range(2):

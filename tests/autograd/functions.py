@@ -1,4 +1,4 @@
-"""Functions in Python that tell when their nodes run and with what, and such as rely on the order of nodes."""
+"""Python functions that record the runs of their nodes, and functions that rely on the order of nodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.autograd import orders
 
 
 class Way(NamedTuple):
-    """What a function is like."""
+    """The properties of a function."""
 
     outputs: int
     materialize: bool
-    gives: tuple[bool, ...]  # for each input, whether there is a gradient
-    aside: bool = False  # whether the last output has none
+    gives: tuple[bool, ...]  # for each input, True if it gets a gradient
+    aside: bool = False  # True if the last output is not differentiable
 
 
 class Told(torch.autograd.Function):
-    """Tells when its node runs, and what of that is None."""
+    """Records the runs of its node, and which gradients are None."""
 
     @staticmethod
     def forward(ctx: Any, stage: Any, number: int, way: Way, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -41,11 +41,11 @@ class Told(torch.autograd.Function):
         return (None, None, None, *(total if gives else None for gives in ctx.way.gives))
 
 
-# Recomputation in two nodes, as pipelines have it: that which runs the function anew was made after that which needs it
+# Recomputation in two nodes, as in pipelines: the node that runs the function anew is newer than the one that needs it
 
 
 class Ahead(torch.autograd.Function):
-    """Gives nothing back: is there to run the function anew."""
+    """Runs the function anew in its backward, and gives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, shared: list[Any], function: Callable[..., Any], number: int, x: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ class Ahead(torch.autograd.Function):
 
 
 class Behind(torch.autograd.Function):
-    """Its backward needs what the other has run anew."""
+    """Needs the results of `Ahead` in its backward."""
 
     @staticmethod
     def forward(ctx: Any, shared: list[Any], function: Callable[..., Any], number: int, x: torch.Tensor) -> Any:
@@ -81,7 +81,7 @@ class Behind(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The first, once the second is there, which gets no gradient."""
+    """Returns its first input; the second one orders the nodes and gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Join(torch.autograd.Function):
 
 
 def recomputed(function: Callable[..., Any], x: torch.Tensor, numbers: tuple[int, int] = (0, 0)) -> torch.Tensor:
-    """The same, but the function is run anew in the backward pass."""
+    """Return `function(x)`, and run the function anew in the backward pass."""
     shared: list[Any] = []
     random = torch.get_rng_state()
     y = Behind.apply(shared, function, numbers[0], x)

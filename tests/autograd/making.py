@@ -1,4 +1,4 @@
-"""Random programs, each made from a seed alone."""
+"""Make random programs, each from a seed alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VARIANTS = ["once", "once", "once", "fast", "twice", "at once", "second order"]
 
 
 class Program(NamedTuple):
-    count: int  # type: ignore[assignment]  # of workers
-    instructions: list[tuple[int, tuple[Any, ...]]]  # with the worker of each
+    count: int  # type: ignore[assignment]  # the number of workers
+    instructions: list[tuple[int, tuple[Any, ...]]]  # pairs of worker and instruction
     roots: list[tuple[int, int]]
-    variant: str  # how backward is run
+    variant: str  # the way to run the backward pass
 
 
 class Making:
-    """A program under way."""
+    """A program that is being made."""
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -32,19 +32,19 @@ class Making:
         self.steps = draw.choice([6, 12, 25, 40])
         self.special = draw.random() < 0.6 and self.variant != "second order"
         self.hooks = draw.random() < 0.7
-        self.lengths = [0] * self.count  # of the values of each worker
+        self.lengths = [0] * self.count  # the number of values of each worker
         self.leaves = [0] * self.count
         self.instructions: list[tuple[int, tuple[Any, ...]]] = []
         self._numbers = iter(range(1, 1 << 30))
 
     def add(self, worker: int, *instruction: Any, values: int = 0, leaves: int = 0) -> None:
-        """An instruction that makes so many values and leaves there."""
+        """Add an instruction that makes `values` values and `leaves` leaves on a worker."""
         self.instructions.append((worker, instruction))
         self.lengths[worker] += values
         self.leaves[worker] += leaves
 
     def pick(self, worker: int) -> int:
-        """One of the latest values."""
+        """Return the number of one of the latest values."""
         return self.draw.randrange(max(0, self.lengths[worker] - 6), self.lengths[worker])
 
     def step(self) -> None:
@@ -79,7 +79,7 @@ class Making:
             self.add(worker, self.draw.choice(["hook", "hook", "node hook"]), number, self.pick(worker))
 
     def function(self, worker: int) -> None:
-        """One that is written in Python."""
+        """Add a function that is written in Python."""
         draw, number = self.draw, next(self._numbers)
         if draw.random() < 0.2:
             self.add(worker, "counted", number, self.pick(worker), values=1)

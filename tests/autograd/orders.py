@@ -1,7 +1,7 @@
-"""In which order torch's engine would run the nodes of one worker, given what came when: found out by trying.
+"""Check the order in which nodes ran against that of torch's engine, found by experiments.
 
-Of the nodes that are reached, and that nothing leads to which may still run, it runs the newest. `watching` notes what
-comes to each worker in each pass, and which numbered nodes run; `check` compares.
+The engine runs the newest of the reached nodes that no other node which may still run leads to. `watching` records the
+gradients that arrive at each worker in each pass, and which numbered nodes run; `check` compares.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from telegrad.autograd.engine import ROOTS, EngineRunner
 from telegrad.autograd.record import RecvNode
 
 Node = Any
-Batch = list[tuple[int, list[Node]]]  # entries that close at once, and which of their nodes are reached
+Batch = list[tuple[int, list[Node]]]  # entries that close together, each with its reached nodes
 
 _acting = threading.local()
-_numbers = itertools.count(1 << 40)  # above those that torch gives, and below those of received tensors
+_numbers = itertools.count(1 << 40)  # above the numbers of torch, and below those of received tensors
 
 
 def renumber(values: Iterable[Any], known: set[Node]) -> None:
-    """Number the new nodes by their age, whatever threads made them: torch counts for each thread."""
+    """Number the new nodes by their age on all threads, since torch counts for each thread."""
     found, stack = [], [value.grad_fn for value in values if value.grad_fn is not None]
     while stack:
         node = stack.pop()
@@ -37,7 +37,7 @@ def renumber(values: Iterable[Any], known: set[Node]) -> None:
 
 
 class Watched:
-    """One worker's part of a pass."""
+    """The part of a pass on one worker."""
 
     def __init__(self, local: EngineRunner) -> None:
         self.local = local
@@ -72,7 +72,7 @@ class Watched:
 
 
 def ran(number: int) -> None:
-    """A node runs."""
+    """Record that a node runs."""
     watched = getattr(_acting, "watched", None)
     if watched is not None:
         watched.ran.append(number)
@@ -80,7 +80,7 @@ def ran(number: int) -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Iterable[Watched]]:
-    """Note what every worker of this process does in passes."""
+    """Record the passes of all workers of this process."""
     all_: dict[EngineRunner, Watched] = {}
     originals = {name: getattr(EngineRunner, name) for name in ("start", "arrive", "bury")}
 
@@ -120,7 +120,7 @@ def check(all_: Iterable[Watched]) -> None:
 
 
 def in_order(entries: Mapping[int, Sequence[Node]], batches: Iterable[Batch]) -> list[Node]:
-    """All nodes that run."""
+    """Return all nodes that run, in the order of torch's engine."""
     ahead = {node: _reachable(_following(node)) for node in _reachable(itertools.chain(*entries.values()))}
     open_, waiting, done = set(entries), set(), []
     for batch in batches:

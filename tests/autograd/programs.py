@@ -1,7 +1,7 @@
-"""Random programs over several workers, each of which can also be run in one place, without any worker.
+"""Random programs over several workers, which can also run in a single place, without workers.
 
-A program is a list of instructions, made from a seed alone. On workers a transfer is a remote call of some kind, in one
-place it is a copy. Nothing else may differ: gradients, which hooks were called with what, which nodes ran how often.
+A program is a list of instructions, made from a seed alone. A transfer is a remote call on workers, and a copy in the
+single place. Everything else is the same: gradients, the arguments of hooks, the number of runs of each node.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from tests.autograd.making import make
 SIZE = 3
 BOUND = 0.3
 
-device = "cpu"  # where the leaves are, and so all else
-step: Any = None  # what rides with the last pass, where that is the only one at its time
-stages: dict[tuple[int, str], Stage] = {}  # of the programs that run at this moment
+device = "cpu"  # the device of the leaves, and so of all tensors
+step: Any = None  # rides with the last pass, if no other pass runs then
+stages: dict[tuple[int, str], Stage] = {}  # the stages of the running programs
 
 
 class Stage:
-    """What a program has on one worker, or in the one place: its values, and what happened to them."""
+    """The part of a program on one worker or in the single place: its values and their records."""
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        self.hooked: dict[int, list[Any]] = defaultdict(list)  # by hook, what it was called with
-        self.ran: Counter[int] = Counter()  # by node
-        self.took: dict[int, list[list[torch.Tensor | None]]] = defaultdict(list)  # by node, what it was given
+        self.hooked: dict[int, list[Any]] = defaultdict(list)  # by hook, the arguments of its calls
+        self.ran: Counter[int] = Counter()  # by node, the number of runs
+        self.took: dict[int, list[list[torch.Tensor | None]]] = defaultdict(list)  # by node, its gradients
         self.keep: list[Any] = []
-        self.numbered: set[Any] = set()  # nodes
+        self.numbered: set[Any] = set()  # the nodes that have a number
 
 
 class Counted(torch.autograd.Function):
-    """A function in Python that tells when its node runs."""
+    """A Python function that records the runs of its node."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: Stage, number: int) -> torch.Tensor:
@@ -62,13 +62,13 @@ class Counted(torch.autograd.Function):
 
 
 class Box:
-    """Somebody's own class with tensors inside."""
+    """A class of the user with tensors inside."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
 
 
-# What is done on one worker
+# Instructions on one worker
 
 
 def _inplace(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _hang_hook(stage: Stage, kind: str, number: int, a: int) -> None:
 
 
 def _called(stage: Stage, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or not gradient.to_dense().any():  # where there is none, one who runs by hand sees zeros
+    if gradient is None or not gradient.to_dense().any():  # a node that runs by hand gets zeros for a missing gradient
         return None
     stage.hooked[number].append(gradient.detach().to_dense().clone())
     return gradient.clamp(-BOUND, BOUND) if not gradient.is_sparse else None
@@ -179,7 +179,7 @@ def _seen(stage: Stage, number: int, gradients: list[torch.Tensor | None]) -> No
     stage.hooked[number] += [each.detach().clone() for each in gradients if each is not None]
 
 
-# What crosses
+# Transfers
 
 
 def give(key: int, worker: str, numbers: list[int], wrap: str) -> Any:
@@ -191,7 +191,7 @@ def take(key: int, worker: str, wrapped: Any) -> None:
 
 
 def fetch(key: int, worker: str, source: str, numbers: list[int], wrap: str, way: str) -> None:
-    """On the taking worker: get values from another one."""
+    """Get values from another worker; runs on the worker that gets them."""
     if way == "call":
         take(key, worker, rpc_sync(source, give, (key, source, numbers, wrap)))
     elif way == "future":
@@ -201,7 +201,7 @@ def fetch(key: int, worker: str, source: str, numbers: list[int], wrap: str, way
 
 
 def push(key: int, worker: str, target: str, numbers: list[int], wrap: str, way: str) -> None:
-    """On the giving worker: send values to another one."""
+    """Send values to another worker; runs on the worker that has them."""
     wrapped = give(key, worker, numbers, wrap)
     if way == "argument":
         rpc_sync(target, take, (key, target, wrapped))
@@ -233,7 +233,7 @@ UNWRAPS: dict[type, Callable[[Any], list[torch.Tensor]]] = {
 
 
 class Outcome:
-    """What is to be the same."""
+    """The results that must be the same in both places."""
 
     def __init__(self, places: list[Stage], gradients: list[dict[torch.Tensor, torch.Tensor]]) -> None:
         self.hooked = {key: calls for place in places for key, calls in place.hooked.items()}
@@ -252,7 +252,7 @@ def root(key: int, worker: str, number: int) -> torch.Tensor:
 
 
 def run_in_one_place(seed: int) -> Outcome | None:
-    """None where there is nothing to differentiate."""
+    """Return the outcome in a single place, or None if there is nothing to differentiate."""
     count, program, roots, variant = make(seed)
     places = [Stage() for _ in range(count)]
     for worker, place in enumerate(places):
@@ -284,7 +284,7 @@ def run_in_one_place(seed: int) -> Outcome | None:
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is there twice in a message is one tensor there, too."""
+    """Copy tensors; a tensor that occurs twice is copied once, as in a message."""
     made = {id(tensor): tensor.clone() for tensor in tensors}
     return [made[id(tensor)] for tensor in tensors]
 
@@ -293,13 +293,13 @@ TWICE = ("twice", "at once")
 
 
 def penalty(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """Of gradients that have a graph of their own."""
+    """Return the sum of the squares of gradients that have a graph."""
     squares = [gradient.pow(2).sum() for gradient in gradients if gradient is not None]
     return sum(squares[1:], squares[0]) if squares else None
 
 
 def run_on_workers(seed: int) -> Outcome:
-    """From the thread of the first worker."""
+    """Run the program on workers, from the thread of the first worker."""
     count, program, roots, variant = make(seed)
     names = [f"w{worker}" for worker in range(count)]
     places = [Stage() for _ in names]
@@ -407,7 +407,7 @@ def compare(seed: int, expected: Outcome, found: Outcome) -> None:
 
 
 def check(seed: int) -> bool:
-    """Whether there was something to compare."""
+    """Compare both outcomes; return True if there was something to compare."""
     try:
         expected = run_in_one_place(seed)
         if expected is None:
@@ -415,7 +415,7 @@ def check(seed: int) -> bool:
         with orders.watching() as passes:
             found = run_on_workers(seed)
         compare(seed, expected, found)
-        if device == "cpu":  # elsewhere nodes run on threads of the engine's own, which do not tell
+        if device == "cpu":  # on other devices, nodes run on threads of the engine, which are not watched
             orders.check(passes)
     except Unused:
         return False

@@ -1,4 +1,4 @@
-"""Another thread that gets ahead."""
+"""A lock that lets a test act as another thread that comes first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Rival:
-    """A lock; right before it is taken next, `act` is done, as another thread might."""
+    """A lock that calls `act` right before its next acquisition, as another thread might."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,7 +16,7 @@ class Rival:
 
     @classmethod
     def at(cls, owner: Any) -> Rival:
-        """One in place of the owner's lock."""
+        """Replace the owner's lock by a rival."""
         rival = owner._lock = cls()
         return rival
 

@@ -1,4 +1,4 @@
-"""Modules that `fully_shard` shares out over two trainers, and programs that use them with another worker."""
+"""Modules that `fully_shard` distributes over two trainers, and programs that use them with another worker."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from telegrad import autograd
 from telegrad.rpc import rpc_sync
 
-Call = Callable[..., Tensor]  # calls a function, on another worker or here
+Call = Callable[..., Tensor]  # calls a function, on another worker or locally
 
 
 def join(rank: int, port: int) -> None:
-    import torch.distributed.fsdp  # which takes seconds
+    import torch.distributed.fsdp  # the import takes seconds
 
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
 class Net(nn.Module):
-    """Two parts, each of which is sharded by itself, and a layer of the root."""
+    """A module with two parts that are sharded by themselves, and a layer of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def net_before(net: nn.Module, call: Call, x: Tensor) -> Tensor:
 
 
 def two_losses(net: nn.Module, call: Call, x: Tensor) -> Tensor:
-    """One of them goes through another worker."""
+    """Return the sum of two losses, one of which goes through another worker."""
     y = net(call(lookup, x))
     return mean_square(y) + call(mean_square, y)
 
@@ -101,7 +101,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def same(program: Any, rank: int, passes: int = 1, kind: type[nn.Module] = Net, **options: Any) -> list[bool]:
-    """Whether gradients of parameters and of the input are the same inside and outside, bit for bit."""
+    """Compare gradients of parameters and of the input inside and outside of a context, bit for bit."""
     outside, inside = shard(kind(), **options), shard(kind(), **options)
     x, y = batch(rank), batch(rank)
     for _ in range(passes):

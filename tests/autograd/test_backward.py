@@ -1,4 +1,4 @@
-"""What programs do with distributed autograd, on several agents in this process."""
+"""Programs with distributed autograd, on several agents in this process."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_bad_roots(roots: Any, said: str) -> None:
         autograd.backward(context, roots)
 
 
-def test_a_mode_that_is_none() -> None:
+def test_an_unknown_mode() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="smart"):
         autograd.backward(context, leaf().sum(), mode="quick")
 
 
-def test_a_context_that_ends_under_its_pass() -> None:
+def test_a_context_that_ends_during_its_pass() -> None:
     gate = threading.Event()
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(gate)]).sum())
@@ -94,7 +94,7 @@ GATE = threading.Event()
 
 
 class Holder:
-    """Stands for the gate on all agents of this process."""
+    """Arrives at every agent as a `Waiter` for the gate."""
 
     def __init__(self, gate: threading.Event | None) -> None:
         GATE.clear()
@@ -104,7 +104,7 @@ class Holder:
 
 
 class Waiter:
-    """What a holder arrives as."""
+    """Waits for the gate of its process."""
 
     def wait(self) -> None:
         assert GATE.wait(PATIENCE)
@@ -188,7 +188,7 @@ def in_a_thread(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_operators(x: torch.Tensor) -> torch.Tensor:
-    reference: Any = remote("w1", torch.sin, (x,))  # types do not know of its operators
+    reference: Any = remote("w1", torch.sin, (x,))  # the types do not have its operators
     return (reference * 2 + 1).to_here()
 
 
@@ -274,7 +274,7 @@ def look_at(parameter: nn.Parameter) -> tuple[tuple[bool, bool], torch.Tensor]:
     return (isinstance(parameter, nn.Parameter), parameter.is_leaf), parameter * 2
 
 
-def test_modules_sent_whole_have_gradients_where_they_came_from() -> None:
+def test_parameters_of_modules_that_are_sent_get_gradients_at_the_caller() -> None:
     model, x = Model(), torch.randn(2, 3, dtype=torch.float64)
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", apply, (model, x)).sum())
@@ -288,7 +288,7 @@ def apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def test_what_has_no_gradient_crosses_as_it_is() -> None:
+def test_values_without_gradients_are_sent_unchanged() -> None:
     with autograd.context():
         whole = rpc_sync("w1", apply, (list, [torch.arange(3), torch.ones(2), 7]))
         assert [getattr(each, "requires_grad", False) for each in whole] == [False] * 3
@@ -314,7 +314,7 @@ def test_outside_of_a_context_nothing_is_recorded() -> None:
 # Graphs as local autograd runs them
 
 
-def test_a_plain_backward_says_what_to_use() -> None:
+def test_a_plain_backward_is_refused_with_advice() -> None:
     with autograd.context():
         loss = rpc_sync("w1", torch.sin, (leaf(),)).sum()
         with pytest.raises(UsageError, match=r"telegrad\.autograd\.backward"):
@@ -346,8 +346,8 @@ def test_in_place_after_sending() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("looks", [False, True], ids=["off", "on"])
-def test_a_gradient_that_is_no_number_is_an_error_in_anomaly_mode_alone(looks: bool) -> None:
-    """Also from a node between two tensors of another worker, which is run without torch's engine."""
+def test_a_nan_gradient_is_an_error_in_anomaly_mode_only(looks: bool) -> None:
+    """This holds for a node between two tensors of another worker, too, which runs without torch's engine."""
     x = torch.tensor([0.0, 4.0], requires_grad=True)
 
     def gradient(call: Callable[..., torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -380,7 +380,7 @@ def test_autocast_in_forward() -> None:
         assert autograd.get_gradients(context)[x].dtype == torch.float32
 
 
-def test_autocast_around_backward_holds_on_other_workers_for_that_pass_alone() -> None:
+def test_autocast_around_backward_holds_on_other_workers_for_that_pass() -> None:
     x = torch.randn(3, 3, requires_grad=True)
 
     def gradient_of(loss: Callable[[], None]) -> torch.Tensor:
@@ -404,7 +404,7 @@ def test_autocast_around_backward_holds_on_other_workers_for_that_pass_alone() -
         assert torch.allclose(gradient_of(lambda: autograd.backward(context, y)), exact)
 
 
-# Roots that live elsewhere
+# Roots on other workers
 
 
 def test_a_reference_as_root() -> None:
@@ -427,7 +427,7 @@ def test_a_reference_backward_without_context() -> None:
         remote("w1", torch.ones, ((),), {"requires_grad": True}).backward()
 
 
-# What goes wrong
+# Failures
 
 
 class Failing(torch.autograd.Function):
@@ -445,7 +445,7 @@ def failing(x: torch.Tensor, error: BaseException, left: int = 0) -> torch.Tenso
     return Failing.apply(x, error) if not left else rpc_sync(f"w{left}", failing, (x, error, left - 1))
 
 
-def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
+def test_an_error_in_a_backward_function_on_another_worker(trio: list[Worker]) -> None:
     x = leaf()
     with autograd.context() as context:
         loss = rpc_sync("w3", failing, (x, ValueError("no gradient today"), 2)).sum()
@@ -456,8 +456,8 @@ def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
 
-def test_the_end_of_the_program_in_a_backward_function(trio: list[Worker]) -> None:
-    """Here it ends the program of the caller, elsewhere not."""
+def test_system_exit_in_a_backward_function(trio: list[Worker]) -> None:
+    """SystemExit ends the program on the caller's worker, and is an error on another one."""
     x = leaf()
     with autograd.context() as context:
         here = failing(rpc_sync("w1", torch.sin, (x,)), SystemExit(7)).sum()
@@ -475,7 +475,7 @@ def test_the_end_of_the_program_in_a_backward_function(trio: list[Worker]) -> No
             autograd.backward(context, loss)
 
 
-def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:
+def test_ended_passes_are_not_running(trio: list[Worker]) -> None:
     seen: list[int] = []
     with autograd.context() as context:
         for count in (1, 2):
@@ -490,7 +490,7 @@ def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:
 @pytest.mark.parametrize(
     "run", [lambda context, loss, _, **more: autograd.backward(context, loss, **more), autograd.grad]
 )
-def test_a_pass_that_takes_too_long(run: Callable[..., Any]) -> None:
+def test_a_pass_that_times_out_names_the_worker(run: Callable[..., Any]) -> None:
     with autograd.context() as context:
         x = leaf()
         loss = rpc_sync("w1", slow_backward, [x, Holder(None)]).sum()
@@ -499,7 +499,7 @@ def test_a_pass_that_takes_too_long(run: Callable[..., Any]) -> None:
         GATE.set()
 
 
-def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
+def test_a_pass_reports_the_workers_that_it_waits_for(trio: list[Worker]) -> None:
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(None)]).sum())
         wait_until(lambda: [owing for *_, owing in trio[0].conductor.under_way()] == [["w1"]])
@@ -509,7 +509,7 @@ def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
     assert not trio[0].conductor.under_way()
 
 
-def test_fast_mode_names_what_took_no_part() -> None:
+def test_fast_mode_names_unused_sends() -> None:
     a = leaf()
     with autograd.context() as context:
         used = rpc_sync("w1", torch.sin, (a,))
@@ -520,8 +520,8 @@ def test_fast_mode_names_what_took_no_part() -> None:
         autograd.backward(context, rpc_sync("w1", torch.sin, (a,)).sum(), mode="fast")
 
 
-def test_what_leaves_early_does_not_wait_for_the_rest() -> None:
-    """While one branch on w1 still runs, the gradients of the other are at work on w0 already."""
+def test_early_gradients_do_not_wait_for_other_branches() -> None:
+    """The gradients of one branch are used on w0 while the other branch still runs on w1."""
     x = leaf()
     x.register_hook(lambda gradient: GATE.set())
     with autograd.context() as context:
@@ -531,14 +531,14 @@ def test_what_leaves_early_does_not_wait_for_the_rest() -> None:
 
 def two_branches(x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
     slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True), waiter)
-    return x * 2 + slow  # of what is ready the engine runs first what was made last
+    return x * 2 + slow  # the engine runs the newest ready node first
 
 
-# What it costs
+# Costs
 
 
 def notices(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The classes of the control messages that a worker sends."""
+    """Record the classes of the control messages that a worker sends."""
     sent = []
     original = worker.agent.notify
 
@@ -563,7 +563,7 @@ def sum_of_kept() -> torch.Tensor:
     return total
 
 
-def test_what_is_ready_together_leaves_together(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_ready_together_leave_together(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     sent = notices(trio[1], monkeypatch)
     leaves = [leaf() for _ in range(16)]
     with autograd.context() as context:
@@ -577,7 +577,7 @@ def test_what_is_ready_together_leaves_together(trio: list[Worker], monkeypatch:
 def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each enters the engine once, as soon as it is there, and nothing is counted: the work is linear."""
+    """Each enters the engine once, when its gradients are complete, so the work is linear."""
     steps = []
     original = GraphSchedule.step
 
@@ -596,8 +596,8 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
     assert sum(len(call.recvs) for call in calls) == 64
 
 
-def test_nothing_is_asked_where_everything_takes_part(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_until(lambda: not any(any(worker.references.counts().values()) for worker in trio))  # of the tests before
+def test_no_questions_are_sent_if_every_send_is_used(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: not any(any(worker.references.counts().values()) for worker in trio))  # of earlier tests
     sent = [notices(worker, monkeypatch) for worker in trio]
     x = leaf()
     with autograd.context() as context:
@@ -611,7 +611,7 @@ def graph_of_its_own() -> torch.Tensor:
 
 
 def test_a_reference_from_before_the_context_as_root() -> None:
-    """Its owner hears of the context through the pass alone, and of its end all the same."""
+    """The owner joins the context by the pass alone, and still learns of its end."""
     reference = remote("w1", graph_of_its_own)
     with autograd.context() as context:
         reference.backward(context)
@@ -622,13 +622,13 @@ def gradients_here(context: int) -> list[torch.Tensor]:
     return list(autograd.get_gradients(context).values())
 
 
-def test_the_owner_of_a_root_that_nobody_asks_again() -> None:
+def test_the_context_ends_at_the_owner_of_a_root() -> None:
     reference = remote("w2", graph_of_its_own)
     with autograd.context() as context:
         autograd.backward(context, reference)
 
 
-# What arrives and what is given out
+# Received and returned gradients
 
 
 def sparse(*values: float) -> torch.Tensor:
@@ -640,7 +640,7 @@ def pass_on(to: str, x: torch.Tensor) -> torch.Tensor:
     return rpc_sync(to, torch.add, (x, x))
 
 
-def test_sparse_tensors_that_are_passed_on() -> None:
+def test_sparse_tensors_that_a_worker_forwards() -> None:
     x = sparse(1.0, 2.0)
     with autograd.context() as context:
         loss = torch.sparse.sum(rpc_sync("w1", pass_on, ("w2", x)))
@@ -649,7 +649,7 @@ def test_sparse_tensors_that_are_passed_on() -> None:
 
 
 class Keeping(torch.autograd.Function):
-    """Gives one gradient to two leaves, or keeps it for itself."""
+    """Gives one gradient to two leaves, or keeps a reference to it."""
 
     kept: torch.Tensor
 
@@ -680,7 +680,7 @@ def test_gradients_have_memory_of_their_own(count: int, layout: str) -> None:
 
 
 class Telling(torch.autograd.Function):
-    """Tells where the gradient is that it gives."""
+    """Records the address of the gradient that it gives."""
 
     given = 0
 
@@ -695,15 +695,15 @@ class Telling(torch.autograd.Function):
         return given
 
 
-def test_a_gradient_that_nobody_else_has_is_not_copied() -> None:
+def test_a_gradient_without_other_references_is_not_copied() -> None:
     x = leaf()
     with autograd.context() as context:
         autograd.backward(context, Telling.apply(x).sum())
         assert autograd.get_gradients(context)[x].data_ptr() == Telling.given
 
 
-def test_such_a_gradient_is_not_copied_in_code_that_is_compiled_either() -> None:
-    """Torch's compiler evaluates all frames of the process then, and a call in Python holds one reference more."""
+def test_compiled_code_does_not_copy_such_a_gradient() -> None:
+    """Torch's compiler then evaluates all frames of the process, and a Python call holds another reference."""
     x = leaf()
 
     def step() -> int:

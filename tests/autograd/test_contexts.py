@@ -1,4 +1,4 @@
-"""The contexts of one worker, with its agent and other threads played by the test."""
+"""The contexts of one worker; the test plays its agent and other threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREIGN = OWNER.id << OWNER_SHIFT | 7
 
 
 class Agent:
-    """Takes note of what is sent."""
+    """Records the messages that are sent."""
 
     def __init__(self) -> None:
         self.name = ME.name
@@ -49,14 +49,14 @@ def contexts(agent: Any) -> Contexts:
     return Contexts(agent, lambda _: None)
 
 
-def test_a_context_that_ends_as_somebody_speaks_of_it_does_not_begin_anew(contexts: Contexts) -> None:
+def test_joining_a_context_that_ends_meanwhile_does_not_begin_it_anew(contexts: Contexts) -> None:
     rival = Rival.at(contexts)
     rival.act = lambda: contexts.release(FOREIGN)
     assert contexts.join(FOREIGN) is None
     assert not len(contexts)
 
 
-def test_owners_are_asked_every_two_seconds_and_not_at_the_first_look(contexts: Contexts, agent: Agent) -> None:
+def test_owners_are_asked_every_two_seconds_but_not_at_the_first_tick(contexts: Contexts, agent: Agent) -> None:
     contexts.join(FOREIGN)
     contexts.begin()
     asked = []
@@ -72,7 +72,7 @@ def test_owners_are_asked_every_two_seconds_and_not_at_the_first_look(contexts: 
     assert not contexts._passes
 
 
-def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contexts: Contexts, agent: Agent) -> None:
+def test_the_end_is_sent_to_participants_except_for_its_sender(contexts: Contexts, agent: Agent) -> None:
     context = contexts.join(FOREIGN)
     other = Identity("other", 2, "c")
     for who in (OWNER, ME, other):
@@ -82,7 +82,7 @@ def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contex
     assert context.ended
 
 
-def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts: Contexts) -> None:
+def test_a_context_whose_owner_seems_dead_is_lost(contexts: Contexts) -> None:
     contexts.join(FOREIGN)
     contexts._on_lost(OWNER, PeerUnreachable("it only seems so"))
     assert contexts.join(FOREIGN) is None
@@ -90,7 +90,7 @@ def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts: Contexts) -> 
         contexts.check_kept(FOREIGN)
 
 
-def test_a_loss_of_the_worker_that_had_the_rank_before_ends_no_context(contexts: Contexts) -> None:
+def test_the_loss_of_a_previous_holder_of_the_rank_ends_no_context(contexts: Contexts) -> None:
     context = contexts.join(FOREIGN)
     assert context is not None
     context.meet(OWNER)
@@ -100,7 +100,7 @@ def test_a_loss_of_the_worker_that_had_the_rank_before_ends_no_context(contexts:
     assert contexts.get(FOREIGN) is None
 
 
-def test_with_a_predecessor_no_more_ends_are_remembered(contexts: Contexts, agent: Any) -> None:
+def test_a_successor_remembers_no_more_ends(contexts: Contexts, agent: Any) -> None:
     former = Contexts(agent, lambda _: None)
     former._ended = dict.fromkeys(range(REMEMBERED), False)
     for number in range(3):
@@ -110,7 +110,7 @@ def test_with_a_predecessor_no_more_ends_are_remembered(contexts: Contexts, agen
     assert len(contexts._ended) == REMEMBERED
 
 
-def test_what_leaves_after_the_end_is_not_kept(contexts: Contexts) -> None:
+def test_sends_after_the_end_are_not_kept(contexts: Contexts) -> None:
     context = contexts.begin()
     tensors = [torch.ones(1, requires_grad=True)]
     context.sent(tensors, OWNER, torch.add, True)
@@ -120,7 +120,7 @@ def test_what_leaves_after_the_end_is_not_kept(contexts: Contexts) -> None:
     assert not context.sends
 
 
-def test_a_context_tells_its_state(contexts: Contexts) -> None:
+def test_the_text_of_a_context_has_its_state(contexts: Contexts) -> None:
     context = contexts.begin()
     context.meet(OWNER)
     assert "0 sends" in repr(context)

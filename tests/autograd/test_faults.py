@@ -1,4 +1,4 @@
-"""Workers that die in a context or in its backward pass; in processes of their own."""
+"""Workers, in processes of their own, that die in a context or in its backward pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def wait_for_contexts(count: int) -> None:
     wait_until(lambda: contexts() == count)
 
 
-entered: list[autograd.context] = []  # in a worker's process
+entered: list[autograd.context] = []  # contexts that were entered in this process
 
 
 def begin_and_stay() -> None:
@@ -109,7 +109,7 @@ def just_shut_down() -> bool:
 
 
 def ends_as_the_connection_breaks() -> bool:
-    """The word that a context has ended is lost with the connection."""
+    """End a context while its `Release` is lost with the connection."""
     agent = current.agent()
     notify = agent.notify
     lost: list[str] = []
@@ -132,12 +132,12 @@ def ends_as_the_connection_breaks() -> bool:
     return True
 
 
-def test_the_end_of_a_context_that_is_lost_on_its_way(trio: list[Process]) -> None:
+def test_the_end_of_a_context_is_noticed_after_a_broken_connection(trio: list[Process]) -> None:
     assert trio[0].run(ends_as_the_connection_breaks)
 
 
 def ends_without_a_word() -> None:
-    """The word that a context has ended is lost, and no connection breaks."""
+    """End a context while its `Release` is lost, without a broken connection."""
     agent = current.agent()
     notify = agent.notify
     agent.notify = lambda to, message, *rest, **named: (
@@ -148,14 +148,14 @@ def ends_without_a_word() -> None:
     agent.notify = notify
 
 
-def test_the_end_of_a_context_that_was_never_told(trio: list[Process]) -> None:
+def test_the_end_of_a_context_is_noticed_without_a_message(trio: list[Process]) -> None:
     trio[0].run(ends_without_a_word)
     assert trio[1].run(contexts) == 1
     trio[1].run(wait_for_contexts, 0)
 
 
 def lose(rank: int) -> None:
-    """Take a worker for dead."""
+    """Treat a worker as dead."""
     agent = current.agent()
     for tell in agent.lost:
         tell(agent.identify(rank), PeerUnreachable("it only seems so"))
@@ -173,18 +173,18 @@ def use_what_others_let_go_of() -> int:
         return int(rpc_sync("worker2", contexts))
 
 
-def test_whoever_took_the_owner_of_a_context_for_dead_says_so_when_it_goes_on(trio: list[Process]) -> None:
-    assert trio[0].run(use_what_others_let_go_of) == 1  # who heard of it from him has asked, and kept it
+def test_a_worker_that_gave_up_a_live_context_reports_this_at_its_next_use(trio: list[Process]) -> None:
+    assert trio[0].run(use_what_others_let_go_of) == 1  # the third worker has asked the owner, and kept the context
     trio[2].run(wait_for_contexts, 0)
 
 
-def test_a_context_that_lives_is_kept(trio: list[Process]) -> None:
+def test_a_live_context_is_kept(trio: list[Process]) -> None:
     trio[2].run(begin_and_stay)
     assert trio[1].run(ask_three_times) == 1
 
 
 def ask_three_times() -> Any:
-    """Have the owner of the one context asked whether it has ended, and wait for its silence."""
+    """Ask the owner of the context three times if it has ended; return the number of contexts after that."""
     held = current.conductor().contexts
     (context,) = held._foreign()
     for _ in range(3):

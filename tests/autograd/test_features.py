@@ -1,4 +1,4 @@
-"""What torch's autograd offers, in a context: the same bits as in one process, or an error at once."""
+"""Features of torch's autograd give the same bits in a context as in one process, or an error at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("contexts_end")
 
 
 class Local:
-    """How a program calls and differentiates in one process."""
+    """Calls and differentiates in one process."""
 
     def call(self, to: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -41,7 +41,7 @@ class Local:
 
 
 class Remote(Local):
-    """The same in a context."""
+    """Calls and differentiates over workers, in a context."""
 
     def __init__(self, context: int) -> None:
         self.context = context
@@ -82,7 +82,7 @@ def unlike(one: Tensor, other: Tensor) -> bool:
     return one.layout != other.layout or not torch.equal(one.detach().to_dense(), other.detach().to_dense())
 
 
-# Programs, each of which ends with the gradients that it has found and what its hooks have seen
+# Programs, each of which returns its gradients and the arguments of its hooks
 
 
 def checkpoint_around_a_call(own: Local) -> Found:
@@ -241,16 +241,16 @@ def check_same(program: Callable[[Local], Found]) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("program", SAME)
-def test_as_in_one_process(program: Callable[[Local], Found]) -> None:
+def test_programs_give_the_same_as_in_one_process(program: Callable[[Local], Found]) -> None:
     check_same(program)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_hook_leaves_in_grad_is_the_gradient(change: Callable[[Tensor], None]) -> None:
+def test_changes_of_a_hook_after_accumulation_are_kept(change: Callable[[Tensor], None]) -> None:
     check_same(after_accumulation(change))
 
 
-def test_contexts_in_threads_that_run_each_graph_twice(five: list[Worker]) -> None:
+def test_threads_with_contexts_that_run_each_graph_twice(five: list[Worker]) -> None:
     def run(seed: int) -> Found:
         current.enter(five[0])
         x = leaf(seed=seed)
@@ -269,7 +269,7 @@ def test_contexts_in_threads_that_run_each_graph_twice(five: list[Worker]) -> No
         assert torch.equal(gradient, x.grad)  # type: ignore[arg-type]
 
 
-# What is refused
+# Refused programs
 
 
 def tangents_for_another_worker(own: Remote) -> None:
@@ -332,13 +332,13 @@ REFUSED: dict[Callable[[Remote], None], tuple[type[Exception], str]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("program", REFUSED)
-def test_an_error_at_once(program: Callable[[Remote], None]) -> None:
+def test_a_refused_program_fails_at_once(program: Callable[[Remote], None]) -> None:
     kind, text = REFUSED[program]
     with autograd.context() as context, pytest.raises(kind, match=text):
         program(Remote(context))
 
 
-def test_an_optimizer_of_torch_in_a_context_says_that_it_does_nothing() -> None:
+def test_a_local_optimizer_in_a_context_warns_that_it_does_nothing() -> None:
     model = nn.Sequential(RemoteModule("w1", nn.Linear, (3, 3)), nn.Linear(3, 3))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     whole = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
@@ -354,12 +354,12 @@ def test_an_optimizer_of_torch_in_a_context_says_that_it_does_nothing() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             plain.step()
-            current.enter(None)  # as if the process had left its group
+            current.enter(None)  # the process has left its group
             plain.step()
 
 
 @pytest.mark.parametrize("written", [None, "replaced", "in place"])
-def test_an_optimizer_of_torch_in_a_context_says_that_it_takes_earlier_gradients(written: str | None) -> None:
+def test_a_local_optimizer_in_a_context_warns_of_earlier_gradients(written: str | None) -> None:
     layer = nn.Linear(3, 3)
     plain = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(torch.ones(2, 3)).sum().backward()

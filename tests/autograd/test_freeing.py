@@ -66,7 +66,7 @@ def graphs_hold_probes() -> bool:
 
 
 def graph_over_three_workers(run: bool) -> Tensor:
-    """Return the output of a graph that was run, in a context that has ended."""
+    """Return the output of a graph whose context has ended, after a backward pass if `run`."""
     with autograd.context() as context:
         kept: Tensor = rpc_sync("w1", probed, (rpc_sync("w2", probed, (probed(leaf()),)),))
         if run:
@@ -76,13 +76,13 @@ def graph_over_three_workers(run: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("run", [True, False])
-def test_the_end_of_a_context_frees_its_graphs_everywhere(run: bool) -> None:
+def test_the_end_of_a_context_frees_its_graphs_on_all_workers(run: bool) -> None:
     kept = graph_over_three_workers(run)
     wait_until(lambda: not graphs_hold_probes())
     assert kept.grad_fn is not None, "it leads to a context that has ended, and holds nothing of it"
 
 
-def test_graphs_are_freed_in_a_process_that_has_a_replicated_module(tmp_path: pathlib.Path) -> None:
+def test_graphs_are_freed_in_a_process_with_a_replicated_module(tmp_path: pathlib.Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         replica = DistributedDataParallel(nn.Linear(3, 3))
@@ -93,7 +93,7 @@ def test_graphs_are_freed_in_a_process_that_has_a_replicated_module(tmp_path: pa
         dist.destroy_process_group()
 
 
-def test_graphs_of_references_that_were_roots_are_freed_at_their_owners() -> None:
+def test_graphs_of_references_as_roots_are_freed_at_their_owners() -> None:
     with autograd.context() as context:
         roots = [remote(worker, probed_sum, (leaf(),)) for worker in ("w1", "w2")]
         autograd.backward(context, [*roots, remote("w1", probed_sum, (leaf(),))], retain_graph=True)

@@ -1,4 +1,4 @@
-"""Random programs: on workers as in one place. `TELEGRAD_SEED=... pytest tests/autograd/test_fuzz.py` replays one."""
+"""Random programs on workers and in one place. `TELEGRAD_SEED=... pytest tests/autograd/test_fuzz.py` runs one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def five() -> Iterator[list[Worker]]:
 
 
 class Rider:
-    """Takes a copy of the gradients of one worker when its turn comes."""
+    """Copies the gradients of one worker at its turn."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -41,7 +41,7 @@ class Rider:
 
 
 class Riding:
-    """Looks after each pass whether its riders have had their turns when all gradients were there."""
+    """Checks after each pass that each rider had its turn when all gradients were complete."""
 
     rider = 1
     request = b"now"
@@ -56,7 +56,7 @@ class Riding:
     def _telegrad_ride(self, context: int) -> Riding:
         self._context = context
         for rider in self.riders.values():
-            rider.seen.clear()  # of a pass that has failed
+            rider.seen.clear()  # left by a failed pass
         return self
 
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:

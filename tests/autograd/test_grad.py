@@ -1,4 +1,4 @@
-"""`telegrad.autograd.grad` beside `torch.autograd.grad` in one process, and what torch's own would leave out."""
+"""`telegrad.autograd.grad` in contexts and `torch.autograd.grad` in one process, which alone misses remote parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call_there(to: str, function: Any, *args: Any) -> Any:
 
 
 def both(program: Callable[[Call, Grad], Sequence[Tensor | None]]) -> None:
-    """What a program gives whose calls are remote and whose gradients are ours, and in one process with torch's."""
+    """Run a program with remote calls and our gradients, and in one process with torch's; compare the results."""
     wanted = program(call_here, torch.autograd.grad)
     with autograd.context() as context:
         found = program(call_there, lambda *args, **options: autograd.grad(context, *args, **options))
@@ -68,7 +68,7 @@ def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Twice(torch.autograd.Function):
-    """Counts nothing, saves nothing: a node in Python."""
+    """A node in Python."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Twice(torch.autograd.Function):
 
 
 def random_program(seed: int, call: Call, grad: Grad) -> Sequence[Tensor | None]:
-    """Calls and operators in any order, hooks, and gradients of any tensors, of the first and of the second order."""
+    """Run calls, operators and hooks in random order; return gradients of the first or second order."""
     choose = random.Random(seed)
     tensors = [leaf(seed=seed), leaf(seed=seed + 1), leaf(seed=seed + 2)]
     remote = call is call_there
@@ -97,7 +97,7 @@ def random_program(seed: int, call: Call, grad: Grad) -> Sequence[Tensor | None]
             made = [Twice.apply(a) * b]
         else:
             made = [a * b + b.cos()]
-        # Not of what is received, see `test_a_hook_of_an_input_that_was_received`.
+        # Received tensors get no hook, see `test_a_hook_of_a_received_input`.
         if kind > 2 and choose.random() < 0.3:
             made[0].register_hook(lambda gradient: None if gradient is None else gradient * 3)
         tensors += made
@@ -122,7 +122,7 @@ def test_random_programs(first: int) -> None:
             raise AssertionError(f"SEED={seed}: {error}") from error
 
 
-# What such gradients are for
+# Uses of such gradients
 
 
 class Layer(nn.Module):
@@ -150,7 +150,7 @@ def gradients_of_layer(where: str, context: int) -> list[Tensor]:
 
 
 def train_both(program: Callable[[Call, Grad], tuple[Tensor, list[Tensor]]]) -> None:
-    """The gradients that the loss of a program gives to some leaves of this worker, and to the layers elsewhere."""
+    """Compare the gradients of a program's loss at local leaves and at remote layers with those of one process."""
     loss, leaves = program(call_here, torch.autograd.grad)
     parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
     wanted = torch.autograd.grad(loss, [*leaves, *parameters])
@@ -165,7 +165,7 @@ def train_both(program: Callable[[Call, Grad], tuple[Tensor, list[Tensor]]]) -> 
         assert torch.allclose(one, other, rtol=1e-9)
 
 
-def test_inner_steps_through_remote_layers() -> None:
+def test_maml_through_remote_layers() -> None:
     def maml(call: Call, grad: Grad) -> tuple[Tensor, list[Tensor]]:
         start = leaf(3, 3)
         x = leaf(4, 3, seed=7).detach()
@@ -183,10 +183,10 @@ def test_inner_steps_through_remote_layers() -> None:
     train_both(maml)
 
 
-# Its edges
+# Edge cases
 
 
-def test_a_hook_of_an_input_that_was_received() -> None:
+def test_a_hook_of_a_received_input() -> None:
     x = leaf()
     with autograd.context() as context:
         received = rpc_sync("w1", mix, (x, x))
@@ -200,7 +200,7 @@ def test_a_hook_of_an_input_that_was_received() -> None:
             autograd.grad(context, loss, [received, x])
 
 
-def test_the_graph_is_kept_or_freed_as_by_torch() -> None:
+def test_the_graph_is_kept_or_freed_as_in_torch() -> None:
     x = leaf()
     with autograd.context() as context:
         loss = (rpc_sync("w1", mix, (x, x)) ** 2).sum()
@@ -220,7 +220,7 @@ def test_an_input_that_is_not_used() -> None:
 
 
 def test_a_step_rides_with_the_pass_after_it() -> None:
-    """A worker does not wait for gradients of a pass that adds up none."""
+    """A worker does not wait for gradients of a pass that accumulates none."""
     x = leaf()
     with autograd.context() as context:
         loss = rpc_sync("w1", apply, ("w1", x)).sum()
@@ -250,7 +250,7 @@ def test_a_context_that_has_ended() -> None:
         autograd.grad(3, leaf().sum(), leaf())
 
 
-# What torch's own passes leave out
+# Passes of torch, which miss remote parts
 
 
 def ways(x: Tensor, loss: Callable[[], Tensor]) -> list[Callable[[], Any]]:
@@ -265,7 +265,7 @@ def ways(x: Tensor, loss: Callable[[], Tensor]) -> list[Callable[[], Any]]:
 
 @pytest.mark.parametrize("way", range(5))
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_torch_is_not_asked_for_what_comes_from_elsewhere(way: int, is_leaf: bool) -> None:
+def test_torch_refuses_gradients_that_come_from_other_workers(way: int, is_leaf: bool) -> None:
     start = leaf()
     losses: list[Callable[[Tensor], Tensor]] = [
         lambda x: rpc_sync("w1", mix, (x, x)).sum(),
@@ -281,7 +281,7 @@ def test_torch_is_not_asked_for_what_comes_from_elsewhere(way: int, is_leaf: boo
     assert start.grad is None
 
 
-def test_torch_may_do_what_stays_here() -> None:
+def test_torch_may_compute_local_gradients() -> None:
     x, weight = leaf(), leaf(seed=2)
     with autograd.context() as context:
         received = rpc_sync("w1", mix, (x, x))
@@ -294,7 +294,7 @@ def test_torch_may_do_what_stays_here() -> None:
         autograd.backward(context, sent_later.sum())
 
 
-def test_a_worker_may_differentiate_by_what_it_received() -> None:
+def test_a_worker_may_differentiate_by_a_received_tensor() -> None:
     x = leaf()
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", slope_there, (x,)).sum())
@@ -306,7 +306,7 @@ def slope_there(x: Tensor) -> Tensor:
     return slope
 
 
-def test_torch_is_not_asked_for_what_a_context_has_taken_along() -> None:
+def test_torch_refuses_graphs_of_an_ended_context() -> None:
     x = leaf()
     with autograd.context():
         loss = rpc_sync("w1", mix, (x, x)).sum() + x.sum()
@@ -314,7 +314,7 @@ def test_torch_is_not_asked_for_what_a_context_has_taken_along() -> None:
         torch.autograd.grad(loss, x)
 
 
-def test_a_hook_that_runs_the_engine_by_itself() -> None:
+def test_a_hook_that_runs_the_engine() -> None:
     x, y = leaf(), leaf()
     with autograd.context() as context:
         other = rpc_sync("w2", mix, (y, y)).sum()
@@ -336,7 +336,7 @@ def test_a_hook_that_waits_for_another_pass(inner: Callable[[int, Tensor], Any])
 
 
 class Waiting(torch.autograd.Function):
-    """Has a callback of its own called at the end of torch's pass, as wrappers that shard parameters do."""
+    """Queues a callback for the end of torch's pass, as wrappers that shard parameters do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def waiting(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("call", [call_here, call_there])
-def test_what_waits_for_the_end_of_the_engine_to_look_into_grad(call: Call) -> None:
+def test_callbacks_at_the_end_of_torchs_pass_are_refused(call: Call) -> None:
     x = leaf()
     call_here("w1", waiting, x).sum().backward()
     with autograd.context() as context, pytest.raises(UsageError, match=r"at the end of torch's backward pass"):

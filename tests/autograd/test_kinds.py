@@ -1,4 +1,4 @@
-"""Tensors that are not plain, and plain ones whose gradients other workers cannot know: right, or refused."""
+"""Tensors of special kinds, and plain ones whose gradients other workers cannot know, are right or refused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def leaf(size: int = 3) -> Tensor:
     return torch.arange(1.0, size + 1, requires_grad=True)
 
 
-# Tensors that are made of others
+# Tensors that are made of other tensors
 
 
 class Pair(Tensor):
-    """Two tensors at once."""
+    """A tensor that wraps two tensors."""
 
     @staticmethod
     def __new__(cls, one: Tensor, other: Tensor) -> Self:
@@ -49,7 +49,7 @@ class Pair(Tensor):
 
 
 class Flat(Pair):
-    """One that can be taken apart."""
+    """A pair with `__tensor_flatten__`."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["one", "other"], None
@@ -60,7 +60,7 @@ class Flat(Pair):
 
 
 class OwnRule(Tensor):
-    """One that says how it is pickled."""
+    """A tensor with a `__reduce_ex__` of its own."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Tensor.as_subclass, (self.as_subclass(Tensor).detach(), OwnRule)
@@ -93,7 +93,7 @@ def yielded_there(name: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", MADE_OF_OTHERS)
-def test_tensors_made_of_others_are_not_sent_without_their_history(name: str) -> None:
+def test_wrapper_tensors_are_not_sent_without_their_history(name: str) -> None:
     with autograd.context():
         ways: list[Callable[[], Any]] = [
             lambda: rpc_sync("w1", same, ([MADE_OF_OTHERS[name]()],)),
@@ -110,7 +110,7 @@ def test_tensors_made_of_others_are_not_sent_without_their_history(name: str) ->
 
 
 @pytest.mark.parametrize("kind", [Pair, Flat])
-def test_leaves_made_of_others_are_trained(kind: type[Pair]) -> None:
+def test_wrapper_tensors_as_leaves_are_trained(kind: type[Pair]) -> None:
     def loss(weight: Tensor) -> Tensor:
         return (weight * 3 + weight.sin()).sum()
 
@@ -157,12 +157,12 @@ TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor]], Any]] = [
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("function", [call, nothing_of, lambda x: call(torch.complex(x, x)).real])
-def test_transforms_see_one_process(transform: Any, function: Any) -> None:
+def test_calls_inside_of_transforms_are_refused(transform: Any, function: Any) -> None:
     with pytest.raises(CannotEncode, match=r"from inside a transform of torch\.func|with a tangent"):
         transform(function)
 
 
-def test_what_a_transform_does_not_wrap_may_be_sent() -> None:
+def test_tensors_that_a_transform_does_not_wrap_may_be_sent() -> None:
     x = torch.ones(3)
     assert torch.equal(torch.func.vmap(lambda y: y * call(x))(torch.ones(2, 3)), torch.ones(2, 3) * x.sin())
 
@@ -214,7 +214,7 @@ def test_writes_to_shared_memory_are_refused() -> None:
             rpc_sync("w1", overwrite, (mine, mine[1:]))
 
 
-def test_writes_to_shared_memory_that_has_no_history_are_noticed() -> None:
+def test_writes_to_shared_memory_without_history_are_noticed() -> None:
     x = leaf(4)
     with autograd.context() as context:
         whole, detached = rpc_sync("w1", with_detached, (x,))
@@ -234,7 +234,7 @@ def test_shared_memory_of_complex_numbers() -> None:
         assert torch.allclose(autograd.get_gradients(context)[x], y.grad)  # type: ignore[arg-type]
 
 
-# Results that have a graph although the caller wants none
+# Results with a graph for a caller under no_grad
 
 
 def sine_with_grad(x: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_parameters_that_are_shared_out_train_as_one(trainers: list[Process]) -> None:
+def test_distributed_parameters_train_as_in_one_process(trainers: list[Process]) -> None:
     for trainer in trainers:
         trainer.begin(tensor_parallel)
     found = [trainer.end() for trainer in trainers]
@@ -340,7 +340,7 @@ def of_static_graph(rank: int) -> tuple[str, list[bool]]:
     return str(refused.value), list(map(torch.equal, gradients_in_context(), wanted))  # type: ignore[arg-type]
 
 
-def test_replicas_of_a_static_graph_begin_outside_of_contexts(trainers: list[Process]) -> None:
+def test_replicas_with_a_static_graph_need_a_pass_outside_of_contexts(trainers: list[Process]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(of_static_graph, rank)
     for trainer in trainers:
@@ -350,7 +350,7 @@ def test_replicas_of_a_static_graph_begin_outside_of_contexts(trainers: list[Pro
         assert same == [True] * 4
 
 
-# Activation checkpoints of the reentrant kind
+# Reentrant activation checkpoints
 
 
 def test_a_checkpoint_that_uses_a_received_tensor() -> None:
@@ -369,6 +369,6 @@ def test_a_checkpoint_that_uses_a_received_tensor() -> None:
 
 
 @pytest.mark.parametrize("run", [autograd.backward, autograd.backward_async, autograd.grad])
-def test_the_context_comes_first(run: Any) -> None:
+def test_the_id_of_the_context_is_the_first_argument(run: Any) -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="the id of the context comes first"):
         run([leaf().sum()], context, leaf())

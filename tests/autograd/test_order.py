@@ -1,4 +1,4 @@
-"""What runs in a backward pass, in which order and with what, is as in one process; also where gradients come late."""
+"""Backward passes run the nodes of one process, in its order and with its gradients, also if gradients arrive late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, recomputed
 from tests.cluster import Process
 
-End = Callable[[torch.Tensor], torch.Tensor | int]  # what a loss ends with
+End = Callable[[torch.Tensor], torch.Tensor | int]  # adds a last part to a loss
 
 ran: list[str] = []
 took: list[tuple[torch.Tensor | None, ...]] = []
@@ -33,7 +33,7 @@ def here(request: pytest.FixtureRequest) -> None:
 
 
 class Named(torch.autograd.Function):
-    """Tells that it runs."""
+    """Records its runs."""
 
     @staticmethod
     def forward(ctx: Any, name: str, *xs: torch.Tensor) -> torch.Tensor | int:
@@ -47,7 +47,7 @@ class Named(torch.autograd.Function):
 
 
 class Two(torch.autograd.Function):
-    """Has two outputs."""
+    """A function with two outputs."""
 
     boxed_grads_call = False
 
@@ -69,7 +69,7 @@ NEEDS_BOXED = pytest.mark.skipif(
 
 
 class Boxed(Two):
-    """Takes its gradients in a list."""
+    """A function that takes its gradients in a list."""
 
     boxed_grads_call = True
 
@@ -79,7 +79,7 @@ class Boxed(Two):
 
 
 class Aside(torch.autograd.Function):
-    """Gives nothing back."""
+    """A function whose backward gives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def call(x: torch.Tensor, hops: int = 1) -> torch.Tensor:
 
 
 def late(x: torch.Tensor) -> torch.Tensor:
-    """Whatever `x` comes from has to wait for what comes back from here."""
+    """Make the graph before `x` wait for a gradient that comes back from another worker."""
     return call(x, 3).sum()
 
 
@@ -111,7 +111,7 @@ LATE = pytest.mark.parametrize("end", [lambda x: 0, late], ids=["at once", "late
 
 
 @LATE
-def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair: list[Worker], end: End) -> None:
+def test_the_newest_ready_node_runs_first(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         old = Named.apply("old", base)
@@ -120,8 +120,8 @@ def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair: list[Worker], e
     assert ran == ["join", "new", "old"]
 
 
-def test_what_comes_together_runs_in_one_order(pair: list[Worker]) -> None:
-    """Two chains that meet nowhere, whose gradients come in one message: newest first across both."""
+def test_gradients_of_one_message_run_in_one_order(pair: list[Worker]) -> None:
+    """Two separate chains get their gradients in one message: the newest node of both runs first."""
     with autograd.context() as context:
         a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
         a, b = Named.apply("1", a), Named.apply("2", b)
@@ -135,8 +135,8 @@ def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a * 2, b * 2
 
 
-def test_what_other_workers_sent_apart_and_gets_back_together_runs_in_one_order(pair: list[Worker]) -> None:
-    """On the worker that is called, too, where the tensors of two calls are two regions of the graph."""
+def test_gradients_that_return_together_run_in_one_order(pair: list[Worker]) -> None:
+    """This holds on the called worker, too, where the tensors of two calls are two regions of the graph."""
     with autograd.context() as context:
         a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
         keys = [rpc_sync("w1", begin, (each, name)) for each, name in ((a, "1"), (b, "2"))]
@@ -146,7 +146,7 @@ def test_what_other_workers_sent_apart_and_gets_back_together_runs_in_one_order(
 
 
 BEGUN: list[torch.Tensor] = []
-AGES = iter(range(1 << 40, 1 << 41))  # torch counts for each thread, and calls run on several
+AGES = iter(range(1 << 40, 1 << 41))  # torch numbers nodes per thread, and calls run on several threads
 
 
 def aged(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def go_on(key: int, name: str) -> torch.Tensor:
 
 @LATE
 @pytest.mark.parametrize("function", [Two, pytest.param(Boxed, marks=NEEDS_BOXED)])
-def test_an_output_without_gradient_has_one_of_zeros(pair: list[Worker], end: End, function: type[Two]) -> None:
+def test_an_output_without_gradient_gets_zeros(pair: list[Worker], end: End, function: type[Two]) -> None:
     with autograd.context() as context:
         leaf = torch.ones(2, requires_grad=True)
         base = leaf * 1
@@ -178,7 +178,7 @@ def test_an_output_without_gradient_has_one_of_zeros(pair: list[Worker], end: En
 
 
 @LATE
-def test_an_output_without_gradient_has_none_where_the_function_says_so(pair: list[Worker], end: End) -> None:
+def test_an_output_without_gradient_gets_none_if_not_materialized(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         autograd.backward(context, call(Two.apply(base, False)[0]).sum() + end(base))
@@ -186,7 +186,7 @@ def test_an_output_without_gradient_has_none_where_the_function_says_so(pair: li
 
 
 @LATE
-def test_a_node_runs_that_is_reached_but_has_no_gradient(pair: list[Worker], end: End) -> None:
+def test_a_reached_node_without_gradient_runs(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         autograd.backward(context, call(Join.apply(base, Aside.apply(base))).sum() + end(base))
@@ -195,7 +195,7 @@ def test_a_node_runs_that_is_reached_but_has_no_gradient(pair: list[Worker], end
 
 
 @LATE
-def test_a_node_runs_that_is_reached_from_another_worker_without_gradient(pair: list[Worker], end: End) -> None:
+def test_a_node_without_gradient_that_another_worker_reaches_runs(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         leaf, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         base, apart = leaf * 1, Named.apply("apart", unused)
@@ -209,14 +209,14 @@ def joined(x: torch.Tensor, aside: torch.Tensor, apart: torch.Tensor) -> torch.T
 
 
 @LATE
-def test_an_argument_that_is_not_used_has_no_gradient(pair: list[Worker], end: End) -> None:
+def test_an_unused_argument_has_no_gradient(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         autograd.backward(context, rpc_sync("w1", joined, (used, used, unused)).sum() + end(used))
         assert set(autograd.get_gradients(context)) == {used}
 
 
-def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(pair: list[Worker]) -> None:
+def test_hooks_of_a_node_that_runs_by_hand_get_the_usual_arguments(pair: list[Worker]) -> None:
     seen = []
     for remote in (lambda x, hops=1: x.clone(), call):
         with autograd.context() as context:
@@ -230,7 +230,7 @@ def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(
     assert seen[:2] == seen[2:]
 
 
-def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair: list[Worker], recwarn: pytest.WarningsRecorder) -> None:
+def test_anomaly_mode_does_not_warn_without_an_error(pair: list[Worker], recwarn: pytest.WarningsRecorder) -> None:
     with torch.autograd.detect_anomaly(), autograd.context() as context:
         recwarn.clear()
         base = torch.ones(2, requires_grad=True) * 1
@@ -239,10 +239,10 @@ def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair: list[Worker], recw
     assert not [each for each in recwarn if "Error detected" in str(each.message)]
 
 
-def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(
+def test_the_engine_runs_the_nodes_whose_gradients_are_complete(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand runs only what gives to a node that waits, and what is in Python behind it."""
+    """Only nodes that lead to a waiting node, and Python nodes behind it, run by hand."""
     by_hand = []
     original = node_calls.run
 
@@ -264,7 +264,7 @@ def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(
 
 
 class Part(nn.Module):
-    """A layer whose random numbers must be the same when it is run anew."""
+    """A layer whose random numbers must be the same in a recomputation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,8 +275,8 @@ class Part(nn.Module):
 
 
 @LATE
-def test_what_is_recomputed_is_there_before_it_is_needed(pair: list[Worker], end: End) -> None:
-    """Recomputation in two nodes, as pipelines have it, with its random numbers."""
+def test_recomputed_values_exist_before_they_are_needed(pair: list[Worker], end: End) -> None:
+    """The recomputation has two nodes, as in pipelines, and uses random numbers."""
     leaf, part = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), Part()
     found = []
     for function in (lambda part, x: part(x), lambda part, x: recomputed(part, x)):
@@ -290,7 +290,7 @@ def test_what_is_recomputed_is_there_before_it_is_needed(pair: list[Worker], end
 
 
 class Shared(torch.autograd.Function):
-    """Adds up its gradient among the replicas, as a normalisation does that is synchronised."""
+    """Sums its gradient over the replicas, as a synchronised normalisation does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -306,7 +306,7 @@ class Shared(torch.autograd.Function):
 
 
 def step(rank: int, far: int) -> list[list[float]]:
-    """Two collectives that do not depend on each other; what comes before them may have to wait for `far` hops."""
+    """Run two independent collectives in a backward pass; a part of the gradient comes back after `far` hops."""
     took.clear()
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
@@ -320,7 +320,7 @@ def step(rank: int, far: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("far", [(0, 0), (3, 3), (0, 3)], ids=["at once", "late", "late on one"])
-def test_collectives_in_backward_meet_their_like(trainers: list[Process], far: tuple[int, int]) -> None:
+def test_collectives_in_backward_run_in_one_order_on_replicas(trainers: list[Process], far: tuple[int, int]) -> None:
     for rank, replica in enumerate(trainers):
         replica.begin(step, rank, far[rank])
     for replica in trainers:

@@ -1,4 +1,4 @@
-"""Gradients on their way out, with the timer as a rival for what waits; tasks, which one thread at a time runs."""
+"""Gradients that are being sent, with the timer as a rival thread; tasks, which one thread at a time runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 
 
 class Agent:
-    """Records which messages are sent, and the workers whose reports they contain."""
+    """Records the sent messages, and the workers whose reports they contain."""
 
     name = "me"
     streams = SimpleNamespace(used=(), publish=lambda: None)
@@ -68,7 +68,7 @@ def test_the_last_gradients_of_a_step_contain_the_report(outbox: Outbox, agent: 
     assert agent.sent == [("driver", []), ("other", ["me"])]
 
 
-def test_reports_of_other_workers_leave_with_the_own_one(outbox: Outbox, agent: Agent) -> None:
+def test_reports_of_other_workers_are_sent_with_the_own_one(outbox: Outbox, agent: Agent) -> None:
     assert not outbox.carry([shipment(report("one"), report("two")), ANOTHER])
     outbox.add(OTHER, 1, ONES, False, True)
     assert not outbox.finish(report)
@@ -77,13 +77,13 @@ def test_reports_of_other_workers_leave_with_the_own_one(outbox: Outbox, agent: 
     assert outbox.finish(report) == [report("one"), report()]
 
 
-def test_many_reports_go_to_the_driver_at_once(outbox: Outbox) -> None:
+def test_many_reports_are_sent_to_the_driver_at_once(outbox: Outbox) -> None:
     few = [report(str(number)) for number in range(MOST_CARRIED)]
     assert not outbox.carry([shipment(*few)])
     assert outbox.carry([shipment(report())]) == [*few, report()]
 
 
-def test_a_worker_whose_part_takes_long_keeps_no_report(outbox: Outbox, agent: Agent) -> None:
+def test_a_slow_worker_keeps_no_report(outbox: Outbox, agent: Agent) -> None:
     outbox.carry([shipment(report("one"))])
     assert outbox.send_early() == [report("one")]
     assert outbox.carry([shipment(report("two"))]) == [report("two")]
@@ -91,19 +91,17 @@ def test_a_worker_whose_part_takes_long_keeps_no_report(outbox: Outbox, agent: A
     assert agent.sent == [("other", [])]
 
 
-def test_if_the_timer_sends_the_gradients_first_the_reports_are_left_to_the_caller(
-    outbox: Outbox, agent: Agent
-) -> None:
+def test_if_the_timer_sends_the_gradients_the_caller_sends_the_reports(outbox: Outbox, agent: Agent) -> None:
     outbox.add(DRIVER, 1, ONES, False, True)
     Rival.at(outbox).act = outbox.send_early
     assert outbox.finish(report) == [report()]
     assert agent.sent == [("driver", [])]
 
 
-def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
+def test_a_thread_with_nothing_to_send_finds_the_sent_gradients(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the report would not tell of what the clock sends at this moment."""
+    """Otherwise its report would miss gradients that the timer sends at this moment."""
     flushing: list[threading.Thread] = []
     seen: list[list[tuple[Key, str]]] = []
     key = outbox.key
@@ -125,7 +123,7 @@ def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
     assert [to for _, to in seen[0]] == ["other"]
 
 
-def test_a_message_that_waits_for_company_may_have_a_context() -> None:
+def test_a_low_priority_message_may_have_a_context() -> None:
     context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
     notice = notice_to(SimpleNamespace(identity=OTHER), report(), (), context, True, False)  # type: ignore[arg-type]
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH
@@ -134,7 +132,7 @@ def test_a_message_that_waits_for_company_may_have_a_context() -> None:
 TASK, ANOTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
 
 
-def test_one_thread_runs_tasks_until_it_finds_none() -> None:
+def test_a_thread_runs_tasks_until_the_mailbox_is_empty() -> None:
     mailbox = Mailbox()
     assert mailbox.put(TASK, False)
     assert not mailbox.put(ANOTHER, False)
@@ -145,7 +143,7 @@ def test_one_thread_runs_tasks_until_it_finds_none() -> None:
     assert mailbox.put(TASK, False)
 
 
-def test_a_thread_that_waits_is_called_unless_the_caller_runs_the_task() -> None:
+def test_a_waiting_thread_is_called_unless_the_caller_runs_the_task() -> None:
     mailbox, calls = Mailbox(), queue.SimpleQueue[bool]()
     mailbox.call(calls)
     assert not mailbox.put(TASK, False)

@@ -44,7 +44,7 @@ class Table(nn.Module):
 
 
 def averaged(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of a local network, averaged over the trainers' batches."""
+    """Return the gradients of a local network, averaged over the trainers' batches."""
     net = network()
     for rank in range(TRAINERS):
         (loss(net, batch(rank) @ torch.ones(3, 3)) / TRAINERS).backward()
@@ -58,7 +58,7 @@ def whole_program(rank: int, unused: bool, options: dict[str, Any]) -> bool:
     first.register_hook(lambda gradient: seen.append(gradient))
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
-    for forward in (net.forward, net):  # a reducer is used again and again, called as a module or not
+    for forward in (net.forward, net):  # repeated uses of a reducer, with and without the module's `__call__`
         with autograd.context() as context:
             table = remote("worker2", Table)
             x = table.rpc_sync().forward(batch(rank))
@@ -104,7 +104,7 @@ def test_gradients_are_averaged_over_a_process_group_without_a_default_one() -> 
 
 
 def two_forwards(rank: int) -> bool:
-    """The module's two uses come back from two workers at different times."""
+    """Use the module twice; the gradients come back from two workers at different times."""
     net = DistributedDataParallel(network())
     with autograd.context() as context, net.no_sync():
         loss = rpc_async("worker2", torch.sin, (net(batch(rank)),)).wait().sum()
@@ -118,21 +118,21 @@ def two_forwards(rank: int) -> bool:
     return True
 
 
-def test_without_synchronisation(trainers: list[Process]) -> None:
+def test_two_uses_of_a_module_without_synchronisation(trainers: list[Process]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(two_forwards, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
 
 
 def end_of_a_group(rank: int) -> bool:
-    """The module dies while its group's thread has a tensor of Python's, and the interpreter goes to nobody in time."""
+    """Destroy the group of a module while the group's thread holds a Python tensor, without a thread switch."""
     group_of_its_own = torch.distributed.new_group()
     net = DistributedDataParallel(network(), process_group=group_of_its_own)
     with autograd.context() as context:
         autograd.backward(context, net(batch(rank)).sum())
     sys.setswitchinterval(PATIENCE)
     try:
-        torch.distributed.all_reduce(torch.zeros(1 << 24), group=group_of_its_own, async_op=True)  # 64 MB: on its way
+        torch.distributed.all_reduce(torch.zeros(1 << 24), group=group_of_its_own, async_op=True)  # 64 MB
         torch.distributed.destroy_process_group(group_of_its_own)
         del group_of_its_own, net
     finally:
@@ -140,14 +140,14 @@ def end_of_a_group(rank: int) -> bool:
     return True
 
 
-def test_a_process_group_that_dies_with_its_module(trainers: list[Process]) -> None:
+def test_a_process_group_that_ends_with_its_module(trainers: list[Process]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(end_of_a_group, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
 
 
 def in_another_order(rank: int) -> bool:
-    """Begin the reduction of one module, and while it waits for the other rank that of the other module."""
+    """Begin the reduction of one module, and during it that of the other; the ranks do so in different orders."""
     groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
     modules = [DistributedDataParallel(network(), process_group=each) for each in groups]
     begun = threading.Event()
@@ -158,7 +158,7 @@ def in_another_order(rank: int) -> bool:
         return allreduce_hook(groups[number], bucket)
 
     def gradients(number: int) -> list[torch.Tensor]:
-        modules[number].register_comm_hook(number, lambda number, bucket: reduce(number, bucket))  # no annotations
+        modules[number].register_comm_hook(number, lambda number, bucket: reduce(number, bucket))  # not annotated
         assert number == rank or begun.wait(PATIENCE)
         with autograd.context() as context:
             autograd.backward(context, modules[number](batch(rank)).sin().sum())
@@ -169,5 +169,5 @@ def in_another_order(rank: int) -> bool:
     return all(map(torch.allclose, one, other))
 
 
-def test_modules_over_different_process_groups_do_not_wait_for_each_other(trainers: list[Process]) -> None:
+def test_modules_over_different_groups_do_not_wait_for_each_other(trainers: list[Process]) -> None:
     assert run_all(trainers, in_another_order) == [True] * TRAINERS

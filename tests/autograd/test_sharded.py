@@ -1,4 +1,4 @@
-"""FSDP modules (`fully_shard`) inside of a context: as outside of one, and as one process."""
+"""FSDP modules (`fully_shard`) have the same gradients in a context as outside of one, and as in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Checkpointed(Net):
 
 
 class Stashing(Net):
-    """One that keeps a tensor from inside of it: not an output of the module, so FSDP has no hook on it."""
+    """A module that keeps an inner tensor, which is no output of the module, so that FSDP has no hook on it."""
 
     kept: Tensor
 
@@ -58,7 +58,7 @@ class Frozen(Net):
 
 
 def inside_is_sent(net: Any, call: Call, x: Tensor) -> Tensor:
-    """The output gets its gradient at once; what is behind the sent tensor waits until it is known to get none."""
+    """Send the kept tensor and ignore the result: the output gets its gradient before the rest is known to get none."""
     y = net(call(lookup, x))
     call(lookup, net.kept)
     return call(mean_square, y)
@@ -69,7 +69,7 @@ def weighted(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Elsewhere(nn.Module):
-    """One whose parameter is sent to another worker."""
+    """A module whose parameter is sent to another worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def compared(rank: int, program: Any, options: dict[str, Any]) -> list[bool]:
         pytest.param(sent_parameter, {"kind": Elsewhere}, id="a parameter is sent"),
     ],
 )
-def test_gradients_are_those_outside_of_a_context(fsdp_trainers: list[Process], program: Any, options: Any) -> None:
+def test_gradients_equal_those_outside_of_a_context(fsdp_trainers: list[Process], program: Any, options: Any) -> None:
     for found in run_all(fsdp_trainers, compared, program, options):
         assert all(found)
 
@@ -127,7 +127,7 @@ def over_one_graph(rank: int) -> list[bool]:
     return [torch.equal(local(found[one]), local(other.grad)) for one, other in pairs]
 
 
-def test_a_graph_is_run_twice(fsdp_trainers: list[Process]) -> None:
+def test_a_graph_that_runs_twice(fsdp_trainers: list[Process]) -> None:
     for found in run_all(fsdp_trainers, over_one_graph):
         assert all(found)
 
@@ -231,7 +231,7 @@ def test_hooks_after_accumulation_see_the_sum_of_the_context(fsdp_trainers: list
 
 
 def with_decay(rank: int) -> bool:
-    """The sharded parameters themselves take part as well."""
+    """Use the sharded parameters themselves in the loss."""
     outside, inside = shard(Net()), shard(Net())
 
     def loss(net: Any, call: Call) -> Tensor:

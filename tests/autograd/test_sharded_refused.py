@@ -14,7 +14,7 @@ from telegrad.errors import UsageError
 from tests.autograd.sharding import Net, batch, far, local, lookup, mean_square, near, net_before, net_behind, shard
 from tests.cluster import Process, run_all
 
-# What is refused
+# Refused passes
 
 
 class OneModule(Net):
@@ -59,7 +59,7 @@ REFUSED = {
 
 
 def refused(rank: int, run: Any) -> tuple[str, list[bool]]:
-    """The error, and whether the same module is right afterwards, inside of a context and outside."""
+    """Return the error, and the correctness of later gradients of the module, inside and outside of a context."""
     net, other = shard(Net()), shard(Net())
     with autograd.context() as context, pytest.raises(UsageError) as error:
         run(net, context, batch(rank))
@@ -76,7 +76,7 @@ def refused(rank: int, run: Any) -> tuple[str, list[bool]]:
 
 
 def of_the_other_kind(rank: int) -> tuple[str, bool]:
-    """The error, and whether a backward pass behind a detached tensor gives the gradient of the input."""
+    """Return the error, and True if a backward pass behind a detached tensor gives the gradient of the input."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def made() -> FullyShardedDataParallel:
@@ -95,14 +95,14 @@ def of_the_other_kind(rank: int) -> tuple[str, bool]:
     return str(error.value), y.grad is not None and torch.allclose(found, y.grad)
 
 
-def test_the_other_kind_of_fsdp_runs_its_own_backward_pass(fsdp_trainers: list[Process]) -> None:
+def test_the_older_fsdp_needs_a_backward_pass_of_its_own(fsdp_trainers: list[Process]) -> None:
     for error, right in run_all(fsdp_trainers, of_the_other_kind):
         assert "behind a detached tensor" in error
         assert right
 
 
 @pytest.mark.parametrize("run", REFUSED)
-def test_what_cannot_be_right_is_refused_on_all_ranks(fsdp_trainers: list[Process], run: Any) -> None:
+def test_impossible_passes_are_refused_on_all_ranks(fsdp_trainers: list[Process], run: Any) -> None:
     for error, right in run_all(fsdp_trainers, refused, run):
         assert re.search(REFUSED[run], error)
         assert all(right)
@@ -149,7 +149,7 @@ def fail_once(rank: int) -> list[bool]:
     return [*kept, *(torch.equal(local(found[one]), local(two.grad)) for one, two in pairs)]
 
 
-def test_a_pass_that_fails_leaves_grad_alone(fsdp_trainers: list[Process]) -> None:
+def test_a_failed_pass_does_not_change_grad(fsdp_trainers: list[Process]) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     if not hasattr(FSDPModule, "reset_iter_state"):

@@ -1,4 +1,4 @@
-"""Modules that are put off: there at once, run when they are needed. Made for the test, in this process."""
+"""Deferred modules exist at once, and run at their first use. The test makes its own module, in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ other = 2
 
 @pytest.fixture
 def dear(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package that counts how often its code runs, put off."""
+    """Make a deferred package that counts how often its code runs."""
     (tmp_path / "dear").mkdir()
     (tmp_path / "dear" / "__init__.py").write_text(SOURCE)
     (tmp_path / "dear" / "part.py").write_text("PART = 1")
@@ -46,21 +46,21 @@ def runs() -> int:
     return found
 
 
-def test_what_is_given_needs_no_run(dear: ModuleType) -> None:
+def test_a_given_name_does_not_run_the_package(dear: ModuleType) -> None:
     from dear import given  # type: ignore[import-not-found]
 
     assert given == "ours"
     assert runs() == 0
 
 
-def test_a_part_of_a_package_needs_no_run(dear: ModuleType) -> None:
+def test_a_submodule_does_not_run_the_package(dear: ModuleType) -> None:
     import dear.part  # type: ignore[import-not-found, no-redef]
 
     assert dear.part.PART == 1
     assert runs() == 0
 
 
-def test_anything_else_runs_it_once_and_what_is_given_stays(dear: ModuleType) -> None:
+def test_other_names_run_the_package_once_and_keep_given_names(dear: ModuleType) -> None:
     assert dear.other == 2
     assert dear.PART == 1
     assert dear.given == "ours"
@@ -70,20 +70,20 @@ def test_anything_else_runs_it_once_and_what_is_given_stays(dear: ModuleType) ->
         _ = dear.nothing
 
 
-def test_all_names_run_it(dear: ModuleType) -> None:
+def test_a_star_import_runs_the_package(dear: ModuleType) -> None:
     names: dict[str, object] = {}
     exec("from dear import *", names)
     assert names["other"] == 2
     assert names["given"] == "ours"
 
 
-def test_who_looks_around_does_not_run_it(dear: ModuleType) -> None:
+def test_dunder_names_do_not_run_the_package(dear: ModuleType) -> None:
     assert not hasattr(dear, "__wrapped__")
     assert dear.__name__ == "dear"
     assert runs() == 0
 
 
-def test_many_threads_at_once_run_it_once(dear: ModuleType) -> None:
+def test_many_threads_run_the_package_once(dear: ModuleType) -> None:
     start = threading.Barrier(8)
 
     def ask() -> Any:
@@ -94,7 +94,7 @@ def test_many_threads_at_once_run_it_once(dear: ModuleType) -> None:
     assert runs() == 1
 
 
-def test_it_catches_up_when_told(dear: ModuleType) -> None:
+def test_catch_up_runs_the_package(dear: ModuleType) -> None:
     catch_up("dear")
     assert vars(dear)["other"] == 2
     assert "__getattr__" not in vars(dear)

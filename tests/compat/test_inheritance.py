@@ -1,4 +1,4 @@
-"""The compatibility mode around programs, and in what they start; `test_matrix.py` has all ways of starting."""
+"""The compatibility mode in programs and in their children; `test_matrix.py` has all ways of starting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVED = "telegrad.compat.rpc telegrad.compat.rpc.calls"
 
 
 def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str] | None = None) -> tuple[str, str]:
-    """What a program prints that is run by `command`."""
+    """Return the output and the errors of a program that `command` runs."""
     script = tmp_path / "program.py"
     script.write_text(CALL + textwrap.dedent(program))
     filled = [part.replace("SCRIPT", str(script)) for part in command]
@@ -65,18 +65,18 @@ def test_another_program_as_a_module(tmp_path: pathlib.Path) -> None:
     assert run(tmp_path, program, "-m", "telegrad", "-m", "program")[0] == f"{SERVED} __main__ True program"
 
 
-def test_program_is_told_its_name_and_its_folder(tmp_path: pathlib.Path) -> None:
+def test_a_program_has_its_name_and_its_folder(tmp_path: pathlib.Path) -> None:
     program = """
     folder, name = os.path.split(sys.argv[0])
     print(name, len(sys.argv), sys.path[0] == folder, __file__ == sys.argv[0])
     """
     out, said = run(tmp_path, program, "-m", "telegrad", "SCRIPT")
     assert out == "program.py 2 True True"
-    assert said == ""  # nothing is said where all is well
+    assert said == ""  # no message without a problem
 
 
-def test_functions_of_a_program_are_there_until_its_exit(tmp_path: pathlib.Path) -> None:
-    """Who shuts down there is called meanwhile, when the program's code has ended."""
+def test_functions_of_a_program_exist_until_its_exit(tmp_path: pathlib.Path) -> None:
+    """A worker that shuts down at exit is called meanwhile, after the end of the program's code."""
     program = """
     import atexit, subprocess, threading
 
@@ -101,7 +101,7 @@ def test_functions_of_a_program_are_there_until_its_exit(tmp_path: pathlib.Path)
 
 @pytest.mark.parametrize("way", [("SCRIPT",), ("-m", "program")], ids=["script", "module"])
 def test_a_programs_signals_reach_its_handlers_at_once(way: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    """The frame that runs the program is not one of a remote call, which a handler would wait for up to 10 s."""
+    """The frame that runs the program does not count as a remote call, which would delay a handler by up to 10 s."""
     program = """
     import signal, threading, time
 
@@ -120,8 +120,8 @@ def test_a_programs_signals_reach_its_handlers_at_once(way: tuple[str, ...], tmp
     assert run(tmp_path, program, "-m", "telegrad", *way)[0] == "True"
 
 
-def test_what_the_environment_had_stays(tmp_path: pathlib.Path) -> None:
-    """A sitecustomize of the user's own still runs, and so does the rest of PYTHONPATH."""
+def test_the_environment_of_the_user_is_kept(tmp_path: pathlib.Path) -> None:
+    """A sitecustomize of the user still runs, and the rest of PYTHONPATH is kept."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import builtins; builtins.customized = True")
@@ -146,8 +146,8 @@ def test_a_child_that_never_imports_torch_is_left_alone(tmp_path: pathlib.Path) 
 @pytest.mark.parametrize(
     "name", ["rpc", *(pytest.param(name, marks=pytest.mark.nightly) for name in WITH_TORCH if name != "rpc")]
 )
-def test_whatever_of_telegrad_is_imported_before_torch(name: str, tmp_path: pathlib.Path) -> None:
-    """In a child, which begins without torch."""
+def test_each_module_of_telegrad_can_be_imported_before_torch(name: str, tmp_path: pathlib.Path) -> None:
+    """The import runs in a child, which starts without torch."""
     program = f"""
     import subprocess
     child = '''
@@ -163,7 +163,7 @@ def test_whatever_of_telegrad_is_imported_before_torch(name: str, tmp_path: path
 
 
 @pytest.mark.nightly
-def test_the_list_of_packages_that_import_torch_is_whole() -> None:
+def test_the_list_of_packages_that_import_torch_is_complete() -> None:
     for name in telegrad._ROOMS:
         look = f"import sys, telegrad.{name}; print('torch' in sys.modules)"
         imports = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=50, check=True)
@@ -178,7 +178,7 @@ def test_usage(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "frozen"), [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)])
-def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet(
+def test_torch_is_frozen_if_it_is_imported_before_the_program(
     tmp_path: pathlib.Path, command: list[str], frozen: bool
 ) -> None:
     program = """
@@ -193,12 +193,10 @@ def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "passive"), ({"GOMP_SPINCOUNT": "9"}, "None")], ids=str)
-def test_threads_of_operators_that_wait_leave_the_cores_to_others(
-    tmp_path: pathlib.Path, given: dict[str, str], found: str
-) -> None:
+def test_waiting_threads_of_openmp_sleep_by_default(tmp_path: pathlib.Path, given: dict[str, str], found: str) -> None:
     script = tmp_path / "program.py"
     script.write_text("import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     command = [sys.executable, "-m", "telegrad", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment | given)
-    assert done.stdout.split() == [found, "False"], done.stderr  # in time: OpenMP looks when torch is imported
+    assert done.stdout.split() == [found, "False"], done.stderr  # set before the import of torch, which reads it

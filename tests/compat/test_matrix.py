@@ -1,7 +1,7 @@
-"""Every way to turn the mode on, with every way to start a child.
+"""Every way to enable the mode, with every way to start a child.
 
-Each case is a program that turns the mode on, perhaps off again, and starts children that join one group and call each
-other. Some cases run always: each way of each kind is in one of them at least. The product of all is for the night.
+Each case is a program that enables the mode, perhaps disables it again, and starts children that join one group and
+call each other. Some cases run always; they contain each way of each kind. The product of all runs at night.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-PATIENCE = 100  # seconds: a child that waits for itself does so for ever, and a busy machine needs a while for imports
-ASLEEP = 1.0  # seconds that a child may sleep until it has imported all
+PATIENCE = 100  # seconds for a child; a deadlock lasts forever, and imports take long on a busy machine
+ASLEEP = 1.0  # seconds that a child may sleep during its imports
 
 INSTALL = "from telegrad import compat; compat.install()"
 INSTALLED = {
@@ -101,8 +101,8 @@ def start_all(ways, again):
 
 class Case(NamedTuple):
     installed: str
-    again: bool  # the children install it, too
-    uninstalled: bool  # by the parent, before it starts them
+    again: bool  # the children install the mode, too
+    uninstalled: bool  # the parent uninstalls the mode before it starts the children
     started: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ SOME = (
 
 
 def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Return what each child was told, and for how many seconds it slept until it had imported all."""
+    """Return the records of each child: its answers, and the seconds that it slept during its imports."""
     folder.mkdir(parents=True)
     first = INSTALLED[case.installed]
     between = f"{INSTALL.split(';')[0]}; compat.uninstall()" if case.uninstalled else "pass"
@@ -148,7 +148,7 @@ def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def check(case: Case, told: list[dict[str, Any]]) -> None:
-    """Each child got its neighbour's answer, by the RPC that it should have."""
+    """Assert that each child got its neighbour's answer from the expected RPC."""
     whose = "telegrad" if case.ours else "torch"
     count = len(case.started)
     assert [each["told"] for each in told] == [[whose, whose, (rank + 1) % count] for rank in range(count)]
@@ -160,7 +160,7 @@ def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:
     check(case, children(case, tmp_path / "run"))
 
 
-def test_each_way_of_each_kind_is_among_them() -> None:
+def test_the_usual_cases_contain_each_way_of_each_kind() -> None:
     assert {case.installed for case in SOME} == INSTALLED.keys() - {"not at all"}
     assert {way for case in SOME for way in case.started} == set(STARTED)
     assert {case.again for case in SOME} == {case.uninstalled for case in SOME} == {True, False}

@@ -1,4 +1,4 @@
-"""Every public name that the installed torch has in a module that is replaced is there in the mode, too."""
+"""Every public name of a replaced module of the installed torch exists in the mode, too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ours = OURS["torch.distributed.rpc"]
 starred = sorted(set(torch.distributed.rpc.__all__) - set(ours.__all__))
 print(json.dumps({"missing": missing, "modules": sorted(set(modules) - OURS.keys()), "starred": starred}))
 """
-INNER = {  # what torch has there without meaning it for users, or for use with its own agent only
+INNER = {  # internal names of torch, and names for its own agent only
     "torch.distributed.rpc": ["RemoteProfilerManager"],
     "torch.distributed.rpc.api": ["RemoteProfilerManager", "T", "TYPE_CHECKING", "docstring", "method", "method_name"],
     "torch.distributed.autograd": ["TYPE_CHECKING"],
@@ -71,5 +71,5 @@ def test_modules(seen: dict[str, Any]) -> None:
     assert seen["modules"] == []
 
 
-def test_what_a_star_imports(seen: dict[str, Any]) -> None:
+def test_star_imports_give_the_names_of_torch(seen: dict[str, Any]) -> None:
     assert seen["starred"] == []

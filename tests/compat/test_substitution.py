@@ -1,4 +1,4 @@
-"""Telegrad's modules in the places of torch's, in every form of import; each case in a process of its own."""
+"""Telegrad's modules replace torch's in every form of import; each case runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORMS = {
     "import torch._C": "torch._C._distributed_rpc.WorkerInfo",
     "from torch._C._distributed_autograd import _current_context": "_current_context",
 }
-LATE_FORMS = {  # of what `import torch` does not import
+LATE_FORMS = {  # modules that `import torch` does not import
     "from torch.distributed.optim import DistributedOptimizer": "DistributedOptimizer",
     "import torch.distributed.optim.optimizer as made": "made.DistributedOptimizer",
     "from torch.distributed.nn import RemoteModule": "RemoteModule",
@@ -78,11 +78,11 @@ TRY = """
     "forms", [FORMS, *({form: value} for form, value in LATE_FORMS.items())], ids=["rpc and autograd", *LATE_FORMS]
 )
 def test_forms_of_import(run: Run, forms: dict[str, str], early: bool) -> None:
-    """Each is Telegrad's from `install` on, and torch's again after `uninstall`."""
+    """Each gives Telegrad's module after `install`, and torch's after `uninstall`."""
     run(TRY.format(forms=forms, early=early))
 
 
-def test_what_torch_holds_itself(run: Run) -> None:
+def test_names_that_torch_keeps_itself(run: Run) -> None:
     run("""
         import torch.nn.parallel.distributed as ddp
         kept = ddp.RRef, torch._jit_internal.RRef, torch.futures.wait_all
@@ -97,7 +97,7 @@ def test_what_torch_holds_itself(run: Run) -> None:
     """)
 
 
-def test_twice_and_again(run: Run) -> None:
+def test_install_and_uninstall_can_be_repeated(run: Run) -> None:
     run("""
         import os
         before = dict(os.environ)
@@ -114,7 +114,7 @@ def test_twice_and_again(run: Run) -> None:
     """)
 
 
-def test_says_so_once(run: Run) -> None:
+def test_install_logs_its_message_once(run: Run) -> None:
     run("""
         import logging
         said = []
@@ -128,8 +128,8 @@ def test_says_so_once(run: Run) -> None:
     """)
 
 
-def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run: Run, tmp_path: pathlib.Path) -> None:
-    """No name leads past Telegrad; those that it has no use for say so."""
+def test_names_of_torch_c_lead_to_the_current_group(run: Run, tmp_path: pathlib.Path) -> None:
+    """No name leads to torch's own RPC; unsupported names are errors that say so."""
     run(f"""
         names = dir(torch._C._distributed_rpc), dir(torch._C._distributed_autograd)
         torchs_own = {{id(value) for name in names[0] for value in [getattr(torch._C._distributed_rpc, name)]}}
@@ -164,8 +164,8 @@ def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run: Run, tmp_path
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["installed before", "installed meanwhile"])
-def test_two_threads_at_once(run: Run, early: bool) -> None:
-    """One imports torch while the other installs; then one comes to the other's lock, whatever it waits for."""
+def test_one_thread_installs_while_another_imports_torch(run: Run, early: bool) -> None:
+    """Each of the two threads may wait for the lock of the other."""
     run(
         """
         import threading
@@ -196,7 +196,7 @@ def test_two_threads_at_once(run: Run, early: bool) -> None:
     )
 
 
-def test_names_that_are_not_there_say_what_helps(run: Run) -> None:
+def test_missing_names_are_errors_with_advice(run: Run) -> None:
     run("""
         compat.install()
         import torch.distributed.rpc as rpc
@@ -210,7 +210,7 @@ def test_names_that_are_not_there_say_what_helps(run: Run) -> None:
     """)
 
 
-def test_too_late_in_a_group(run: Run, tmp_path: pathlib.Path) -> None:
+def test_installing_inside_of_a_group_is_refused(run: Run, tmp_path: pathlib.Path) -> None:
     run(f"""
         import telegrad.rpc as rpc
         from telegrad.errors import UsageError
@@ -277,7 +277,7 @@ assert not torch.distributed.rpc.is_available()
     )
 
 
-def test_other_optimizers_are_imported_when_somebody_asks_for_them(run: Run) -> None:
+def test_other_optimizers_are_imported_at_their_first_use(run: Run) -> None:
     run("""
         before = "torch.distributed.optim" in sys.modules
         compat.install()
@@ -297,7 +297,7 @@ def test_other_optimizers_are_imported_when_somebody_asks_for_them(run: Run) -> 
     """)
 
 
-def test_a_worker_without_references_leaves_without_a_search_for_them(run: Run) -> None:
+def test_a_worker_without_references_does_not_search_for_them(run: Run) -> None:
     run("""
         compat.install()
         import gc
@@ -316,3 +316,13 @@ def test_a_worker_without_references_leaves_without_a_search_for_them(run: Run) 
         live([])
         assert not looks
     """)
+
+
+@pytest.mark.parametrize("program", ["def f():\n    1 / 0\nf()\n", "x = (\n"])
+def test_a_failing_program_prints_what_python_prints(program: str, tmp_path: pathlib.Path) -> None:
+    (script := tmp_path / "program.py").write_text(program)
+    for_torch, for_python = (
+        subprocess.run([sys.executable, *way, str(script)], capture_output=True, text=True, timeout=50)
+        for way in (["-m", "telegrad"], [])
+    )
+    assert (for_torch.returncode, for_torch.stderr) == (for_python.returncode, for_python.stderr)

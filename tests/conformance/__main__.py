@@ -1,6 +1,6 @@
-"""Run PyTorch's own tests of its RPC against Telegrad, one process tree per test.
+"""Run PyTorch's own tests of its RPC against Telegrad, with a process tree for each test.
 
-The exit status is 1 where an applicable test fails, or where the declaration of those that are not is wrong.
+The exit status is 1 if an applicable test fails, or if the list of tests that are not applicable is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result, wo
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the parents are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the parent processes
     chosen = _arguments()
     tests = [test for test in suites.tests(chosen.group) if re.search(chosen.only, test)]
     declared = {} if chosen.reference else {test: why for test in tests if (why := applicable.reason(test))}
@@ -77,7 +77,7 @@ def _groups(words: str) -> tuple[str, ...]:
 
 
 def _run(tests: list[str], chosen: argparse.Namespace) -> dict[str, Result]:
-    """The worst result of each test, told as they come."""
+    """Return the worst result of each test, and print results as they arrive."""
     ran: dict[str, Result] = {}
     results = runner.run(
         tests,

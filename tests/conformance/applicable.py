@@ -1,6 +1,6 @@
-"""Tests that mean nothing here: each reaches into something that Telegrad does not have on purpose.
+"""Tests that are not applicable: each uses a part of torch that Telegrad omits on purpose.
 
-A test that is merely hard to pass has no place here. Tests that need CUDA skip themselves where there is none.
+A test that is merely hard to pass is not listed here. Tests that need CUDA skip themselves without it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
 
 
 def reason(test: str) -> str | None:
-    """Why the test is not applicable, if it is not."""
+    """Return the reason why the test is not applicable, or None."""
     return next(
         (why for why, patterns in NOT_APPLICABLE.items() if any(fnmatchcase(test, pattern) for pattern in patterns)),
         None,
@@ -67,7 +67,7 @@ def reason(test: str) -> str | None:
 
 
 def stale(tests: Iterable[str]) -> list[str]:
-    """The patterns that match none of all the tests."""
+    """Return the patterns that match none of the tests."""
     names = list(tests)
     patterns = [pattern for group in NOT_APPLICABLE.values() for pattern in group]
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]

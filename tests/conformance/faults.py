@@ -1,6 +1,7 @@
-"""The backend FAULTY_TENSORPIPE for Telegrad: calls that are late or lost, and connections that break.
+"""The backend FAULTY_TENSORPIPE for Telegrad: late or lost calls, and broken connections.
 
-What torch drops to see it sent again, Telegrad sends over a connection that holds or breaks; so here it breaks.
+Torch drops a message and expects it to be sent again. Telegrad sends it once over a connection that holds or breaks, so
+this backend breaks the connection.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class FaultyOptions(TensorPipeRpcBackendOptions):
 
 
 def late(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call that took its time to come."""
+    """Call a function after a delay."""
     time.sleep(seconds)
     return function(*args, **kwargs)
 
 
 def kind_of(function: Any, creating: bool) -> str:
-    """What torch would call the message."""
+    """Return torch's name for the message."""
     if function is fetch:
         return "SCRIPT_RREF_FETCH_CALL"
     by_torch = torch.jit._builtins._find_builtin(function) or isinstance(function, torch.jit.ScriptFunction)
@@ -53,7 +54,7 @@ def kind_of(function: Any, creating: bool) -> str:
 
 
 class Faults:
-    """Stands between a worker's agent and its connections."""
+    """Injects faults between a worker's agent and its connections."""
 
     def __init__(self, agent: Agent, options: FaultyOptions) -> None:
         self.options = options
@@ -81,7 +82,7 @@ class Faults:
             self.cuts[type(message)] = left - 1
             broken = PeerLost("the connection broke, as the test wants it")
             if isinstance(message, Batch):
-                raise broken  # nothing has left, and the courier tries again
+                raise broken  # nothing was sent, so the courier retries
             link = self.agent._connections.peer(to).link
             if link is not None:
                 link.close(broken)
@@ -100,5 +101,5 @@ def join_group(rpc_backend_options: FaultyOptions, **known: Any) -> Any:
     return agent
 
 
-sys.modules["torch.distributed.rpc._testing"] = sys.modules[__name__]  # torch's would register its own
+sys.modules["torch.distributed.rpc._testing"] = sys.modules[__name__]  # torch's module would do so, too
 backend_registry.register_backend("FAULTY_TENSORPIPE", make_options, join_group)

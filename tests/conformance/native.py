@@ -1,4 +1,4 @@
-"""Closes the doors to torch's own RPC, so that no test passes by it."""
+"""Disable torch's own RPC, so that no test passes with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MARK = "torch's own RPC was reached:"
 
 
 def forbid(modules: Iterable[types.ModuleType]) -> None:
-    """Wherever one of the modules holds an entry point by name, there it raises from now on.
+    """Replace the entry points in the modules by functions that raise.
 
-    Pass the modules that `install()` took out of `sys.modules` too: functions that others still hold live there, and so
-    do the entry points themselves.
+    Pass the modules that `install()` took out of `sys.modules`, too: functions that are still referenced use them, and
+    they contain the entry points themselves.
     """
     modules = list(modules)
     closed = {
@@ -33,7 +33,7 @@ def forbid(modules: Iterable[types.ModuleType]) -> None:
 
 
 def _is_door(room: types.ModuleType, name: str) -> bool:
-    """Calls and the start of an agent; of autograd every function."""
+    """Return True for calls and the start of an agent, and for every function of autograd."""
     if room.__name__ == AUTOGRAD:
         return isinstance(getattr(room, name), types.BuiltinFunctionType)
     return name.startswith("_invoke_") or name == "_set_and_start_rpc_agent"
@@ -41,7 +41,7 @@ def _is_door(room: types.ModuleType, name: str) -> bool:
 
 def _closed(name: str) -> Callable[..., NoReturn]:
     def closed(*args: Any, **kwargs: Any) -> NoReturn:
-        os.write(2, f"{MARK} {name}\n".encode())  # a test may expect an error and take this for it; the log tells
+        os.write(2, f"{MARK} {name}\n".encode())  # a test may expect an error, so the log shows this one
         raise AssertionError(f"{MARK} {name}")
 
     return closed

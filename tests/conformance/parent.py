@@ -1,9 +1,9 @@
 """The warm parent of all ranks: `python -m tests.conformance.parent FD [WAY] [--reference]`, started by the runner.
 
-It imports torch once, takes names of tests from the connection FD and answers with what became of each. It forks, so
-it must have no second thread. What tests print goes to its standard output and error. Ranks that are not forked from it
-(spawn: a new interpreter each, which takes seconds; forkserver: forked from one that has imported torch and nothing
-else) import this file, too, and prepare themselves.
+It imports torch once, reads names of tests from the connection FD and answers with their results. It forks, so it must
+have no second thread. Output of tests goes to its standard output and error. Ranks that are not forked from it (spawn:
+a new interpreter each, which takes seconds; forkserver: forked from a process that has imported only torch) import this
+file, too, and prepare themselves.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from typing import Any
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result
 
 READY = "ready"
-REFERENCE = "--reference"  # an argument, which ranks have too, as they have the way in which they start
+REFERENCE = "--reference"  # an argument that ranks inherit, like the way to start
 WAYS = ("fork", "forkserver", "spawn")
-WARM = ["torch", "torch.testing._internal.common_distributed", "telegrad.compat"]  # what ranks of a fork server share
-RAISED = re.compile(r"^ +\S.*\n([A-Za-z_][\w.]*(?::\s+.*)?)$", re.MULTILINE)  # what follows a traceback's frames
+WARM = ["torch", "torch.testing._internal.common_distributed", "telegrad.compat"]  # shared by ranks of a fork server
+RAISED = re.compile(r"^ +\S.*\n([A-Za-z_][\w.]*(?::\s+.*)?)$", re.MULTILINE)  # the error behind the frames
 LOST = re.compile(r"telegrad\.errors\.(PeerLost|PeerUnreachable|OwnerLost)|Connection (reset|closed) by peer")
 
 
 def main() -> None:
     connection, reference = Connection(int(sys.argv[1])), REFERENCE in sys.argv
-    os.register_at_fork(after_in_child=connection.close)  # or the runner would not see the end of this process
+    os.register_at_fork(after_in_child=connection.close)  # else the runner would not notice the end of this process
     _prepare(reference)
     if "forkserver" in sys.argv:
         multiprocessing.set_forkserver_preload(WARM)
-        forkserver.ensure_running()  # now, since it keeps its socket in the folder for temporary files
+        forkserver.ensure_running()  # before the folder for temporary files changes, where it keeps its socket
     connection.send(READY)
     while True:
         try:
@@ -53,7 +53,7 @@ def main() -> None:
 
 def _prepare(reference: bool) -> None:
     compat = importlib.import_module("telegrad.compat")
-    compat.uninstall()  # which a spawned rank has inherited: torch's own must be seen first
+    compat.uninstall()  # a spawned rank inherits the mode, but needs torch's own modules first
     importlib.import_module("torch")
     if reference:
         return
@@ -71,7 +71,7 @@ def _run(test: str, reference: bool) -> Result:
     suite = _suite(name, reference)
     if isinstance(suite, str):
         return Result(test, FAILED, 0.0, suite)
-    gc.freeze()  # or a collection in a rank would copy all that it shares with this process
+    gc.freeze()  # else a collection in a rank would copy all shared pages
     assert threading.active_count() == 1, "a forked rank would inherit locks that nobody releases"
     usual = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tempfile.tempdir:
@@ -87,7 +87,7 @@ def _run(test: str, reference: bool) -> Result:
 
 @functools.cache
 def _suite(name: str, reference: bool) -> Any:
-    """The class; or, where it cannot be imported, why: a second try would find its modules half made."""
+    """Return the class, or the error of its import: a second import would find half-made modules."""
     try:
         return importlib.import_module("tests.conformance.suites").make(name, reference=reference)
     except Exception:
@@ -95,13 +95,13 @@ def _suite(name: str, reference: bool) -> Any:
 
 
 def _told(text: str) -> str:
-    """Put an error into the log and make a line of it."""
+    """Log an error; return it as one line."""
     print(text, file=sys.stderr)
     return last_line(text.strip())
 
 
 def last_line(text: str) -> str:
-    """What was raised; of the errors of several ranks a failed assertion, or else one not for want of another rank."""
+    """Return the last error; of several ranks, prefer a failed assertion, and avoid errors about lost ranks."""
     raised = [" ".join(found.split()) for found in RAISED.findall(text)] or text.split("\n")
     return min(reversed(raised), key=lambda line: (bool(LOST.search(line)), not line.startswith("AssertionError")))
 

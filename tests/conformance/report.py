@@ -1,4 +1,4 @@
-"""Results as Markdown and as JSON."""
+"""Write results as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = "# Conformance\n\n"
 
 
 class Run(NamedTuple):
-    """A whole run, against torch of this version."""
+    """A run of all tests against one version of torch."""
 
     torch: str
     seconds: float
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 def write(run: Run, path: pathlib.Path) -> None:
-    """Renew the generated part of the file; what stands above it is kept."""
+    """Write the generated part of the file, and keep the text above it."""
     head = path.read_text().partition(MARKER)[0] if path.exists() else HEAD
     path.write_text(f"{head}{MARKER}\n\n{markdown(run)}")
 

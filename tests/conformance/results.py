@@ -1,4 +1,4 @@
-"""What became of a test."""
+"""Results of tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FAILED = "failed"
 
 
 class Result(NamedTuple):
-    """One test, `Suite.test_name`."""
+    """The result of one test, `Suite.test_name`."""
 
     test: str
     outcome: str
     seconds: float
-    why: str  # the last line of the error, or the reason for which the test is not applicable
+    why: str  # the last line of the error, or why the test is not applicable
 
     @property
     def suite(self) -> str:
@@ -23,5 +23,5 @@ class Result(NamedTuple):
 
 
 def worse(one: Result, other: Result) -> Result:
-    """Of two runs of a test, the one that counts."""
+    """Return the worse of two results of a test."""
     return max(one, other, key=lambda result: (PASSED, NOT_APPLICABLE, FAILED).index(result.outcome))

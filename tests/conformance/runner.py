@@ -1,4 +1,4 @@
-"""Runs tests in warm parents, side by side; each test gets a temporary folder, a time limit and a log."""
+"""Run tests in warm parents, several at a time; each test gets a temporary folder, a time limit and a log."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 LOGS = pathlib.Path(".conformance")
 LIMIT = 60.0  # seconds for one test
 START = 60.0  # seconds for a parent to import torch, on a busy machine
-GRACE = 40.0  # seconds in which torch, past the limit, asks each rank where it hangs and ends it
+GRACE = 40.0  # seconds after the limit for torch to ask and end hanging ranks
 OTHER_GROUP = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "RPC_INIT_WITH_TCP"}
 
 
 class Parent:
-    """A warm parent process, as the runner sees it, with all that its tests leave behind."""
+    """A warm parent process, with everything that its tests leave behind."""
 
     def __init__(self, reference: bool, way: str, limit: float) -> None:
         self.is_sound = True
@@ -50,7 +50,7 @@ class Parent:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that all its descendants can be killed at once
+                start_new_session=True,  # allows killing all descendants at once
             )
         theirs.close()
 
@@ -58,12 +58,12 @@ class Parent:
         return {name: value for name, value in os.environ.items() if name not in OTHER_GROUP} | {
             "TMPDIR": self._folder,
             "OMP_NUM_THREADS": "1",  # a pool of threads must not exist before the fork
-            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",  # its command is not the one to run here
+            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",  # torch's command does not work here
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": f"{self._limit:.0f}",
         }
 
     def begin(self, test: str) -> None:
-        """Have it run a test.
+        """Begin a test.
 
         Raises:
             RuntimeError: the process did not start.
@@ -88,7 +88,7 @@ class Parent:
             raise RuntimeError(f"the parent of the ranks did not start:\n{self._text()}")
 
     def finish(self, logs: pathlib.Path) -> Result:
-        """What became of the test; of one that failed the log is kept."""
+        """Return the result of the test, and keep the log of a failed one."""
         result = self._result()
         kept = logs / f"{self._test}.log"
         if result.outcome == FAILED:
@@ -135,7 +135,7 @@ def run(
     limit: float = LIMIT,
     logs: pathlib.Path = LOGS,
 ) -> Generator[Result]:
-    """Run the tests, `jobs` at a time, against Telegrad or against torch itself; yield results as they come."""
+    """Run the tests, `jobs` at a time, against Telegrad or against torch itself; yield results as they arrive."""
     waiting = collections.deque(tests)
     idle = [Parent(reference, way, limit) for _ in range(min(jobs, len(waiting)))]
     busy: list[Parent] = []

@@ -1,7 +1,7 @@
-"""PyTorch's test classes, made runnable.
+"""Make PyTorch's test classes runnable.
 
 The wheel has the test methods, the fixtures and the code that starts the ranks, but no class that joins the three.
-Each is made on demand, since its module may not even import against Telegrad, and that must not harm the others.
+Each class is made on demand, since its module may fail to import against Telegrad without harm to the others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FIXTURES = {
     "TensorPipe": (f"{ROOM}.rpc.tensorpipe_rpc_agent_test_fixture", "TensorPipeRpcAgentTestFixture"),
     "Faulty": (f"{ROOM}.rpc.faulty_rpc_agent_test_fixture", "FaultyRpcAgentTestFixture"),
 }
-PATIENCE = 5.0  # seconds for a rank to end after it was told to
+PATIENCE = 5.0  # seconds for a rank to end after the request
 
 
 class Suite(NamedTuple):
-    """One of torch's classes of test methods."""
+    """A class of test methods in torch."""
 
     group: str
     module: str
@@ -67,7 +67,7 @@ GROUPS = tuple(dict.fromkeys(suite.group for suite in SUITES.values()))
 
 
 class Ranks(MultiProcessTestCase):
-    """Starts the ranks of a test, in the way that was asked for."""
+    """Starts the ranks of a test in the chosen way."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -76,7 +76,7 @@ class Ranks(MultiProcessTestCase):
         self._start_processes(context.Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
-        """Torch looks at the first rank; but a crash of another must not pass."""
+        """Compare all exit codes; torch looks only at that of the first rank."""
         super()._check_return_codes(fn, elapsed_time)
         for rank, process in enumerate(self.processes):
             assert process.exitcode == self.processes[0].exitcode, f"rank {rank} ended with {process.exitcode}"
@@ -92,19 +92,19 @@ class Ranks(MultiProcessTestCase):
 
 
 class InStep:
-    """`torch.distributed` for tests whose master has made the process group and calls at once who must have it."""
+    """`torch.distributed` for tests whose master calls other ranks right after it has made the process group."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
 
     def init_process_group(self, **how: Any) -> None:
-        """Nobody returns before all have made it."""
+        """Return once all ranks have made the group."""
         torch.distributed.init_process_group(**how)
         torch.distributed.barrier()
 
 
 def make(name: str, *, reference: bool) -> type[unittest.TestCase]:
-    """The class `name`, which from then on is importable from here: ranks pickle its methods by name."""
+    """Return the class `name`, and make it importable from here, as ranks pickle its methods by name."""
     suite = SUITES[name]
     if suite.group == "faulty" and not reference:
         importlib.import_module("tests.conformance.faults")
@@ -119,14 +119,14 @@ def make(name: str, *, reference: bool) -> type[unittest.TestCase]:
 
 
 def __getattr__(name: str) -> type[unittest.TestCase]:
-    """In a spawned rank, whose method is looked for here."""
+    """Make a class in a spawned rank, which imports it from here."""
     if name in SUITES:
         return make(name, reference=REFERENCE in sys.argv)
     raise AttributeError(name)
 
 
 def tests(groups: tuple[str, ...]) -> list[str]:
-    """The tests of the groups, as torch itself has them."""
+    """Return the tests of the groups, as torch defines them."""
     loader = unittest.TestLoader()
     return [
         f"{name}.{method}"

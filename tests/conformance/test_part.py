@@ -1,4 +1,4 @@
-"""Some of PyTorch's own tests, run against Telegrad: quick ones of every suite."""
+"""Quick tests of each suite of PyTorch's own tests, run against Telegrad."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ TESTS = [f"{suite}.test_{name}" for suite, names in PART.items() for name in nam
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Result]:
-    """All that were chosen, run in one go."""
+    """Run all chosen tests at once; return their results."""
     items: list[Any] = request.session.items
     chosen = [item.callspec.params["test"] for item in items if item.module is request.module]
     return {result.test: result for result in runner.run(chosen)}
 
 
-@pytest.mark.timeout(300)  # the first waits for all
+@pytest.mark.timeout(300)  # the first test waits for all
 @pytest.mark.parametrize("test", TESTS)
 def test_torchs_own(test: str, results: dict[str, Result]) -> None:
     assert results[test].outcome == PASSED, f"{results[test].why}; see {runner.LOGS / test}.log"

@@ -1,4 +1,4 @@
-"""What the runner tells is right, and torch's own RPC is out of reach."""
+"""The reports of the runner are right, and torch's own RPC is disabled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_worst_of_several_runs_counts() -> None:
     assert worse(passed, failed) == worse(failed, passed) == failed
 
 
-def test_a_report_keeps_what_stands_above(tmp_path: pathlib.Path) -> None:
+def test_a_report_keeps_the_text_above_it(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "report.md"
     path.write_text(f"# Mine\n\n{report.MARKER}\nold\n")
     report.write(RUN, path)
@@ -70,7 +70,7 @@ def test_reasons_are_found_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     assert applicable.stale(["A.test_x"]) == ["B.gone"]
 
 
-def test_torchs_own_rpc_is_out_of_reach(capfd: pytest.CaptureFixture[str]) -> None:
+def test_torchs_own_rpc_is_disabled(capfd: pytest.CaptureFixture[str]) -> None:
     holder: Any = types.ModuleType("holder")
     room: Any = types.ModuleType(native.RPC)
     holder.call = room._invoke_rpc_builtin = torch._C._distributed_rpc._invoke_rpc_builtin

@@ -1,4 +1,4 @@
-"""Tests that run on the host, on the simulated accelerator and, where there is one, on a GPU; and groups for them."""
+"""Run tests on the host, on the simulated accelerator and, if there is one, on a GPU; and make groups for them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
 def on_devices(test: Callable[..., None], host: bool = False) -> Any:
-    """Run a test once for each kind of accelerator, which is its first argument `kind`; the simulated one apart.
+    """Run a test for each kind of accelerator, its first argument `kind`; the simulated one in a process of its own.
 
-    There, streams that should have waited for one another and did not are failures.
+    On the simulated one, missing waits between streams are failures.
     """
 
     @functools.wraps(test)
@@ -50,7 +50,7 @@ on_host_and_devices = partial(on_devices, host=True)
 
 
 def places(kind: str) -> tuple[torch.device, torch.device]:
-    """Two devices, or one for both where there is no other."""
+    """Return two devices, or the same device twice if there is only one."""
     if kind == "cpu":
         return torch.device("cpu"), torch.device("cpu")
     last = torch.get_device_module(kind).device_count() - 1
@@ -61,10 +61,10 @@ def places(kind: str) -> tuple[torch.device, torch.device]:
 def group(
     kind: str, count: int = 2, share: bool = False, crossed: bool = True, **options: Any
 ) -> Iterator[list[Worker]]:
-    """Agents of this process; this thread speaks for `w0`.
+    """Make agents of this process; this thread uses `w0`.
 
-    Each device leads to the other one of all, or to itself if not `crossed`. With `share` they share the memory of
-    devices, where a GPU would do so by CUDA's handles.
+    All workers map each device to the other one, or to itself if not `crossed`. With `share` they share the memory of
+    devices, as a GPU would do by CUDA's handles.
     """
     here, there = places(kind)
     map_ = {here: there, there: here} if crossed else {here: here}
@@ -88,7 +88,7 @@ def replaced(table: dict[str, Any], other: dict[str, Any]) -> Iterator[None]:
 
 
 class Sharer(staging.Cuda):
-    """How the simulated accelerator shares: between agents of one process."""
+    """Shares memory of the simulated accelerator between agents of one process."""
 
     def limit(self, index: int) -> int:
         return 64 << 20

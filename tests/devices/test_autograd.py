@@ -1,4 +1,4 @@
-"""Gradients that cross workers, of tensors on accelerators."""
+"""Gradients over workers, of tensors on accelerators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.autograd import programs
 from tests.devices.kinds import group, on_devices, places
 
 WAYS = [pytest.param({"transport": "unix", "share": True}, id="shared"), pytest.param({"transport": "tcp"}, id="tcp")]
-EACH = 15  # programs of one test
+EACH = 15  # programs in one test
 
 
 @pytest.mark.parametrize("first", range(0, 60, EACH))
@@ -43,7 +43,7 @@ def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_a_gradient_comes_to_the_device_of_its_leaf(kind: str, way: dict[str, Any]) -> None:
+def test_a_gradient_is_on_the_device_of_its_leaf(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         for stream in (torch.accelerator.current_stream(here), torch.Stream(here)):
@@ -63,7 +63,7 @@ def test_a_gradient_comes_to_the_device_of_its_leaf(kind: str, way: dict[str, An
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
 def test_gradients_for_a_thread_of_another_worker(kind: str, way: dict[str, Any]) -> None:
-    """Once the pass has ended they are there, also for who did not run it."""
+    """After the pass, its gradients are complete for threads that did not run it, too."""
     here, there = places(kind)
     with group(kind, **way) as workers:
         leaf = torch.ones(3, device=there, requires_grad=True)
@@ -87,7 +87,7 @@ def times_what_is_kept(x: torch.Tensor) -> torch.Tensor:
 
 
 @on_devices
-def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind: str) -> None:
+def test_a_gradient_of_a_mapped_tensor_returns_to_the_host(kind: str) -> None:
     _, there = places(kind)
     maps = {"w1": {"cpu": there}}
     with group(kind, device_maps=maps):
@@ -100,7 +100,7 @@ def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind: str) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @on_devices
 def test_maps_that_do_not_agree(kind: str, transport: str) -> None:
-    """A gradient may then come to another device than that of its tensor, or to the host; it is moved."""
+    """A gradient may arrive on another device than that of its tensor, or on the host; it is moved."""
     here, there = places(kind)
     of_rank = [{"w1": {here: there}}, {"w0": {here: here}}]
     with group(kind, transport=transport, of_rank=lambda rank: {"device_maps": of_rank[rank]}):
@@ -132,7 +132,7 @@ def made(device: str | torch.device) -> rpc.RRef[Any]:
 def test_several_passes_through_remote_layers(kind: str, way: dict[str, Any]) -> None:
     here, there = places(kind)
     with group(kind, 3, **way):
-        layers = [rpc.rpc_sync(name, made, (there,)) for name in ("w1", "w2")]  # one after the other: they draw numbers
+        layers = [rpc.rpc_sync(name, made, (there,)) for name in ("w1", "w2")]  # in order, as they draw numbers
         torch.manual_seed(6)
         batches = [torch.randn(5, 4) for _ in range(4)]
         own = [Layer("cpu"), Layer("cpu")]
@@ -158,8 +158,8 @@ def leaf(device: str | torch.device) -> torch.Tensor:
 
 
 @on_devices
-def test_what_hooks_make_of_the_gradients_of_received_tensors(kind: str) -> None:
-    """They run on the stream on which those arrived."""
+def test_hooks_of_received_tensors_use_the_right_stream(kind: str) -> None:
+    """They run on the stream on which the tensors arrived."""
     _, there = places(kind)
     with group(kind):
         for _ in range(3):

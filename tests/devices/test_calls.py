@@ -1,4 +1,4 @@
-"""Calls whose arguments and results lie on accelerators."""
+"""Calls whose arguments and results are on accelerators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS = [
     pytest.param({"transport": "unix", "share": True}, id="shared"),
     pytest.param({"transport": "tcp"}, id="tcp"),
 ]
-LARGE = 9_500_001  # bytes, in three pieces
+LARGE = 9_500_001  # bytes, sent in three pieces
 
 
 def add(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
@@ -33,7 +33,7 @@ def where(x: torch.Tensor) -> torch.device:
 
 
 def slow_add(x: torch.Tensor, y: torch.Tensor | int = 1) -> torch.Tensor:
-    """On a stream of its own, as user code may."""
+    """Add on a stream of its own, as user code may do."""
     outer, own = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
     own.wait_stream(outer)
     with own:
@@ -53,10 +53,10 @@ def relayed(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("to", ["w1", "w0"])
 @on_devices
-def test_there_and_back(kind: str, to: str, way: dict[str, Any]) -> None:
+def test_tensors_are_sent_there_and_back(kind: str, to: str, way: dict[str, Any]) -> None:
     here, there = places(kind)
     with group(kind, **way):
-        for round_ in range(3):  # from the second on, a device that shares does so
+        for round_ in range(3):  # from the second round on, devices share memory if they can
             x, y = torch.full((4,), 1.0 + round_, device=here), torch.arange(4.0, device=here)
             assert rpc.rpc_sync(to, where, (x,)) == there
             result = rpc.rpc_sync(to, add, (x, y))
@@ -68,7 +68,7 @@ def test_there_and_back(kind: str, to: str, way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_many_at_once_and_from_other_streams(kind: str, way: dict[str, Any]) -> None:
+def test_concurrent_calls_from_other_streams(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         before, after = torch.Stream(here), torch.Stream(here)
@@ -101,7 +101,7 @@ def test_calls_do_not_wait_for_the_device(kind: str, way: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_what_was_sent_may_be_written_to_after_the_answer(kind: str, way: dict[str, Any]) -> None:
+def test_arguments_may_be_overwritten_after_the_answer(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, **way):
         for _ in range(4):
@@ -205,7 +205,7 @@ def write_down(x: torch.Tensor, fails: bool) -> None:
 
 
 @on_devices
-def test_what_a_function_leaves_behind_is_there_after_its_answer(kind: str) -> None:
+def test_side_effects_of_a_function_are_complete_after_its_answer(kind: str) -> None:
     here, _ = places(kind)
     with group(kind, crossed=False):
         for number in range(60):
@@ -237,13 +237,13 @@ async def awaited(x: torch.Tensor) -> torch.Tensor:
 
 
 async def parted(x: torch.Tensor) -> torch.Tensor:
-    """Elements that are far apart are brought together to be sent."""
+    """Return elements that are far apart, which are made contiguous to be sent."""
     return (x * 2)[::1000]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_functions_that_go_on_later(kind: str, way: dict[str, Any]) -> None:
+def test_functions_that_return_futures_and_coroutines(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         for function in (later, awaited):
@@ -255,7 +255,7 @@ def test_functions_that_go_on_later(kind: str, way: dict[str, Any]) -> None:
 
 
 @on_devices
-def test_values_that_torch_cannot_look_into(kind: str) -> None:
+def test_values_that_torch_cannot_inspect(kind: str) -> None:
     here, _ = places(kind)
     with group(kind):
         function, lock = rpc.rpc_async("w1", lambda x: (lambda: 7, x), (torch.ones(1, device=here),)).wait()
@@ -263,7 +263,7 @@ def test_values_that_torch_cannot_look_into(kind: str) -> None:
 
 
 class Locked:
-    """Which cannot be pickled."""
+    """An object that cannot be pickled."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -310,7 +310,7 @@ def test_a_value_of_this_worker(kind: str) -> None:
 
 @on_devices
 def test_a_first_call_that_waits_for_its_connection(kind: str) -> None:
-    """What is sent while the connection is being made is as it was at the call."""
+    """Arguments have their values of the time of the call, although they are sent later."""
     here, _ = places(kind)
     for transport, to in (("unix", "w1"), ("tcp", "w1"), ("unix", "w0")):
         with group(kind, transport=transport):

@@ -1,4 +1,4 @@
-"""Device maps: what is wrong with them, and where they lead."""
+"""Errors of device maps, and the routes that they define."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_map(
         ),
     ],
 )
-def test_faults(a: Devices, b: Devices, expected: str | None) -> None:
+def test_errors_of_maps(a: Devices, b: Devices, expected: str | None) -> None:
     found = list(map_errors({"a": a, "b": b}))
     if expected is None:
         assert found == []
@@ -58,11 +58,11 @@ def test_faults(a: Devices, b: Devices, expected: str | None) -> None:
         assert pytest.raises(AssertionError, match=f"^Node a has {expected}").matches(AssertionError(found[0]))
 
 
-def test_of_a_part_of_a_group_names_that_are_not_there_are_no_fault() -> None:
+def test_unknown_names_in_a_map_are_no_error_for_a_part_of_a_group() -> None:
     assert list(map_errors({"a": with_map({"cuda:0": "cuda:0"}, to="z")}, whole=False)) == []
 
 
-def test_which_devices_calls_can_touch() -> None:
+def test_devices_that_calls_can_use() -> None:
     mine = Devices(4, {"b": {"cuda:0": "cuda:1", "cpu": "cuda:2"}}, ("cuda:3",))
     others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}})]
     assert mine.uses_of("a", others) == {"cuda:0", "cuda:2", "cuda:3"}
@@ -82,7 +82,7 @@ def test_routes_of_calls_and_answers() -> None:
         answers(FIRST)
 
 
-def test_routes_of_gradients_lead_back_to_where_tensors_came_from() -> None:
+def test_routes_of_gradients_lead_back_to_the_source() -> None:
     back = for_gradients({"cuda:0": "cuda:0"}, {"cuda:1": "cuda:0"})
     assert (back(FIRST), back(SECOND), back(CPU)) == (1, HOST, HOST)
     assert for_gradients({"cuda:0": "cuda:1"}, {})(FIRST) == 1
@@ -97,7 +97,7 @@ def test_options_take_devices_in_any_spelling() -> None:
     assert options.published().maps == {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}}
 
 
-def test_one_device_goes_to_one() -> None:
+def test_maps_are_one_to_one() -> None:
     options = TelegradOptions()
     options.set_device_map("b", {0: 1})
     options.set_device_map("b", {0: 1})
@@ -108,7 +108,7 @@ def test_one_device_goes_to_one() -> None:
 
 
 @pytest.mark.parametrize("devices", [["cuda:77"], [77], [torch.device("cuda", 77)], ["cpu", "meta"]], ids=str)
-def test_devices_that_a_worker_lacks_are_told_to_all(devices: list[Any]) -> None:
+def test_a_missing_device_is_an_error_on_all_workers(devices: list[Any]) -> None:
     name = str(TelegradOptions(devices=devices).devices[-1])
     errors_of: list[BaseException] = []
     told = rf"Node w1 has devices with invalid indices in its option devices: {name}\. Worker w1 has 0 acc"
@@ -133,7 +133,7 @@ def test_devices_of_another_type_are_refused(kind: str) -> None:
             options.published()
 
 
-def test_a_map_without_devices_is_refused_where_the_workers_meet() -> None:
+def test_a_map_without_devices_is_refused_when_workers_join() -> None:
     maps = {"w1": {"cuda:0": "cuda:0"}}
     with pytest.raises(errors.DeviceError, match=r"source devices.*has 0 acc"), agents(2, device_maps=maps):
         pass
@@ -141,7 +141,7 @@ def test_a_map_without_devices_is_refused_where_the_workers_meet() -> None:
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_all_workers_are_told_of_a_wrong_map(kind: str) -> None:
+def test_a_wrong_map_is_an_error_on_all_workers(kind: str) -> None:
     here, there = places(kind)
     wrong = [({"w1": {here: there, there: there}}, "duplicated"), ({"none": {here: there}}, "invalid target")]
     for maps, fault in wrong:
@@ -157,7 +157,7 @@ def test_in_a_dynamic_group_a_map_is_checked_at_the_first_call(kind: str) -> Non
         connections = first.agent._connections
         me = connections.joined.me._replace(devices=with_map({str(here): f"{kind}:7"}, to="w1"))
         connections._joined = connections.joined._replace(me=me)
-        connections._peers.clear()  # it holds a connection to the next member
+        connections._peers.clear()  # each worker is connected to the next member
         connections.forget_names([])
         with pytest.raises(errors.DeviceError, match="target devices with invalid indices"):
             rpc.rpc_sync("w1", torch.add, (1, 1))

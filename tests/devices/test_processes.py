@@ -1,4 +1,4 @@
-"""Workers in processes of their own; on a GPU that is where they share its memory."""
+"""Workers in processes of their own, which share the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def exchange(kind: str) -> None:
 
 
 def ways() -> list[bool | None]:
-    """What was found out about sharing, by the connections of this worker."""
+    """Return whether each connection of this worker shares memory of devices; None means unknown."""
     peers = current.agent()._connections._peers.values()
     return [peer.link._outgoing._shares_devices for peer in peers]
 
@@ -76,8 +76,8 @@ def test_two_processes(kind: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [SIM])
-def test_where_the_other_end_cannot_open_a_block(kind: str) -> None:
-    """What is offered to another process, that of the simulated accelerator, cannot be opened: all goes by the host."""
+def test_blocks_that_the_receiver_cannot_open_are_copied_through_the_host(kind: str) -> None:
+    """A block of the simulated accelerator cannot be opened by another process."""
     with processes(2) as made:
         run_all(made, begin, kind, free_port(), "unix", True)
         made[0].run(exchange, kind)

@@ -1,4 +1,4 @@
-"""What is asked of CUDA to share memory between processes, and how many blocks are lent."""
+"""Requests to CUDA for sharing memory between processes, and the number of lent blocks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests import accelerator
 from tests.accelerator.apart import apart
 from tests.devices.kinds import SIM, Sharer, group, replaced
 
-SHARED = (b"handle", 512, 64, b"counter", 3, b"event", True)  # as torch tells of a storage, without its device
+SHARED = (b"handle", 512, 64, b"counter", 3, b"event", True)  # torch's description of a storage, without its device
 
 
 class Gpu:
-    """The parts of torch.cuda that are used, as two processes see it: what one exports the other one opens."""
+    """A part of torch.cuda as two processes see it: one opens what the other exports."""
 
     def __init__(self, uuids: list[str]) -> None:
         self.uuids = uuids
@@ -53,7 +53,7 @@ class Storage:
         return torch.ones(512, dtype=torch.uint8).untyped_storage()
 
 
-def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_opens_a_block_that_another_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Gpu(["first", "second"]))
     block: Any = SimpleNamespace(
         device=torch.device("cuda:1"), untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED))
@@ -61,7 +61,7 @@ def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch)
     events: Any = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
     exported = staging.Cuda().export(block, events)
 
-    monkeypatch.setattr(torch, "cuda", Gpu(["second"]))  # CUDA_VISIBLE_DEVICES may differ
+    monkeypatch.setattr(torch, "cuda", Gpu(["second"]))  # with other CUDA_VISIBLE_DEVICES
     monkeypatch.setattr(torch, "UntypedStorage", Storage)
     monkeypatch.setattr(staging, "device", lambda index: torch.device("cpu"))
     opened, opened_events = staging.Cuda().open(exported)
@@ -76,14 +76,14 @@ def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
+def test_blocks_are_bounded_reused_and_freed(kind: str) -> None:
     with replaced(staging.SHARERS, {"sim": Sharer()}):
         pool = SharedBlockPool(1 << 30)
         limit = Sharer().limit(0)
         first = pool.take_on(0, limit // 2)
         assert first.capacity >= limit // 2
         assert pool.take_on(0, limit) is None
-        assert pool.take_on(1, limit) is not None  # each device has its own bound
+        assert pool.take_on(1, limit) is not None  # each device has its own limit
         pool.give_back([first.number])
         assert pool.take_on(0, limit // 2) is first
         pool.give_back([first.number])
@@ -97,8 +97,8 @@ def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
-    """Without waiting on the host: the events of a block order its uses."""
+def test_a_block_is_refilled_only_after_it_was_read(kind: str) -> None:
+    """The events of a block order its uses, without a wait on the host."""
     with replaced(staging.SHARERS, {"sim": Sharer()}):
         streams = Streams()
         block = staging.DeviceBlock(1, 1024, 0)
@@ -113,8 +113,8 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind: str) -> None:
-    """Its memory is not used anew while the device still copies it."""
+def test_a_copy_to_the_host_outlives_its_connection(kind: str) -> None:
+    """The memory is not reused while the device still copies."""
     staging = Staging(Streams())
     departure = staging.depart(DeviceBlob(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
     assert not departure.over

@@ -1,4 +1,4 @@
-"""Training with parameters on accelerators: the numbers are those of one place on the host."""
+"""Training with parameters on accelerators gives the numbers of training on the host."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAPS = [pytest.param(True, id="map"), pytest.param(False, id="no map")]
 
 
 def options(mapped: bool) -> dict[str, Any]:
-    """Of a group with maps between its devices, or without."""
+    """Return options of a group with or without maps between its devices."""
     return {} if mapped else {"device_maps": {}}
 
 
 def layer(seed: int) -> nn.Sequential:
-    """The same wherever it is made; several agents of one process share torch's own generator."""
+    """Return a layer with fixed parameters; several agents of one process share torch's own generator."""
     made = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 
 class Tower(nn.Module):
-    """Layers on `owners` workers, the first of which is this one; each on an accelerator."""
+    """Layers on `owners` workers, the first of which is this one, each on an accelerator."""
 
     def __init__(self, here: str | torch.device, there: torch.device, owners: int, count: int = 4) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("hogwild", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_devices
-def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool, rides: bool) -> None:
+def test_steps_give_the_numbers_of_the_host(kind: str, name: str, hogwild: bool, rides: bool) -> None:
     here, there = places(kind)
     make, options = OPTIMIZERS[name]
     with group(kind, 3, share=hogwild):
@@ -222,7 +222,7 @@ def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool, rides: bool) 
 
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
-def test_schedulers_kept_gradients_and_the_state_of_an_optimizer(kind: str, mapped: bool) -> None:
+def test_schedulers_accumulated_gradients_and_optimizer_state(kind: str, mapped: bool) -> None:
     here, there = places(kind)
     with group(kind, 3, **options(mapped)):
         start = here if mapped else "cpu"
@@ -282,7 +282,7 @@ def train_alone(worker: Worker, module: nn.Module, optimizer: DistributedOptimiz
 
 
 @on_devices
-def test_trainers_that_do_not_wait_for_each_other(kind: str) -> None:
+def test_hogwild_trainers(kind: str) -> None:
     here, there = places(kind)
     with group(kind, 4) as workers:
         module = RemoteModule(f"w1/{there}", layer, (1,))
@@ -342,8 +342,8 @@ def train(state: dict[str, Any], device: str | torch.device) -> list[float]:
 
 @pytest.mark.parametrize("wait", [True, False])
 @on_host_and_devices
-def test_training_goes_on_from_a_checkpoint(kind: str, wait: bool) -> None:
-    """On other workers and other devices, which need no map for that."""
+def test_training_resumes_from_a_checkpoint(kind: str, wait: bool) -> None:
+    """Other workers and other devices need no map for that."""
     here, there = places(kind)
     with tempfile.TemporaryDirectory() as folder:
         with group(kind, 3):

@@ -1,1 +1,1 @@
-"""The pages of the project: their code blocks run, and print what they say."""
+"""The code blocks of the project's pages run, and print what the pages show."""

@@ -2,9 +2,9 @@
 
 A Python block whose first line is a comment with a file's name (`# train.py`) begins that file, and the Python blocks
 behind it continue it. Blocks before any such line are one program without a name. A file that another one of the page
-imports is a module: it lies beside the program, and is not run by itself. Where blocks take something as given
-(a model, a group of workers), `given/` has a file of the page's path: cells of Python, each under a line that says
-where it belongs, `# before: words` or `# after: words` of a block, or `# at the end`.
+imports is a module: it lies beside the program, and is not run by itself. If blocks need given objects (a model, a
+group of workers), `given/` has a file of the page's path: cells of Python, each under a line that says where it
+belongs, `# before: words` or `# after: words` of a block, or `# at the end`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _CELL = re.compile(r"^# (before: .+|after: .+|at the end)\n", re.MULTILINE)
 
 class Block(NamedTuple):
     page: pathlib.Path
-    line: int  # of the page, where its text begins
+    line: int  # the line of the page where its text begins
     language: str
     text: str
-    excuse: str  # why nobody runs it, or ""
-    figures: bool  # whether each run has figures of its own in it
+    excuse: str  # why the block is not run, or ""
+    figures: bool  # True if its figures differ from run to run
 
     @property
     def name(self) -> str:
-        """What a test calls it."""
+        """Return the block's name in tests."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 class Cell(NamedTuple):
-    """A piece of a program: Python, with the file and the line where it stands."""
+    """A piece of a Python program, with its file and line."""
 
     text: str
     path: pathlib.Path
@@ -52,12 +52,12 @@ class Cell(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A program of a page that is run, as one of its commands says."""
+    """A program of a page, as one of the page's commands runs it."""
 
-    file: str  # "" for the program without a name
+    file: str  # the file of the program, "" without a name
     arguments: list[str]
-    installs: bool  # whether it is a program of torch.distributed.rpc, run on Telegrad
-    shown: list[Block]  # what it prints
+    installs: bool  # True for a program of torch.distributed.rpc that runs on Telegrad
+    shown: list[Block]  # the blocks with its output
 
 
 def blocks_of(page: pathlib.Path) -> list[Block]:
@@ -65,7 +65,7 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
     found = []
     for match in _FENCE.finditer(text):
         if match["language"].startswith("{"):
-            continue  # for the site: a list of pages, an include
+            continue  # directives of the site: a list of pages, an include
         before = text[: match.start()]
         marker, figures = _MARKER.search(before), _FIGURES.search(before)
         indent = re.compile(f"^{match['indent']}", re.MULTILINE)
@@ -79,7 +79,7 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def indented(page: pathlib.Path) -> list[int]:
-    """Lines where a block begins that has no fence, and so no language."""
+    """Return the lines that begin an indented block, which has no language."""
     text = _FENCE.sub(lambda match: "x\n" * match[0].count("\n") + "x", page.read_text())
     return [
         text.count("\n", 0, match.end()) + 1
@@ -89,7 +89,7 @@ def indented(page: pathlib.Path) -> list[int]:
 
 
 def _is_code(text: str, place: int) -> bool:
-    """Whether an indented paragraph is no continuation of a list's item."""
+    """Return True unless an indented paragraph continues an item of a list."""
     before = [line for line in text[:place].splitlines() if line.strip() and not line.startswith("    ")]
     return not (before and re.match(r" {0,3}(?:[-*]|\d+\.) ", before[-1]))
 
@@ -100,7 +100,7 @@ def file_of(block: Block) -> str:
 
 
 def programs_of(page: pathlib.Path) -> dict[str, list[Cell]]:
-    """The programs of a page by the names of their files, with what is given."""
+    """Return the programs of a page by the names of their files, with the given cells."""
     programs: dict[str, list[Cell]] = {}
     name, given = "", _given(page)
     for block in blocks_of(page):
@@ -137,12 +137,12 @@ def _given(page: pathlib.Path) -> list[tuple[str, Cell]]:
 
 
 def places_of_given(page: pathlib.Path) -> list[str]:
-    """The words of a page's blocks beside which something is given."""
+    """Return the words that place given cells in a page."""
     return [words.partition(": ")[2] for words, _ in _given(page)]
 
 
 def runs_of(page: pathlib.Path) -> list[Run]:
-    """What to run of a page, in order, each with the outputs that are shown before the next."""
+    """Return the runs of a page's programs in order, each with the outputs that the page shows after it."""
     programs = programs_of(page)
     found: list[Run] = [Run("", [], False, [])] if "" in programs else []
     for block in blocks_of(page):
@@ -160,13 +160,13 @@ def runs_of(page: pathlib.Path) -> list[Run]:
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """The words of each command, without comments."""
+    """Return the words of each command, without comments."""
     lines = block.text.replace("\\\n", " ").splitlines()
     found = [shlex.split(line, comments=True) for line in lines]
     return [words for words in found if words]
 
 
 def inline_commands(page: pathlib.Path) -> list[list[str]]:
-    """Those within the text that have arguments; others are the names of programs."""
+    """Return the commands inside of text that have arguments; others are names of programs."""
     commands = [shlex.split(text) for text in _INLINE.findall(page.read_text())]
     return [words for words in commands if len(words) > (3 if words[1] == "-m" else 2) and "..." not in words]

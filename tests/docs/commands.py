@@ -1,4 +1,4 @@
-"""Whether a command that a page shows can be typed: the program exists, and its parser knows its options."""
+"""Check the commands that pages show: the program exists, and its parser knows the options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from telegrad.launch import policy, worker_command
 from telegrad.launch import run_command as supervision
 from tests.docs.blocks import ROOT, Block
 
-# What these start is looked at; they may not be installed where the tests run.
+# Only the commands that these start are checked; the launchers may not be installed.
 LAUNCHERS = {"kubectl", "mpiexec", "mpirun", "sbatch", "srun", "ssh", "for", "do", "done", "sh"}
 OTHERS = {"(umask", "apt-get", "cat", "cd", "cp", "export", "git", "mv", "nox", "openssl", "pre-commit"}
 INSIGHT = ("why", "top", "dashboard", "trace", "dump")
 
 
 def fault_of(words: list[str]) -> str:
-    """What is wrong with a command, or ""."""
+    """Return the fault of a command, or ""."""
     if words[0] in OTHERS:
         return ""
     for number, word in enumerate(words):
@@ -37,7 +37,7 @@ def fault_of(words: list[str]) -> str:
 
 
 def _until_the_shells(words: list[str]) -> list[str]:
-    """Without what belongs to the shell, or to MPI."""
+    """Return the words before those for the shell or for MPI."""
     for end in ("&", "&&", ":", "|", ">", ">>"):
         if end in words:
             words = words[: words.index(end)]
@@ -45,7 +45,7 @@ def _until_the_shells(words: list[str]) -> list[str]:
 
 
 def _missing(words: list[str]) -> str:
-    """The first file of this project among the words that does not exist."""
+    """Return the message for the first word that names a missing file of this project, or ""."""
     for word in words:
         if re.match(r"(examples|tests|docs|benchmarks)/", word) and not (ROOT / word.partition("::")[0]).exists():
             return f"there is no {word}"
@@ -113,7 +113,7 @@ KNOWN = {
 
 
 def read_table(block: Block) -> None:
-    """A table of roles, or a text of JSON."""
+    """Read a table of roles, or a JSON text."""
     if block.language == "json":
         json.loads(block.text)
     else:

@@ -1,4 +1,4 @@
-"""Runs a program in a process that is forked from a warm one, so that nothing is imported anew; so are its workers."""
+"""Run a program in a process that is forked from a warm one, so that nothing is imported again; its workers, too."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STARTED = ("telegrad", "worker")
 
 class Outcome(NamedTuple):
     out: str
-    error: str  # the traceback of what the program raised, or ""
-    said: str  # what it and its workers say on stderr besides
-    printed: dict[tuple[str, int], list[str]]  # by file and line of each print
+    error: str  # the traceback of the program's error, or ""
+    said: str  # the other lines of it and its workers on stderr
+    printed: dict[tuple[str, int], list[str]]  # the printed text by file and line
 
 
 def perform(
     cells: list[Cell], modules: dict[str, str], file: str, arguments: list[str], installs: bool, folder: str
 ) -> Outcome:
-    """Be that program, with `modules` beside it: this process is no good for anything else afterwards."""
+    """Run the program in this process, with `modules` beside it; the process cannot be used for anything else."""
     os.chdir(folder)
     for name, text in modules.items():
         pathlib.Path(name).write_text(text)
@@ -48,7 +48,7 @@ def perform(
     sys.argv = [file, *arguments]
     sys.path.insert(0, folder)
     torch.set_num_threads(1)
-    if any('"MASTER_PORT"' in cell.text for cell in cells):  # the port that it names may be in use
+    if any('"MASTER_PORT"' in cell.text for cell in cells):  # the port of the page may be in use
         os.environ["MASTER_PORT"] = str(free_port())
     _fork_instead_of_spawning()
     if installs:
@@ -66,9 +66,9 @@ def perform(
 
 
 def _execute(cells: list[Cell], path_of_program: str) -> None:
-    """Run them as one program, whose lines are those of the page."""
+    """Run the cells as one program, whose line numbers are those of the page."""
     module = types.ModuleType("__main__")
-    module.__file__ = path_of_program  # by whose content workers know that they run the same
+    module.__file__ = path_of_program  # workers compare programs by the content of this file
     pathlib.Path(path_of_program).write_text("\n".join(cell.text for cell in cells))
     sys.modules["__main__"] = module
     for text, path, line in cells:
@@ -92,7 +92,7 @@ def _listen_to_prints() -> dict[tuple[str, int], list[str]]:
 
 def _fork_instead_of_spawning() -> None:
     process: Any = multiprocessing.process.current_process()
-    process._config["daemon"] = False  # it may have children
+    process._config["daemon"] = False  # allows children
     fork, context, host = multiprocessing.get_context("fork"), cast(Any, multiprocessing), cast(Any, local)
     context.get_context = lambda method=None: fork
     host.subprocess = types.SimpleNamespace(
@@ -101,10 +101,10 @@ def _fork_instead_of_spawning() -> None:
 
 
 class Forked:
-    """As much of a `Popen` as `telegrad.local` needs, for a process that is `python -m telegrad worker`."""
+    """Replaces `Popen` in `telegrad.local`, for processes of `python -m telegrad worker`."""
 
     def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
-        given = command[command.index("-m") + 1 :]  # behind what the interpreter is told
+        given = command[command.index("-m") + 1 :]  # without the options of the interpreter
         assert tuple(given[:2]) == STARTED
         pipes = [os.pipe() for _ in range(3)]
         self.returncode: int | None = None
@@ -125,10 +125,10 @@ class Forked:
             os.setsid()
             for number, end in enumerate(ends):
                 os.dup2(end, number)
-            os.closerange(3, 256)  # those of its parent, whose end it shall notice
+            os.closerange(3, 256)  # closes those of the parent, so that its end is noticed
             os.environ.update(env)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-            sys.modules["__main__"] = types.ModuleType("__main__")  # what the program defines is not known to a worker
+            sys.modules["__main__"] = types.ModuleType("__main__")  # a worker lacks the program's definitions
             function_names.program.cache_clear()
             linecache.clearcache()
             code = worker_command.main(arguments)
@@ -150,7 +150,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the process may have just ended
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:

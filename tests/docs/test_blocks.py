@@ -1,4 +1,4 @@
-"""Every code block of every page is run, parsed or checked, and what it says it prints it prints."""
+"""Every code block of every page is run, parsed or checked, and has the output that the page shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.docs.commands import fault_of, read_table
 from tests.docs.running import Outcome, perform
 
 LANGUAGES = {"python", "sh", "text", "toml", "json"}
-# Programs of several processes, or that are killed; their pages have tests of their own.
+# Pages with programs of several processes, or that are killed, have tests of their own.
 ELSEWHERE = {
     "docs/clusters.md": "tests/group/test_launched.py",
     "docs/elastic.md": "tests/test_elastic_page.py",
@@ -42,12 +42,12 @@ ELSEWHERE = {
     "docs/running.md": "tests/test_running.py",
     "docs/security.md": "tests/test_security_page.py",
 }
-AS_USERS_DO = [ROOT / "docs" / "extensions.md", *ROOT.glob("docs/tutorials/*.md")]  # whose workers are not forked, too
-LOSING = [ROOT / f"docs/tutorials/{name}.md" for name in ("federated", "parameter-server")]  # a worker, on purpose
-WAITING = ROOT / "docs/tutorials/elastic-training.md"  # for workers that it has killed
+AS_USERS_DO = [ROOT / "docs" / "extensions.md", *ROOT.glob("docs/tutorials/*.md")]  # also with unforked workers
+LOSING = [ROOT / f"docs/tutorials/{name}.md" for name in ("federated", "parameter-server")]  # lose workers on purpose
+WAITING = ROOT / "docs/tutorials/elastic-training.md"  # this page waits for workers that it has killed
 SILENT = {ROOT / "README.md", *ROOT.glob("docs/tutorials/*.md")} - {*LOSING, WAITING}
 LOSS = re.compile(r"^(.*telegrad: worker '\w+' was lost: ).*\n", re.MULTILINE)
-FEW = 20  # blocks that say why nobody runs them
+FEW = 20  # the limit for blocks with a reason not to be run
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
 LINE = re.compile(r"print\(.*\) +# (.+)$")
 
@@ -71,7 +71,7 @@ def test_the_programs_run(page: pathlib.Path) -> None:
         outcome = outcome_of(page, run)
         assert outcome.error == "", outcome.error + outcome.said + outcome.out
         assert outcome.said == "" or page not in SILENT
-        losses = LOSS.findall(outcome.said)  # each is told once by each process
+        losses = LOSS.findall(outcome.said)  # each process logs each loss once
         assert len(set(losses)) == len(outcome.said.splitlines()) or page not in LOSING, outcome.said
         assert list(wrong_comments(page, outcome)) == [], outcome.out
         for block in run.shown:
@@ -101,19 +101,19 @@ def outcome_of(page: pathlib.Path, run: Run) -> Outcome:
 
 
 def shows(block: Block, out: str) -> bool:
-    """Whether it prints that: all of it, `...` for what is left out, and with other figures where they differ."""
+    """Return True if the output contains the block; `...` stands for omitted text, and figures may differ."""
     if block.figures:
         return said(FIGURE.sub("0", block.text), FIGURE.sub("0", out))
     return said(block.text, out)
 
 
 def said(shown: str, out: str) -> bool:
-    shown = shown.replace("\n...\n", "...\n")  # a line of dots stands for no lines, too
+    shown = shown.replace("\n...\n", "...\n")  # a line of dots may stand for no lines
     return doctest.OutputChecker().check_output(shown, out, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
 
 
 def wrong_comments(page: pathlib.Path, outcome: Outcome) -> Iterator[str]:
-    """A comment behind a `print` is what it prints."""
+    """Yield the comments behind a `print` that differ from its output."""
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if shows := LINE.search(line):
             for text in outcome.printed.get((str(page), number), []):
@@ -131,7 +131,7 @@ def test_the_commands_within_the_text_exist(page: pathlib.Path) -> None:
     assert [fault for words in inline_commands(page) if (fault := fault_of(words))] == []
 
 
-def test_a_command_that_nobody_knows_is_found_out() -> None:
+def test_unknown_commands_are_found() -> None:
     wrong = ["telegrad worker a --master", "python -m telegrad wory", "make tests", "pip install 'telegrad[insights]'"]
     assert all(fault_of(line.split()) for line in [*wrong, "python -m tests.nothing", "srun telegrad run --rolls x"])
 
@@ -155,7 +155,7 @@ def test_every_program_is_run() -> None:
         assert {run.file for run in runs_of(page)} == programs_of(page).keys() - modules_of(page), path_of(page)
 
 
-def test_an_output_is_one_of_a_program() -> None:
+def test_every_output_belongs_to_a_program() -> None:
     shown = {block for page in PAGES for run in runs_of(page) for block in run.shown}
     assert [
         block.name for block in BLOCKS if block.language == "text" and not block.excuse and block not in shown
@@ -163,12 +163,12 @@ def test_an_output_is_one_of_a_program() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=path_of)
-def test_what_is_given_is_given_for_one_block(page: pathlib.Path) -> None:
+def test_given_cells_belong_to_exactly_one_block(page: pathlib.Path) -> None:
     texts = [block.text for block in blocks_of(page) if block.language == "python"]
     assert [words for words in places_of_given(page) if words and sum(words in text for text in texts) != 1] == []
 
 
-def test_pages_that_are_tested_elsewhere_are() -> None:
+def test_other_tests_cover_the_excluded_pages() -> None:
     for page, test in ELSEWHERE.items():
         assert pathlib.Path(page).name in (ROOT / test).read_text()
     assert all(ast.parse(block.text) for block in BLOCKS if block.language == "python")

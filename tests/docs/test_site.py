@@ -1,4 +1,4 @@
-"""The site of the pages: what can be seen without making it. What it needs Sphinx and a browser for is nightly."""
+"""The site of the pages: checks of its sources, and nightly ones of the built site, which need Sphinx and a browser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIRECTIVE = re.compile(
 PHONE = 390  # pixels
 
 
-def test_every_page_stands_in_one_table_of_contents() -> None:
+def test_every_page_is_in_one_table_of_contents() -> None:
     told = collections.Counter({"index": 1})
     todo = ["index"]
     while todo:
@@ -37,7 +37,7 @@ def test_every_page_stands_in_one_table_of_contents() -> None:
 
 
 def contents(page: str) -> Iterator[str]:
-    """The pages of a page's tables of contents."""
+    """Yield the pages in a page's tables of contents."""
     path = file_of(page)
     for table in TABLE.finditer(path.read_text()):
         lines = [line.strip() for line in (table["md"] or table["rst"]).splitlines()]
@@ -62,7 +62,7 @@ def file_of(page: str) -> pathlib.Path:
     return path if path.exists() else path.with_suffix(".rst")
 
 
-def test_the_pictures_are_those_that_the_code_draws() -> None:
+def test_the_pictures_are_up_to_date() -> None:
     pictures = runpy.run_path(str(DOCS / "diagrams/draw.py"))["PICTURES"]
     drawn = {f"{name}.svg": picture() for name, picture in pictures.items()}
     assert {path.name: path.read_text() for path in DOCS.glob("diagrams/*.svg")} == drawn, (
@@ -90,11 +90,11 @@ def public() -> set[str]:
     found = {f"{module}.{name}" for module, name in surface.HANDED_OUT}
     for module in surface.MODULES:
         names = {f"{module}.{name}" for name in surface.exported(module) if not name.startswith("__")}
-        found |= {name for name in names if not surface.path_of(name).exists()}  # which are modules
+        found |= {name for name in names if not surface.path_of(name).exists()}  # names of modules
     return found
 
 
-def test_a_reader_can_change_to_each_version_that_is_there(tmp_path: pathlib.Path) -> None:
+def test_the_list_has_all_existing_versions(tmp_path: pathlib.Path) -> None:
     for version in ("0.9.0", "0.10.0", "0.2.1"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "index.html").touch()
@@ -106,7 +106,7 @@ def test_a_reader_can_change_to_each_version_that_is_there(tmp_path: pathlib.Pat
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of this version's pages, freshly made."""
+    """Build the pages; return the folder of this version."""
     for package in ("sphinx", "myst_parser", "pydata_sphinx_theme", "sphinx_copybutton"):
         pytest.importorskip(package, reason="needs what makes the site: pip install --group docs")
     build = runpy.run_path(str(DOCS / "build.py"))
@@ -116,7 +116,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page leads to, what it loads, and what can be led to in it."""
+    """The links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_each_link_leads_to_its_place_and_nothing_comes_from_elsewhere(site: pathlib.Path) -> None:
+def test_links_lead_to_existing_places_and_nothing_is_loaded_from_elsewhere(site: pathlib.Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
     wrong = []
     for path, page in pages.items():
@@ -164,7 +164,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_phone_shows_each_page_without_scrolling_sideways(site: pathlib.Path, browser: Any) -> None:
+def test_pages_fit_the_width_of_a_phone(site: pathlib.Path, browser: Any) -> None:
     wrong: list[Any] = []
     page = browser.new_page(viewport={"width": PHONE, "height": 800})
     page.on("console", lambda said: wrong.append((page.url, said.text)) if said.type == "error" else None)
@@ -181,7 +181,7 @@ def test_a_phone_shows_each_page_without_scrolling_sideways(site: pathlib.Path, 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("look", ["light", "dark"])
-def test_pages_and_pictures_look_as_the_readers_system_does(site: pathlib.Path, browser: Any, look: str) -> None:
+def test_pages_and_pictures_follow_the_color_scheme_of_the_system(site: pathlib.Path, browser: Any, look: str) -> None:
     page = browser.new_page(color_scheme=look)
     page.goto((site / "architecture.html").as_uri())
     assert page.evaluate("document.documentElement.dataset.theme") == look
@@ -198,7 +198,7 @@ def test_the_search_finds_a_function(site: pathlib.Path, browser: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_the_list_of_versions_leads_to_another(site: pathlib.Path, browser: Any) -> None:
+def test_the_list_of_versions_leads_to_another_version(site: pathlib.Path, browser: Any) -> None:
     older = site.parent / "0.0.9"
     older.mkdir()
     (older / "index.html").write_text("the older pages")

@@ -1,4 +1,4 @@
-"""Accounts that workers could give."""
+"""Made-up states of workers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from telegrad.reporting import MEMBER, RUNNING, CallIn, CallOut, PassOut, ThreadState, WaitState, WorkerState
 
-DAY = 1_790_000_000.0  # the time of day at which their clocks show START
+DAY = 1_790_000_000.0  # the time of day when the clocks of workers show START
 START = 5000.0
 
 
 def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
-    """Of a worker that does nothing, but for what is `known`."""
+    """Return the state of an idle worker, except for the `known` fields."""
     blank: WorkerState = {
         "worker": worker, "rank": 0, "group": "g", "pid": 100, "host": "node", "program": "train.py", "clock": clock,
         "time": DAY + clock - START, "phase": MEMBER, "phase_age": clock - START + 60, "idle": 0.5, "missing": [],
@@ -23,7 +23,7 @@ def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
 
 
 def made_up() -> WorkerState:
-    """Of a worker in the midst of its work."""
+    """Return the state of a busy worker."""
     waits = WaitState(what="backward", on=[], about="")
     calls = enumerate([("worker1", 3.0), ("worker1", 1.0), ("worker2", 0.5)])
     return account(

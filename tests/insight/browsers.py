@@ -1,4 +1,4 @@
-"""The browser that tests use: the system's own."""
+"""The browser for tests: that of the system."""
 
 from __future__ import annotations
 

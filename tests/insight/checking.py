@@ -1,4 +1,4 @@
-"""Whether a file is what Perfetto can show: a strict reading of the format of Chrome's traces."""
+"""Check that Perfetto can show a trace, with a strict reading of the format of Chrome's traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KNOWN = {"X", "M", "i", "s", "t", "f", "C", "b", "e"}
 
 
 def check(file: Mapping[str, Any]) -> None:
-    """Raise AssertionError where something is wrong with a trace."""
+    """Raise AssertionError if a trace is invalid."""
     events = file["traceEvents"]
     threads: set[tuple[int, int]] = set()
     names: dict[int, str] = {}
@@ -44,7 +44,7 @@ def check(file: Mapping[str, Any]) -> None:
 
 
 def check_nested(own: list[tuple[int, int]]) -> None:
-    """Slices of one thread are inside of each other, or apart."""
+    """Assert that slices of a thread are nested or disjoint."""
     stack: list[tuple[int, int]] = []
     for begun, ended in sorted(own, key=lambda each: (each[0], -each[1])):
         while stack and stack[-1][1] <= begun:
@@ -54,7 +54,7 @@ def check_nested(own: list[tuple[int, int]]) -> None:
 
 
 def check_arrows(events: list[dict[str, Any]], slices: Mapping[tuple[int, int], list[tuple[int, int]]]) -> None:
-    """Each begins and ends once, not back in time, and both ends are in slices."""
+    """Assert that each arrow begins and ends once, in slices, and not backwards in time."""
     ends = defaultdict(list)
     for event in events:
         ends[event["cat"], event["id"]].append(event)

@@ -1,4 +1,4 @@
-"""A made-up group of four workers that train, for tests of what shows it."""
+"""A made-up group of four workers that train, for tests of displays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
 
 
 class Group:
-    """Four workers, of which one drives a pipeline over all; the source of what they tell."""
+    """Four workers, of which one drives a pipeline over all; a source of their states."""
 
     def __init__(self, step: float = 0.4) -> None:
         self.step = step  # seconds from a batch to the next

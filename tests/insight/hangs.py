@@ -1,7 +1,7 @@
-"""Programs that hang, each in a way of its own, and what is to be found out of it.
+"""Programs that hang, each in its own way, with the expected finding.
 
-They use what users use. Each worker runs `run(rank, stage)` and says by `stage.hangs()` that from now on it waits in
-vain; once `signals` such words have come, the group hangs until it is killed.
+They use public names only. Each worker runs `run(rank, stage)` and calls `stage.hangs()` before it waits in vain. After
+`signals` such calls the group hangs until it is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cluster import init
 
 
 class Stage:
-    """Where a program runs: the port of its group's store, and the pipe in which it says how far it has come."""
+    """The surroundings of a program: the port of its group's store, and the pipe for reports of its progress."""
 
     def __init__(self, port: int, pipe: str) -> None:
         self.port = port
@@ -40,15 +40,15 @@ class Stage:
 
 
 class Hang(NamedTuple):
-    size: int  # of the group
+    size: int  # the size of the group
     run: Callable[[int, Stage], None]
-    kind: str  # of the finding; empty where there is none to be found
-    workers: tuple[str, ...]  # where its cause is
-    words: tuple[str, ...]  # of the text
+    kind: str  # the kind of the finding; empty if there is none
+    workers: tuple[str, ...]  # the workers with the cause
+    words: tuple[str, ...]  # words of the report
     signals: int = 1
 
 
-here: list[Stage] = []  # of this process
+here: list[Stage] = []  # the stages of this process
 lock = threading.Lock()
 held = threading.Event()
 everybody = threading.Condition()
@@ -138,7 +138,7 @@ def take() -> None:
         pass
 
 
-# One that others wait for
+# A worker that others wait for
 
 
 def loop(rank: int, stage: Stage) -> None:
@@ -175,7 +175,7 @@ def match() -> None:
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
-# What never ends
+# Endless work
 
 
 def value_never_made(rank: int, stage: Stage) -> None:
@@ -234,7 +234,7 @@ def waits_for_all(rank: int, stage: Stage) -> None:
         torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", slumber)])
 
 
-# Coming together, and leaving
+# Joining and leaving
 
 
 def missing(rank: int, stage: Stage) -> None:
@@ -303,7 +303,7 @@ def no_gather(rank: int, stage: Stage) -> None:
     _all_gather(None, {"worker0", "worker1", "worker2"}, timeout=0)
 
 
-# More than there is room for
+# Full queues and slots
 
 
 def no_room(rank: int, stage: Stage) -> None:
@@ -318,7 +318,7 @@ def wait_for_gate() -> None:
     held.wait()
 
 
-# Nothing
+# No hang
 
 
 def idle(rank: int, stage: Stage) -> None:

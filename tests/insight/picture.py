@@ -1,4 +1,4 @@
-"""The picture in docs/insight/graph.md: `python -m tests.insight.picture` draws it anew."""
+"""Draw the picture in docs/insight/graph.md: `python -m tests.insight.picture`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decode(code: Tensor, scale: Tensor) -> Tensor:
 
 
 def drawn(encodes: str, decodes: str) -> GradientGraph:
-    """What the documentation shows: two workers called one after the other, and a loss here."""
+    """Return the graph of the documentation: calls of two workers one after the other, and a local loss."""
     scale = torch.ones(16, requires_grad=True)
     with autograd.context() as context_id:
         code = rpc.rpc_sync(encodes, encode, (torch.ones(5, 8),))

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard for the docs: `python -m tests.insight.pictures docs/insight`."""
+"""Draw pictures of the dashboard for the docs: `python -m tests.insight.pictures docs/insight`."""
 
 from __future__ import annotations
 

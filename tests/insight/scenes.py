@@ -1,4 +1,4 @@
-"""Made-up accounts of groups, written down in a few lines."""
+"""Made-up states of groups, written in a few lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = "/home/ann/project"
 
 
 def at(place: str) -> SourceLine:
-    """Of "train.py:12 main: text"."""
+    """Return the source line of "train.py:12 main: text"."""
     where, _, text = place.partition(": ")
     file, function = where.split(" ")
     name, number = file.split(":")
@@ -29,7 +29,7 @@ class Scene:
         return self.accounts[name]
 
     def thread(self, worker: str, place: str = "", **more: Any) -> int:
-        """A thread that stands at a place; `inside`: frames within that line."""
+        """Add a thread at a place, with frames `inside` of that line; return its number."""
         threads = self[worker]["threads"]
         line, number, waits = at(place) if place else None, self._number(), more.get("wait")
         stack = [f"{line['file']}:{line['line']} {line['function']}"] if line else []
@@ -39,9 +39,9 @@ class Scene:
         return number
 
     def call(self, caller: str, to: str, function: str, age: float, **more: Any) -> int | None:
-        """A call in flight: `by` the thread that waits, `runs` the place where its own stands, or its state.
+        """Add a call in flight: `by` is the waiting thread, `runs` the place of the thread that runs it, or its state.
 
-        Returns the thread that runs it.
+        Return the thread that runs it.
         """
         number = self._number()
         if caller in self.accounts:

@@ -1,4 +1,4 @@
-"""The graph of a context, as workers find it."""
+"""The graph of a context, collected from workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef
 from tests.insight.picture import drawn
 
-pytestmark = pytest.mark.usefixtures("here")  # this thread is w0 of five
+pytestmark = pytest.mark.usefixtures("here")  # this thread uses w0 of five workers
 
 
 def double(tensor: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_the_picture_of_the_documentation() -> None:
     assert str(found).endswith(": 3 workers, 28 nodes, 3 messages")
 
 
-def test_workers_that_others_have_called_are_asked_too() -> None:
+def test_workers_that_were_called_indirectly_are_asked() -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("w1", ask, ("w2", torch.ones(3, requires_grad=True)))
         found = graph(context_id)
@@ -91,7 +91,7 @@ def test_roots_of_other_workers() -> None:
     assert edges(found, "w3") == {("double", "MulBackward0"), ("MulBackward0", "root")}
 
 
-def test_to_look_is_no_part_of_it() -> None:
+def test_collecting_a_graph_does_not_change_it() -> None:
     with autograd.context() as context_id:
         value = rpc.rpc_sync("w1", double, (torch.ones(3, requires_grad=True),))
         assert str(graph(context_id, value)) == str(graph(context_id, value))
@@ -107,7 +107,7 @@ class HalfBuilt(nn.Module):
         raise AssertionError("a program's own method")
 
 
-def test_names_are_found_without_asking_modules() -> None:
+def test_names_are_found_without_calling_methods_of_modules() -> None:
     others = [HalfBuilt(), RemoteModule("w1/cpu", nn.Linear, (3, 3))]
     circle = nn.Sequential(nn.Linear(3, 2))
     circle.add_module("again", circle)
@@ -125,7 +125,7 @@ def test_shapes_and_types() -> None:
     assert GraphNode(LEAF, "Embedding.weight", "10 × 4 float64") in found.parts["w0"].nodes
 
 
-def test_what_is_said_where_a_worker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_names_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(to: str, function: Callable[..., Any], args: Any, timeout: float) -> Any:
         raise PeerLost(f"worker {to!r} is lost\nand more")
 
@@ -140,7 +140,7 @@ def test_what_is_said_where_a_worker_does_not_answer(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def small() -> GradientGraph:
-    """A leaf, and a message of which the receiver knows nothing."""
+    """Return a graph with a leaf, and a message that its receiver does not know."""
     return GradientGraph(
         1, {"a": WorkerPart([GraphNode(LEAF, 'w"', "3"), GraphNode(SEND, "f", "b")], [(0, 1)], {7: 1}, {})}, {}
     )
@@ -148,7 +148,7 @@ def small() -> GradientGraph:
 
 @pytest.fixture
 def graphviz(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder that is all of PATH, with a program that gives back the text for Graphviz inside of a picture."""
+    """Reduce PATH to a folder with a `dot` program that wraps its input in a picture."""
     (tmp_path / "dot").write_text("#!/bin/sh\necho '<?xml?>'; echo '<svg>'; /bin/cat\n")
     (tmp_path / "dot").chmod(0o755)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
@@ -175,7 +175,7 @@ def test_text_for_graphviz(small: GradientGraph, tmp_path: pathlib.Path) -> None
     ]
 
 
-def test_graphviz_draws_where_it_is_installed(small: GradientGraph, graphviz: pathlib.Path) -> None:
+def test_graphviz_draws_if_installed(small: GradientGraph, graphviz: pathlib.Path) -> None:
     picture = f"<svg>\n{small.dot()}"
     assert small._repr_mimebundle_() == {"text/plain": repr(small), "image/svg+xml": picture}
     small.save(graphviz / "graph.svg")
@@ -202,7 +202,7 @@ def test_a_notebook_draws_without_graphviz(small: GradientGraph, graphviz: pathl
         small.save(graphviz / "graph.png")
 
 
-def test_what_cannot_be_drawn() -> None:
+def test_wrong_arguments() -> None:
     with pytest.raises(ContextEnded):
         graph(77)
     with autograd.context() as context_id:
@@ -218,7 +218,7 @@ def test_what_cannot_be_drawn() -> None:
 
 
 def chain(length: int) -> WorkerPart:
-    """A leaf, operations one after the other, and a send of the last."""
+    """Return a part with a leaf, a chain of operations, and a send of the last one."""
     nodes = [GraphNode(LEAF, "w"), *(GraphNode(OPERATION, f"op{i}") for i in range(length)), GraphNode(SEND, "f", "b")]
     return WorkerPart(nodes, [(i, i + 1) for i in range(length + 1)], {1: length + 1}, {})
 
@@ -232,7 +232,7 @@ def test_a_send_is_joined_with_its_receive() -> None:
     )
 
 
-def test_a_message_that_led_nowhere_ends_all_the_same() -> None:
+def test_a_message_that_the_receiver_did_not_use_has_an_end() -> None:
     given = {"a": chain(1), "b": WorkerPart([], [], {}, {})}
     parts, messages = joined(given)
     assert messages == [SentTensor("a", "b", 1, 2, 0, "f")]
@@ -252,7 +252,7 @@ def test_nodes_above_the_limit_are_left_out_and_counted() -> None:
     assert "a (2,902 more nodes)" in GradientGraph(1, {"a": found}, {}).dot()
 
 
-def test_texts_of_other_processes_are_safe() -> None:
+def test_texts_of_other_processes_are_escaped() -> None:
     part = WorkerPart([GraphNode(SEND, "f\x1b[2J", "w1"), GraphNode(OPERATION, "g", "\u202e(3)")], [], {1: 0}, {})
     found, messages = joined({"w0": part})
     assert [node.name for node in found["w0"].nodes] == [r"f\x1b[2J", "g"]

@@ -1,4 +1,4 @@
-"""Clocks, and the file for Perfetto, from made-up events."""
+"""Clocks, and the trace file for Perfetto, from made-up events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BESIDE = ClockOffset(0.0, 0.0, how=SAME)
 def exchange(
     ahead: float, sent: float, there: float, back: float, serving: float = 0.0, drift: float = 0.0
 ) -> Exchange:
-    """Return one with another clock that is `ahead` at zero; the two ways take `there` and `back`."""
+    """Return an exchange with a clock that is `ahead` at zero; the two ways take `there` and `back`."""
     came = sent + there
     left = came + serving
     return Exchange(sent, came + ahead + drift * came, left + ahead + drift * left, left + back)
@@ -75,11 +75,11 @@ def test_offset_lies_within_its_uncertainty() -> None:
     [
         # the shortest round trip counts
         ([exchange(5, 0, 0.5, 0.1), exchange(5, 1e-3, 1e-5, 1e-5), exchange(5, 2e-3, 0.1, 0.9)], 5, 1e-5, 0),
-        # the time to answer is no uncertainty
+        # the time of serving adds no uncertainty
         ([exchange(-3, 0, 1e-5, 1e-5, serving=2)], -3, 1e-5, 0),
-        # two far apart give the drift
+        # two exchanges far apart give the drift
         ([exchange(5, at, 1e-5, 1e-5, drift=5e-5) for at in (10, 10.1, 20, 20.1)], 5.0005, 1e-5, 5e-5),
-        # which may be none, or cannot be known from so near
+        # the drift is unknown for exchanges close together
         ([exchange(5, 0, 2e-5, 0), exchange(5, 2, 0, 2e-5)], 5, 1e-5, 0),
         ([exchange(5, at, 1e-5, 1e-5, drift=1e-2) for at in (0, 0.1)], 5.001, 1e-5, 0),
     ],
@@ -91,13 +91,13 @@ def test_estimates(exchanges: list[Exchange], offset: float, uncertainty: float,
     assert found.drift == pytest.approx(drift, rel=0.05)
 
 
-def test_times_of_a_clock_that_drifts_come_back() -> None:
+def test_times_of_a_drifting_clock_are_converted() -> None:
     found = estimate([exchange(5.0, at, 1e-5, 1e-5, drift=5e-5) for at in (10.0, 10.1, 20.0, 20.1)])
     for at in (10.0, 15.0, 30.0):
         assert found.to_reference(at + 5.0 + 5e-5 * at) == pytest.approx(at, abs=2e-5)
 
 
-def test_clocks_that_are_reached_through_others() -> None:
+def test_clocks_are_compared_through_other_clocks() -> None:
     ways = {("a", "b"): 1.0, ("c", "b"): 10.0, ("c", "d"): 100.0}
     compared = {pair: [exchange(ahead, 50.0, 1e-5, 1e-5)] for pair, ahead in ways.items()}
     found = offsets_from("a", compared)
@@ -108,7 +108,7 @@ def test_clocks_that_are_reached_through_others() -> None:
     assert offsets_from("a", {("a", "b"): [exchange(1.0, 50.0, 1e-3, 0.0)], ("b", "a"): better})["b"].offset == 1.5
 
 
-def test_marks_of_a_profile_place_it() -> None:
+def test_marks_give_the_clock_of_a_profile() -> None:
     regions = [(mark(50.0 + i * 1e-4), 3.0 + i * 1e-4 + 2e-6, 3.0 + i * 1e-4 + 5e-6) for i in range(10)]
     found = offset_of_profile([("work", 1.0, 2.0), *regions])
     assert found is not None
@@ -116,7 +116,7 @@ def test_marks_of_a_profile_place_it() -> None:
     assert offset_of_profile([("work", 1.0, 2.0)]) is None
 
 
-def test_offsets_in_words() -> None:
+def test_texts_of_offsets() -> None:
     assert str(ClockOffset(1.5e-3, 2e-5)) == "measured by exchanges: +1,500.0 µs, ± 20.0 µs"
     drifting = str(ClockOffset(0.0, 1e-6, -3e-6, how=CALLS))
     assert drifting == "from recorded calls: +0.0 µs, ± 1.0 µs, drifts by -3.0 µs per second"
@@ -204,19 +204,19 @@ def test_arrows(case: str) -> None:
     assert arrows(of_two(a, b)) == expected
 
 
-def test_run_is_shown_without_its_call() -> None:
+def test_a_run_without_its_call_is_shown() -> None:
     (run,) = [event for event in of_two([], [RUN]) if event["ph"] == "X"]
     assert run["args"] == {"caller": "a", "number": 7, "function": "add", "failure": ""}
     assert run["dur"] == pytest.approx(0.3e6)
 
 
-def test_number_that_came_again_is_joined_with_the_nearer_run() -> None:
+def test_a_repeated_number_is_joined_with_the_nearer_run() -> None:
     events = of_two([CALL, moved(CALL, 100)], [RUN, moved(RUN, 100)])
     starts, ends = ([e["ts"] for e in events if e["ph"] == ph and e["name"] == "call"] for ph in "sf")
     assert [round(end - start) for start, end in zip(starts, ends, strict=True)] == [100_000, 100_000]
 
 
-def test_clocks_are_told_of_and_taken_into_account() -> None:
+def test_clocks_are_named_and_applied() -> None:
     ahead = ClockOffset(1000.0, 1e-5)
     file = merge({"a": WorkerTrace([CALL], HERE), "b": WorkerTrace([moved(RUN, 1000)], ahead)})
     check(file)
@@ -234,11 +234,11 @@ def test_clocks_are_told_of_and_taken_into_account() -> None:
 
 def test_no_arrow_points_back_in_time() -> None:
     shaken = random.Random(3)
-    for _ in range(300):  # clocks that are wrong by up to twice the length of the call
+    for _ in range(300):  # clocks are wrong by up to twice the length of the call
         of_two([CALL], [RUN], ClockOffset(shaken.uniform(-1, 1), 0.0))
 
 
-def test_many_calls_at_once_go_into_lanes() -> None:
+def test_concurrent_calls_are_spread_over_lanes() -> None:
     shaken = random.Random(5)
     calls, runs = [], []
     for number in range(300):
@@ -291,7 +291,7 @@ def test_clocks_from_recorded_calls_and_hosts() -> None:
 
 
 def profile(marks: bool) -> dict[str, Any]:
-    """Return one as torch writes it: its clock is at 500 s where the worker's perf_counter is at 10."""
+    """Return a profile as torch writes it: its clock is at 500 s when the worker's perf_counter is at 10."""
     on: dict[str, Any] = {"pid": 4242, "tid": 4243}
     operator = {"Ev Idx": 1, "Concrete Inputs": ["3"]}
     span = {"pid": "Spans", "tid": "PyTorch Profiler"}
@@ -311,8 +311,8 @@ def profile(marks: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_profile_without_marks_is_left_out() -> None:
-    """Its clock is not known: its events would be years away from the others."""
+def test_a_profile_without_marks_is_left_out() -> None:
+    """The clock of such a profile is unknown, so its events would be years away from the others."""
     traces = {
         "a": WorkerTrace([CALL], HERE, profile(marks=False)),
         "b": WorkerTrace([RUN], BESIDE, profile(marks=True)),
@@ -325,7 +325,7 @@ def test_profile_without_marks_is_left_out() -> None:
     assert "7 of torch's profiler;" in second
 
 
-def test_profiles_are_put_on_the_common_clock() -> None:
+def test_profiles_are_converted_to_the_common_clock() -> None:
     seen = profile(marks=True)
     events = written({"a": WorkerTrace([CALL], HERE, seen), "b": WorkerTrace([RUN], BESIDE, seen)})
     for pid in (1, 2):

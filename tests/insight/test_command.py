@@ -1,4 +1,4 @@
-"""The commands, on a group of this host."""
+"""The commands for a group on this host."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_a_table(chosen: list[str]) -> None:
 
 def test_a_trace(chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
-    assert command.main(["trace", str(path), *chosen]) == 0  # here, where torch is imported already
+    assert command.main(["trace", str(path), *chosen]) == 0  # in this process, which has imported torch
     assert "2 workers" in capsys.readouterr().out
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     assert any("builtins.abs" in name for name in names)
 
 
-def test_what_workers_write_down_can_be_looked_at_later(
+def test_dumps_of_workers_can_be_read_later(
     chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = dict(line.split(": ", 1) for line in ran("dump", *chosen).splitlines())
@@ -117,7 +117,7 @@ def shown_at() -> str:
     return current.joined().at_end[-1].__self__.url  # type: ignore[attr-defined]
 
 
-def test_a_port_that_is_taken_leaves_the_group_whole() -> None:
+def test_a_taken_port_does_not_harm_the_group() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, group(2, dashboard=taken.getsockname()[1]) as made:
         assert made[0].run(pow, 2, 3) == 8
         assert made[0].run(lambda: rpc.rpc_sync("worker1", pow, (2, 3))) == 8
@@ -132,23 +132,23 @@ def test_a_port_that_is_taken_leaves_the_group_whole() -> None:
         (["top", "--interval", "inf"], "invalid number of seconds value: 'inf'"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_meaningless_options_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
 
-def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_a_worker_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
         assert command.main(arguments) == 2
         assert "no worker of this user was found on this host" in capsys.readouterr().err
 
 
-def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
         "b7c1": HostGroup([DebugAddress("", 1, -1, "ps", 0), DebugAddress("", 2, -1, "trainer", 0)], {"train.py"}),
         "b8d2": HostGroup([DebugAddress("", 3, -1, "worker0", 0)], {"serve.py"}),
@@ -162,9 +162,7 @@ def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         command._one_group("b9")
 
 
-def test_what_cannot_be_is_said_in_a_line(
-    chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line(chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     for said, arguments in (
         ("there is no such folder", ["trace", str(tmp_path / "nowhere" / "trace.json"), *chosen]),
         ("use another port", ["dashboard", "--port", "80000", *chosen]),
@@ -175,7 +173,7 @@ def test_what_cannot_be_is_said_in_a_line(
         assert said in line
 
 
-def test_very_many_groups_are_not_all_looked_at(
+def test_too_many_groups_are_not_all_queried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = {name: HostGroup([DebugAddress("", 1, -1, name, 0)]) for name in ("a", "b")}

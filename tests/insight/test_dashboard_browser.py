@@ -43,7 +43,7 @@ def dashboard(group: Group) -> Iterator[Dashboard]:
 
 @pytest.fixture
 def open_page(browser: Any, dashboard: Dashboard) -> Iterator[Open]:
-    """Opens a page that has shown the group; afterwards, nothing was wrong in it and nothing came from elsewhere."""
+    """Yield a function that opens a page and waits for the group; check at the end for errors and foreign requests."""
     contexts, wrong, elsewhere = [], [], []
 
     def open_page(**options: Any) -> Any:
@@ -78,11 +78,11 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert rows(page, "spent-table") == rows(page, "memory-table") == rows(page, "references-table") == WORKERS
     assert "trainer → stage1" in rows(page, "flows-table")
     assert len(rows(page, "longest-table")) == 20
-    assert len(rows(page, "gantt-table")) == page.locator("#gantt rect").count() == 48  # of 4 stages, 6 micro-batches
-    page.locator("#matrix .flow").nth(6).wait_for(state="attached")  # rates are known from the second look on
+    assert len(rows(page, "gantt-table")) == page.locator("#gantt rect").count() == 48  # 4 stages, 6 micro-batches
+    page.locator("#matrix .flow").nth(6).wait_for(state="attached")  # rates need two looks
     titles = page.locator("#matrix .flow title").all_text_contents()
     assert sorted(title.partition(":")[0] for title in titles)[-2:] == ["trainer → stage1", "trainer → stage2"]
-    assert page.locator("#timeline path").count() == 5  # of each colour one
+    assert page.locator("#timeline path").count() == 5  # one for each colour
     assert "trainer called torch.add on stage1: for 1 s now" in page.locator("#longest-table").text_content()
     assert page.locator("#memory-chart polyline").count() == 4
     assert page.locator("#functions-table svg").count() == 2
@@ -90,7 +90,7 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert "4 of 4 workers answer" in page.locator("#group").inner_text()
 
 
-def test_news_arrive_by_themselves_and_leave_rows_in_place(open_page: Open, group: Group) -> None:
+def test_updates_arrive_automatically_and_keep_rows_in_place(open_page: Open, group: Group) -> None:
     page = open_page()
     page.evaluate("document.querySelector('#workers-table tbody tr').id = 'same'")
     before = page.locator("#same").inner_text()
@@ -98,7 +98,7 @@ def test_news_arrive_by_themselves_and_leave_rows_in_place(open_page: Open, grou
     group.silent = {"stage3": "stuck in C"}
     page.get_by_text("Live; no answer from stage3").wait_for()
     assert "no answer: stuck in C" in page.locator("#workers-table").inner_text()
-    assert page.locator("#matrix .silent").count() == 2  # of its row and of its column
+    assert page.locator("#matrix .silent").count() == 2  # its row and its column
 
 
 def test_one_worker(open_page: Open, group: Group) -> None:
@@ -112,24 +112,24 @@ def test_one_worker(open_page: Open, group: Group) -> None:
     ]  # fmt: skip
     group.silent = {"trainer": "stuck in C"}
     page.get_by_text("! trainer does not report its state: stuck in C").wait_for()
-    assert "torch.add" in page.locator("#tables table").first.inner_text()  # as it told before
+    assert "torch.add" in page.locator("#tables table").first.inner_text()  # its last report
     page.get_by_label("Calls, threads, bytes and passes of").select_option("no worker")
     page.locator("#tables table").first.wait_for(state="detached")
 
 
-def test_it_recovers_when_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
+def test_the_page_recovers_after_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
     page = open_page()
     dashboard.close()
     page.get_by_text("does not answer").wait_for()
     assert "The data shown is from" in page.locator("#state").inner_text()
     assert rows(page, "workers-table") == WORKERS
-    page.wrong.clear()  # the browser tells of the failed requests
+    page.wrong.clear()  # the browser logs the failed requests
     with Dashboard(group, why, port=dashboard.port, token=dashboard.token):
         page.get_by_text("Live", exact=True).wait_for()
         page.wrong.clear()
 
 
-def test_it_tells_when_the_group_is_gone_and_recovers(open_page: Open, group: Group) -> None:
+def test_the_page_shows_that_the_group_is_gone_and_recovers(open_page: Open, group: Group) -> None:
     page = open_page()
     group.failure = ConnectionError("nobody is there")
     page.get_by_text("The group cannot be queried: ConnectionError: nobody is there.").wait_for()
@@ -141,10 +141,10 @@ def test_it_tells_when_the_group_is_gone_and_recovers(open_page: Open, group: Gr
 def test_why(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("button", name="Why does it wait?").click()
-    page.get_by_text("trainer waits for stage1 <b>since</b> 3 s").wait_for()  # as a text, not as a page
+    page.get_by_text("trainer waits for stage1 <b>since</b> 3 s").wait_for()  # as text, not as HTML
 
 
-def test_pause_and_the_span_of_time(open_page: Open) -> None:
+def test_pause_and_the_selected_time_span(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("combobox", name="Last").select_option("60")
     page.get_by_text("Calls of the last 60 s,").wait_for()
@@ -152,7 +152,7 @@ def test_pause_and_the_span_of_time(open_page: Open) -> None:
     page.get_by_text("Paused.").wait_for()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # after which it would look at once
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # causes an update unless paused
     page.get_by_role("button", name="Why does it wait?").click()
     page.get_by_text("trainer waits for").wait_for()
     assert asked == ["why"]
@@ -160,7 +160,7 @@ def test_pause_and_the_span_of_time(open_page: Open) -> None:
     page.get_by_text("Live", exact=True).wait_for()
 
 
-def test_what_is_pointed_at_is_told(open_page: Open) -> None:
+def test_hovering_shows_details(open_page: Open) -> None:
     page = open_page()
     box = page.locator("#timeline").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 10)
@@ -182,7 +182,7 @@ def test_dark_and_light(open_page: Open) -> None:
     assert background(dark) == "rgb(243, 245, 247)"
 
 
-def test_the_keyboard_reaches_all(open_page: Open) -> None:
+def test_the_keyboard_reaches_all_controls(open_page: Open) -> None:
     page = open_page()
     wanted = page.evaluate(
         """() => {
@@ -208,7 +208,7 @@ def test_the_keyboard_reaches_all(open_page: Open) -> None:
     assert page.locator("#flows-table").is_visible()
 
 
-def test_screen_readers_find_names(open_page: Open) -> None:
+def test_all_regions_have_names_for_screen_readers(open_page: Open) -> None:
     page = open_page()
     nameless = page.evaluate(
         """() => [...document.querySelectorAll(`svg[role=img]:not([aria-label]), table:not(:has(caption)),
@@ -223,7 +223,7 @@ def test_screen_readers_find_names(open_page: Open) -> None:
         assert page.get_by_role("region", name=name, exact=True).count() >= 1
 
 
-def test_no_window_is_too_narrow(open_page: Open) -> None:
+def test_the_page_fits_narrow_windows(open_page: Open) -> None:
     page = open_page()
     page.locator("summary").evaluate_all("all => all.forEach((each) => each.click())")
     for width in (1280, 768, 360, 320):
@@ -246,7 +246,7 @@ def test_axe_finds_no_faults(open_page: Open, group: Group, theme: str, width: i
     assert page.evaluate("async () => (await axe.run()).violations.map((each) => [each.id, each.help])") == []
 
 
-def test_without_the_token_nothing_is_seen(browser: Any, dashboard: Dashboard) -> None:
+def test_the_page_needs_the_token(browser: Any, dashboard: Dashboard) -> None:
     page = browser.new_page()
     answer = page.goto(f"http://127.0.0.1:{dashboard.port}/")
     assert answer.status == 403

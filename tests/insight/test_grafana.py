@@ -1,4 +1,4 @@
-"""The dashboard shows metrics that there are."""
+"""The Grafana dashboard is valid, and shows exactly the metrics that are exported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def queries(board: Any) -> list[tuple[str, str]]:
     return [(target["expr"], target["legendFormat"]) for target in targets]
 
 
-def test_its_form(board: Any) -> None:
+def test_the_dashboard_is_valid(board: Any) -> None:
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -89,9 +89,9 @@ def test_each_metric_and_each_label_is_in_a_scrape(board: Any, samples: dict[str
         assert used | set(re.findall(r"{{(\w+)}}", shown)) <= labels, query
 
 
-def test_whatever_is_measured_is_shown(board: Any, samples: dict[str, set[str]]) -> None:
+def test_every_exported_metric_is_shown(board: Any, samples: dict[str, set[str]]) -> None:
     shown = {name for query, _ in queries(board) for name in re.findall(r"telegrad_\w+", query)}
-    ways = ("_bucket", "_sum", "_count", "_created")  # of one histogram
+    ways = ("_bucket", "_sum", "_count", "_created")  # the samples of a histogram
     family = {name: re.sub("|".join(f"{way}$" for way in ways), "", name) for name in (*samples, *shown)}
     missing = {family[name] for name in samples} - {family[name] for name in shown}
     assert missing == {"telegrad_phase_age_seconds", "telegrad_stage_actions_total"}

@@ -1,4 +1,4 @@
-"""What is kept and shown of a group that runs: its history, the dashboard's figures, the tables of `telegrad top`."""
+"""The history of a running group, the dashboard's figures, and the tables of `telegrad top`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def history_of(*sights: GroupSnapshot) -> GroupHistory:
 # History
 
 
-def test_events_come_onto_one_clock() -> None:
+def test_events_are_converted_to_one_clock() -> None:
     history = GroupHistory()
     far = account("b", 7.0) | {"time": DAY, "host": "other"}
     assert history.add(GroupSnapshot([account("a"), far], {})) == {"a": START - SECONDS, "b": 7.0 - SECONDS}
@@ -65,18 +65,18 @@ def test_events_come_onto_one_clock() -> None:
     assert history.recent(5) == ({"a": [ran(-1.0)], "b": [ran(-1.0)]}, 5)
 
 
-def test_each_event_is_asked_for_once() -> None:
+def test_each_event_is_requested_once() -> None:
     history = history_of(GroupSnapshot([account("a")], {}))
     history.add_events({"a": [ran(START - 1), ran(START)]})
     assert history.add(GroupSnapshot([account("a", START + 1)], {})) == {"a": START}
     history.add_events({"a": []})
-    another = account("a", 50.0, pid=9) | {"time": DAY + 2}  # process, with another clock
+    another = account("a", 50.0, pid=9) | {"time": DAY + 2}  # another process, with another clock
     assert history.add(GroupSnapshot([another], {})) == {"a": 50.0 - SECONDS}
     history.add_events({"a": [ran(49.0)]})
     assert [event[2] for event in history.recent(5).events["a"]] == [1.0, 0.0, -1.0]
 
 
-def test_old_events_are_not_recent_and_many_calls_drive_out_no_step() -> None:
+def test_old_events_are_not_recent_and_calls_do_not_displace_steps() -> None:
     history = history_of(GroupSnapshot([account("a", START + 10)], {}))
     step = (STEPPED, START + 9, START + 9, 1, "SGD")
     history.add_events({"a": [step, ran(START), ran(START + 7), ran(START + 9)]})
@@ -97,14 +97,14 @@ def test_many_workers_give_their_latest_events() -> None:
     assert window == pytest.approx(MOST / 100 / 1000, rel=0.01)
 
 
-def test_time_of_day_that_is_far_off_moves_nothing() -> None:
+def test_a_wrong_time_of_day_does_not_change_the_clock() -> None:
     history = history_of(GroupSnapshot([account("a"), account("b"), account("c") | {"time": DAY + 9999}], {}))
     assert history.now == 0
     history.add_events({"c": [ran(START - 1)]})
     assert len(history.recent(5).events["c"]) == 1
 
 
-def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
+def test_a_silent_group_keeps_its_time_and_last_states() -> None:
     one, two = (
         GroupSnapshot([account("a", memory=1)], {}),
         GroupSnapshot([account("a", START + 1, memory=2)], {"b": "gone"}),
@@ -118,7 +118,7 @@ def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
     assert list(history.last) == ["c"]
 
 
-def test_source_that_fails_is_asked_again() -> None:
+def test_a_failing_source_is_asked_again() -> None:
     history, group = GroupHistory(), Group()
     history.update(group)
     group.failure = ConnectionError("gone")
@@ -137,7 +137,7 @@ def test_rates_need_two_answers_of_one_process() -> None:
     assert history_of(before, GroupSnapshot([after | {"pid": 101}], {})).rates() == {}
 
 
-def test_flow_is_known_from_either_end() -> None:
+def test_flows_are_known_from_either_end() -> None:
     call = {"caller": "b", "number": 1, "function": "f", "age": 0.0, "state": "running", "thread": None}
     after = account("a", START + 1, bytes_out={"b": 150}, bytes_in={"b": 7}, calls_in=[call])
     history = history_of(
@@ -146,7 +146,7 @@ def test_flow_is_known_from_either_end() -> None:
     assert history.flows() == [Flow("a", "b", 0, 150, 50), Flow("b", "a", 1, 7, 7)]
 
 
-def test_lost_workers_are_told_unless_another_has_their_name() -> None:
+def test_lost_workers_are_shown_unless_another_has_their_name() -> None:
     gone = {"b": "it died", "c": "it left early"}
     assert history_of(GroupSnapshot([account("a", gone=gone), account("c")], {})).lost() == {"b": "it died"}
 
@@ -196,7 +196,7 @@ def test_lanes(case: str) -> None:
     assert [s.failure for s in lane["spans"] if s.failure] == [event[-1] for event in own if event[-1]]
 
 
-def test_gantt_is_of_the_latest_whole_batch() -> None:
+def test_the_gantt_chart_shows_the_latest_complete_batch() -> None:
     events = {"a": [staged(1, 0), staged(2, 2), staged(3, 4)], "b": [staged(1, 1), staged(2, 3)]}
     found = gantt(events)
     assert found is not None
@@ -205,12 +205,12 @@ def test_gantt_is_of_the_latest_whole_batch() -> None:
     assert gantt({"a": [called(0, 1)]}) is None
 
 
-def test_training_and_where_the_time_went() -> None:
+def test_figures_of_training_and_spent_time() -> None:
     own: list[Event] = [
         called(0, 4),
         staged(1, 1),
         staged(1, 2, "weights"),
-        staged(1, 2, "lend"),  # counts as nothing
+        staged(1, 2, "lend"),  # not counted
         (BACKWARD_PASS, 3.0, 3.5, 7, 1, ""),
         (STEPPED, 5.0, 6.0, 7, "SGD"),
         (STEPPED, 8.0, 9.0, 8, "SGD"),
@@ -241,10 +241,10 @@ def test_snapshot_of_a_group_that_trains() -> None:
     group.silent = {"trainer": "stuck"}
     history.update(group)
     shown = list(dict.fromkeys(lane["worker"] for lane in snapshot(history, 15)["lanes"]))
-    assert shown == [*WORKERS[1:], "trainer"]  # by rank, and then those that no longer answer
+    assert shown == [*WORKERS[1:], "trainer"]  # by rank, then silent workers
 
 
-def test_snapshot_of_calls_that_have_not_ended_and_of_a_silent_group() -> None:
+def test_snapshots_of_unfinished_calls_and_of_a_silent_group() -> None:
     history = history_of(Group().look())
     found = [(lane["worker"], lane["kind"], lane["spans"]) for lane in snapshot(history, 5)["lanes"]]
     out = [[0, -1, None, 1, "torch.add", "stage1", ""], [1, -1, None, 1, "torch.add", "stage2", ""]]
@@ -271,15 +271,15 @@ COLUMNS: Columns = {"name": str, "size": amount}
 
 
 @pytest.mark.parametrize(("show", "number", "text"), SHOWN)
-def test_numbers_are_short(show: Any, number: float, text: str) -> None:
+def test_texts_of_numbers_are_short(show: Any, number: float, text: str) -> None:
     assert show(number) == text
     assert len(text) <= 6
 
 
-def test_rows_are_sorted_narrowed_and_escaped() -> None:
+def test_rows_are_sorted_filtered_and_escaped() -> None:
     table = Table("Pairs", COLUMNS, [Row((name, size)) for name, size in [("w10", 1), ("w2", None), ("W1", 3072)]])
     assert [row[0] for row in texts(table)] == ["W1", "w2", "w10"]
-    assert [row[0] for row in texts(table, "size")] == ["W1", "w10", "w2"]  # the highest first, the unknown last
+    assert [row[0] for row in texts(table, "size")] == ["W1", "w10", "w2"]  # the highest first, unknown ones last
     assert texts(table, "none of it", "w1 3.0k") == [["W1", "3.0K"]]
     assert texts(Table("Pairs", COLUMNS, [Row(("x\x1b[2J\ny", None))])) == [[r"x\x1b[2J\ny", "-"]]
     marked = texts(Table("Pairs", COLUMNS, [Row(("long name", 5)), Row(("b", 2048), trouble=True)]), "size")
@@ -287,7 +287,7 @@ def test_rows_are_sorted_narrowed_and_escaped() -> None:
 
 
 def training_group() -> list[GroupSnapshot]:
-    """Two looks at a parameter server, a trainer and a silent one, one second apart."""
+    """Return two snapshots, a second apart, of a parameter server, a trainer and a silent worker."""
     line = {"file": "/home/me/train.py", "line": 88, "function": "step", "text": "    loss = push(grads)"}
     main = {"number": 1, "name": "MainThread", "at": line, "stack": ["x.py:1 run", "train.py:88 step"], "wait": None}
     reader = {"number": 7, "name": "reader", "at": None, "stack": [], "asleep": None}
@@ -328,11 +328,11 @@ class Looks:
 
 
 def squeezed(text: str) -> list[str]:
-    """Return the lines, without the blanks between columns."""
+    """Return the lines, with a single blank between columns."""
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_top_once_has_workers_functions_and_troubles() -> None:
+def test_top_once_shows_workers_functions_and_problems() -> None:
     text = top.once(Looks(), between=0.0)
     assert text.isascii()
     assert squeezed(text) == [
@@ -422,7 +422,7 @@ def test_top_fits_into_the_terminal() -> None:
     assert TopView().text(silent, 30).splitlines()[3] == "! and 8 more"
 
 
-def test_figures_of_functions_are_of_a_shorter_time_where_more_was_called() -> None:
+def test_rates_use_a_shorter_time_for_workers_with_many_calls() -> None:
     history = history_of(GroupSnapshot([account("a"), account("b")], {}))
     often = [called(START - 10 + n / 2000, START - 10 + n / 2000 + 0.001) for n in range(20_000)]
     seldom = [called(START - 10 + n / 10, START - 10 + n / 10, "g") for n in range(100)]

@@ -1,4 +1,4 @@
-"""Spans of calls, in this process and with the real SDK."""
+"""Spans of calls, in one and several processes, with the real SDK."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.cluster import PATIENCE, Process, next_turn
 
 pytestmark = pytest.mark.usefixtures("here")
 
-tracer = trace.get_tracer("program")  # until `begin`
+tracer = trace.get_tracer("program")  # replaced by `begin`
 
 
 class Exporter(InMemorySpanExporter):
-    """Tells who waits for spans; those of calls that nobody waits for in place end at their own time."""
+    """Notifies tests of exported spans; spans of calls that are not awaited end at their own time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Counter:
         return number + 1
 
 
-def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(seen: Seen) -> None:
+def test_a_call_is_a_span_at_both_ends_with_inner_spans(seen: Seen) -> None:
     with tracer.start_as_current_span("program"):
         assert rpc_sync("w1", outer, ("w2", 1)) == 2
     way = [("work", INTERNAL), ("inner", SERVER), ("inner", CLIENT), ("outer", SERVER), ("outer", CLIENT)]
@@ -181,7 +181,7 @@ def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(see
     }
 
 
-def test_every_way_of_calling(seen: Seen) -> None:
+def test_every_way_to_call(seen: Seen) -> None:
     assert rpc_async("w1", inner, (1,)).wait() == 2
     assert seen.parent("inner", SERVER) == ("inner", CLIENT)
     counter = remote("w1", Counter)
@@ -195,7 +195,7 @@ def test_every_way_of_calling(seen: Seen) -> None:
 
 
 def test_coroutines_and_futures(seen: Seen) -> None:
-    for no_grad in (False, True):  # with more that surrounds the call
+    for no_grad in (False, True):  # with one more context around the call
         seen.exporter.clear()
         with torch.set_grad_enabled(not no_grad):
             assert rpc_sync("w1", waits, (1,)) == 1
@@ -227,7 +227,7 @@ def test_errors(seen: Seen, call: Callable[..., Any], function: Any, args: Any, 
         assert span.attributes["error.type"] == kind
 
 
-def test_timeouts_and_references_that_fail(seen: Seen) -> None:
+def test_timeouts_and_failing_references(seen: Seen) -> None:
     with pytest.raises(CallTimeout):
         rpc_sync("w1", held, timeout=0.05)
     _release.set()
@@ -255,7 +255,7 @@ class Stage(nn.Linear):
             return super().forward(value)
 
 
-def test_stages_of_a_pipeline_are_inside_of_the_trace(seen: Seen) -> None:
+def test_stages_of_a_pipeline_are_spans_of_the_trace(seen: Seen) -> None:
     pipeline = Pipeline([RemoteModule("w1", Stage, (4, 3)), RemoteModule("w2", Stage, (3, 2))], chunks=2)
     with tracer.start_as_current_span("step") as step, autograd.context() as context:
         pipeline.forward_backward(context, torch.randn(8, 4), torch.randn(8, 2), mse_loss)
@@ -265,7 +265,7 @@ def test_stages_of_a_pipeline_are_inside_of_the_trace(seen: Seen) -> None:
         assert seen.parent(name, INTERNAL)[1] is SERVER
 
 
-def test_nothing_is_left_when_it_ends(seen: Seen) -> None:
+def test_uninstrument_removes_everything(seen: Seen) -> None:
     opentelemetry.uninstrument()
     assert profiling.follower is None
     assert profiling.wanted is profiling.enabled
@@ -276,7 +276,7 @@ def test_nothing_is_left_when_it_ends(seen: Seen) -> None:
 # Over several processes
 
 _seen: list[Seen] = []
-Told = tuple[str, SpanKind, int, int | None, int]  # name, kind, number, number of the parent, number of the trace
+Told = tuple[str, SpanKind, int, int | None, int]  # name, kind, and the ids of the span, its parent and its trace
 
 
 def begin_here() -> None:
@@ -284,7 +284,7 @@ def begin_here() -> None:
 
 
 def end_here(count: int) -> list[Told]:
-    """Return the spans of this process, as soon as there are so many."""
+    """Return the spans of this process once there are `count`."""
     seen = _seen.pop()
     with seen.exporter.changed:
         assert seen.exporter.changed.wait_for(lambda: len(seen.exporter.get_finished_spans()) >= count, PATIENCE)
@@ -329,11 +329,11 @@ def test_one_trace_over_processes(
     while number in parents:
         name, number = parents[number]
         way.append(name)
-    assert way == names  # each in the one before
+    assert way == names  # each span is inside of the previous one
     assert len(spans) == len(names)
 
 
-def test_without_a_provider_nothing_is_made(workers: list[Process]) -> None:
+def test_no_spans_are_made_without_a_provider(workers: list[Process]) -> None:
     assert workers[3].run(_without_a_provider)
 
 

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them: over HTTP, read by the client's own parser."""
+"""Metrics over HTTP, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EVENTS: list[events.Event] = [
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Return the samples, by their names and the values of their labels."""
+    """Return the samples by their names and the values of their labels."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
@@ -59,11 +59,11 @@ def served() -> Iterator[ServedMetrics]:
     made.close()
 
 
-def test_what_has_happened_is_counted(served: ServedMetrics) -> None:
+def test_events_are_counted(served: ServedMetrics) -> None:
     for event in EVENTS:
         served.counters(event)
     found = scrape(served.port)
-    # labels in alphabetical order: function, outcome, peer
+    # the labels are in alphabetical order: function, outcome, peer
     assert found["telegrad_calls_total", "model.forward", "ok", "worker1"] == 1
     assert found["telegrad_calls_total", "model.forward", "CallTimeout", "worker1"] == 1
     assert found["telegrad_calls_total", "to_here", "ok", "worker2"] == 1
@@ -85,9 +85,9 @@ def test_what_has_happened_is_counted(served: ServedMetrics) -> None:
     assert found["telegrad_step_duration_seconds_bucket", "0.005", "Adam"] == 1
 
 
-def test_what_a_worker_tells_of_itself(served: ServedMetrics) -> None:
+def test_the_state_of_a_worker_is_exported(served: ServedMetrics) -> None:
     found = scrape(served.port)
-    # group, host, pid, program, rank, version, worker
+    # the labels are group, host, pid, program, rank, version, worker
     assert found["telegrad_info", "b7", "here", "4711", "train.py", "0", VERSION, "worker0"] == 1
     told = {
         ("telegrad_phase", "member"): 1, ("telegrad_phase", "leaving"): 0, ("telegrad_phase_age_seconds",): 12.5,
@@ -102,7 +102,7 @@ def test_what_a_worker_tells_of_itself(served: ServedMetrics) -> None:
     assert {name: found[name] for name in told} == told
 
 
-def test_outside_of_a_group_it_says_so() -> None:
+def test_metrics_outside_of_a_group_are_zero() -> None:
     served = serve_metrics(0, registry=CollectorRegistry())
     try:
         assert {name: value for name, value in scrape(served.port).items() if value} == {}
@@ -111,7 +111,7 @@ def test_outside_of_a_group_it_says_so() -> None:
         served.close()
 
 
-def test_an_own_registry_and_the_listener_come_and_go() -> None:
+def test_metrics_in_a_registry_of_the_program_are_removed_on_close() -> None:
     registry = CollectorRegistry()
     own = OwnCounter("steps", "Of the program", registry=registry)
     own.inc()
@@ -124,14 +124,14 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
         register(registry, made_up)
     registered.close()
     note = events.note
-    if note is not None:  # of others
+    if note is not None:  # other listeners
         note(EVENTS[0])
     assert [each.count for each in registered.counters.by(events.CALLED, ()).values()] == [1]
     assert registry.get_sample_value("telegrad_calls_total", labels) is None
     register(registry, made_up).close()
 
 
-def test_labels_do_not_grow_without_end() -> None:
+def test_the_number_of_labels_is_bounded() -> None:
     counters = EventCounters()
     for number in range(1000):
         counters((events.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
@@ -142,10 +142,10 @@ def test_labels_do_not_grow_without_end() -> None:
     assert found["f0", "worker0", "ok"].count == 1
     for label in ("function", "peer"):
         assert len(counters.by(events.CALLED, (label,))) == MOST[label] + 1
-    assert len(counters.by(events.CALLED, ("outcome",))) == MOST["outcome"] + 2  # and "ok"
+    assert len(counters.by(events.CALLED, ("outcome",))) == MOST["outcome"] + 2  # with "ok" and OTHER
 
 
-def test_durations_at_their_bounds() -> None:
+def test_durations_at_the_bounds_of_buckets() -> None:
     counters = EventCounters()
     for bound in (*BOUNDS, BOUNDS[-1] + 1):
         counters((events.BACKWARD_PASS, 0.0, bound, 1, 1, ""))
@@ -154,7 +154,7 @@ def test_durations_at_their_bounds() -> None:
     assert [float(bound) for bound, _ in found.buckets()] == [*BOUNDS, float("inf")]
 
 
-def test_threads_count_side_by_side() -> None:
+def test_threads_count_concurrently() -> None:
     counters = EventCounters()
 
     def tell() -> None:
@@ -169,7 +169,7 @@ def test_threads_count_side_by_side() -> None:
     assert counters.by(events.CALLED, ())[()].count == 4000
 
 
-def test_what_cannot_be_served_is_said() -> None:
+def test_errors_of_serving_metrics() -> None:
     registry = CollectorRegistry()
     served = serve_metrics(0, registry=registry, account=made_up)
     with pytest.raises(UsageError, match="already has Telegrad's metrics"):
@@ -182,7 +182,7 @@ def test_what_cannot_be_served_is_said() -> None:
     register(registry, made_up).close()
 
 
-# Of a real group
+# Metrics of a real group
 
 
 _served: list[ServedMetrics] = []
@@ -209,7 +209,7 @@ def use() -> None:
         autograd.backward(context, loss)
 
 
-def test_two_workers_count_what_they_do(workers: list[Process]) -> None:
+def test_two_workers_count_their_calls(workers: list[Process]) -> None:
     pytest.importorskip("telegrad.reporting.introspection")
     ports = [worker.run(begin) for worker in workers[:2]]
     try:

@@ -1,4 +1,4 @@
-"""The trace of a real group: clocks of processes, torch's profiler on all of them."""
+"""Traces of a real group: clocks of processes, and torch's profiler on all of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from telegrad.insight.history import GroupSnapshot
 from tests.cluster import Process
 from tests.insight.checking import check
 
-SKEW = 50e-6  # seconds that clocks of one host may seem apart
-APART = 100e-6  # seconds between a region as torch's profiler has it and as perf_counter does
+SKEW = 50e-6  # seconds of apparent difference between clocks of one host
+APART = 100e-6  # seconds between a region's times of torch's profiler and of perf_counter
 
 
 def work() -> torch.Tensor:
@@ -40,7 +40,7 @@ def earlier() -> None:
 
 
 def compared(clock: str) -> tuple[list[ClockOffset], list[int]]:
-    """Compare the clocks of the group on a worker whose clock is `clock`; return the exchanges with each clock, too."""
+    """Return the clocks of the group, compared by a worker whose clock is `clock`, and the numbers of exchanges."""
     with patch.object(collect, "_which_clock", lambda: clock) if clock else contextlib.nullcontext():
         comparison = collect.ClockComparison()
         comparison.names.append("nobody")
@@ -58,7 +58,7 @@ def traced(path: str, profile: bool) -> str:
 
 
 def regions() -> list[tuple[float, float]]:
-    """Return how far the ends of regions are from where perf_counter sees them, in a profile placed by its marks."""
+    """Return the differences between the ends of regions in a profile and by perf_counter."""
     assert collect.begin_profile()
     assert not collect.begin_profile(), "one at a time"
     seen = []
@@ -89,14 +89,14 @@ def test_clocks_of_one_host_are_not_measured(workers: list[Process]) -> None:
     assert (counts, {each.offset for each in found}) == ([], {0.0})
 
 
-def test_each_other_clock_is_measured_once(workers: list[Process]) -> None:
+def test_each_foreign_clock_is_measured_once(workers: list[Process]) -> None:
     found, counts = workers[0].run(compared, "another host's")
     assert [each.how for each in found] == [REFERENCE, *[MEASURED] * 3, UNKNOWN]
     assert counts == [collect.EXCHANGES]
     assert all(abs(each.offset) <= min(each.uncertainty, SKEW) for each in found[1:4])
 
 
-def test_regions_of_torchs_profiler_are_where_perf_counter_sees_them(workers: list[Process]) -> None:
+def test_regions_of_torchs_profiler_agree_with_perf_counter(workers: list[Process]) -> None:
     found = workers[1].run(regions)
     assert sum(abs(begun) < APART and abs(ended) < APART for begun, ended in found) >= 5, found
 
@@ -116,19 +116,19 @@ def test_trace_of_a_group(workers: list[Process], tmp_path: pathlib.Path, name: 
         ran = [event for event in own if event["cat"] == RAN]
         profiled = [event for event in own if event["name"] == "work of the test"]
         assert any(event["name"] == "aten::mm" for event in own)
-        for run, region in zip(ran, profiled, strict=True):  # a region lies in what perf_counter says of its function
+        for run, region in zip(ran, profiled, strict=True):  # a region lies within its function
             assert run["ts"] - 100 <= region["ts"]
             assert region["ts"] + region["dur"] <= run["ts"] + run["dur"] + 100
 
 
-def test_trace_of_the_past(workers: list[Process], tmp_path: pathlib.Path) -> None:
+def test_a_trace_contains_earlier_calls(workers: list[Process], tmp_path: pathlib.Path) -> None:
     workers[0].run(rpc.rpc_sync, "worker1", earlier)
     assert "4 workers" in workers[0].run(insight.trace, str(tmp_path / "trace.json"))
     assert any(event["name"].endswith("earlier → worker1") for event in file_of(tmp_path / "trace.json"))
 
 
 class Outside:
-    """A source that looks on from outside: two workers, one of which has died."""
+    """A source of states for an outside observer: two workers, one of which has died."""
 
     def look(self) -> GroupSnapshot:
         account: Any = {"worker": "a", "host": "x", "clock": 5.0, "gone": {"b": "it died"}}
@@ -140,15 +140,15 @@ class Outside:
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0])
-def test_trace_from_outside_of_a_group(tmp_path: pathlib.Path, seconds: float | None) -> None:
+def test_a_trace_from_outside_of_a_group(tmp_path: pathlib.Path, seconds: float | None) -> None:
     told = collect.trace_from_outside(tmp_path / "trace.json", Outside(), seconds)
     file_of(tmp_path / "trace.json")
     assert told.splitlines()[0].endswith("2 workers, 2 events, 2 arrows")
     assert told.splitlines()[2].endswith("clock: from recorded calls: +10,000,000.0 µs, ± 100,000.0 µs")
-    assert told.splitlines()[3:] == ["  c: no events; it is stopped"]  # b is gone, but left its events
+    assert told.splitlines()[3:] == ["  c: no events; it is stopped"]  # b is gone; its events are known
 
 
-def test_mistakes_are_found_before_any_waiting(tmp_path: pathlib.Path) -> None:
+def test_wrong_arguments_are_refused_before_recording(tmp_path: pathlib.Path) -> None:
     for write in (insight.trace, insight.tracing, lambda path: collect.trace_from_outside(path, Outside(), 1e9)):
         with pytest.raises(FileNotFoundError, match="no such folder"):
             write(tmp_path / "nowhere" / "trace.json")

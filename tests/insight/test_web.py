@@ -1,4 +1,4 @@
-"""The dashboard's server: who is let in, what is served, how often the group is asked, how many are served at once."""
+"""The dashboard's server: access, pages, the rate of queries, and the number of connections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cookie(dashboard: Dashboard) -> str:
     return headers["Set-Cookie"].partition(";")[0]
 
 
-def test_the_token_opens_and_a_cookie_keeps_open(dashboard: Dashboard) -> None:
+def test_the_token_gives_access_and_sets_a_cookie(dashboard: Dashboard) -> None:
     status, page, headers = ask(dashboard, f"/?token={TOKEN}")
     assert status == 200
     assert page.startswith("<!doctype html>")
@@ -84,7 +84,7 @@ def test_the_token_opens_and_a_cookie_keeps_open(dashboard: Dashboard) -> None:
         (f"/?token={TOKEN}", {"Host": ""}),
     ],
 )
-def test_all_else_is_refused(dashboard: Dashboard, path: str, headers: dict[str, str]) -> None:
+def test_unauthorized_requests_are_refused(dashboard: Dashboard, path: str, headers: dict[str, str]) -> None:
     status, body, answered = ask(dashboard, path, **headers)
     assert status == 403
     assert "token" in body
@@ -97,16 +97,16 @@ def test_wrong_cookies_are_refused(dashboard: Dashboard, value: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:80", "10.1.2.3:80"])
-def test_it_may_be_called_by_address_or_through_a_tunnel(dashboard: Dashboard, host: str) -> None:
+def test_requests_by_address_or_through_a_tunnel_are_accepted(dashboard: Dashboard, host: str) -> None:
     assert ask(dashboard, f"/?token={TOKEN}", Host=host)[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
-def test_nothing_can_be_changed(dashboard: Dashboard, method: str) -> None:
+def test_methods_other_than_get_are_refused(dashboard: Dashboard, method: str) -> None:
     assert ask(dashboard, f"/?token={TOKEN}", method)[0] == 403
 
 
-def test_answers_are_kept_nowhere_and_load_nothing_from_elsewhere(dashboard: Dashboard) -> None:
+def test_answers_are_not_cached_and_load_nothing_from_elsewhere(dashboard: Dashboard) -> None:
     for path in ("/", "/data", "/why", "/nothing"):
         _, _, headers = ask(dashboard, path, Cookie=cookie(dashboard))
         assert headers["Cache-Control"] == "no-store"
@@ -142,13 +142,13 @@ def test_data(dashboard: Dashboard) -> None:
     ("asked", "served"),
     [("", 60), ("x", 60), ("nan", 60), ("1e9", 60), ("inf", 60), ("0", 2), ("-inf", 2), ("4.001", 5)],
 )
-def test_seconds_that_can_be_served(dashboard: Dashboard, asked: str, served: float) -> None:
+def test_requested_seconds_are_rounded_to_a_supported_span(dashboard: Dashboard, asked: str, served: float) -> None:
     body = ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1]
     assert json.loads(body)["seconds"] == served
 
 
-def test_the_seconds_of_the_page_are_those_that_are_served(dashboard: Dashboard) -> None:
-    """No others, each of which would be computed for one viewer while the others wait."""
+def test_the_page_offers_the_supported_spans(dashboard: Dashboard) -> None:
+    """Other spans would be computed for each viewer while the others wait."""
     page = ask(dashboard, "/index.html", Cookie=cookie(dashboard))[1]
     options = re.search(r'<select id="seconds">(.*?)</select>', page, re.DOTALL)
     assert options is not None
@@ -158,7 +158,7 @@ def test_the_seconds_of_the_page_are_those_that_are_served(dashboard: Dashboard)
     assert set(dashboard._shown) <= set(SPANS)
 
 
-def test_why_is_told_and_its_failure_too(dashboard: Dashboard) -> None:
+def test_the_why_page_shows_the_report_or_its_failure(dashboard: Dashboard) -> None:
     assert ask(dashboard, "/why", Cookie=cookie(dashboard))[1] == "4 workers, and none waits."
     with Dashboard(Group(), lambda sight: str(1 // 0), token=TOKEN) as other:
         assert ask(other, "/why", Cookie=cookie(other))[1] == (
@@ -174,7 +174,7 @@ def test_each_dashboard_has_a_token_and_a_cookie_of_its_own() -> None:
         assert ask(other, other.url.removeprefix(f"http://127.0.0.1:{other.port}"))[0] == 200
 
 
-def test_the_group_is_asked_while_somebody_looks_and_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_is_queried_on_request_and_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=lambda: now[0]))
     group = Group()
@@ -186,7 +186,7 @@ def test_the_group_is_asked_while_somebody_looks_and_once_a_second_at_most(monke
             assert group.looks == looks
 
 
-def test_pages_name_only_one_another() -> None:
+def test_pages_refer_only_to_each_other() -> None:
     pages: dict[str, Any] = {
         file.name: file.read_text() for file in resources.files("telegrad.insight").joinpath("pages").iterdir()
     }
@@ -195,7 +195,7 @@ def test_pages_name_only_one_another() -> None:
     assert not [page for page in pages.values() if re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)]
 
 
-# Clients that are idle or slow take a bounded number of threads, also where metrics are served
+# Idle and slow clients take a bounded number of threads, of the dashboard and of the metrics
 
 
 SERVERS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -219,7 +219,7 @@ def threads_that_serve() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
-def test_a_crowd_of_silent_connections_is_bounded_and_others_are_served(served: tuple[int, str]) -> None:
+def test_silent_connections_are_bounded_and_others_are_served(served: tuple[int, str]) -> None:
     port, path = served
     with contextlib.ExitStack() as stack:
         for _ in range(2 * web.MOST_CONNECTIONS):
@@ -229,7 +229,7 @@ def test_a_crowd_of_silent_connections_is_bounded_and_others_are_served(served: 
         wait_until(lambda: threads_that_serve() <= web.MOST_CONNECTIONS)
 
 
-def test_a_request_that_comes_by_drops_is_ended(served: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_arrives_slowly_is_ended(served: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "LONGEST_CONNECTION", 0.3)
     with socket.create_connection(("127.0.0.1", served[0]), 10) as sock:
         sock.settimeout(0.02)

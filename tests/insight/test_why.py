@@ -1,4 +1,4 @@
-"""What is found out of made-up accounts of groups that wait."""
+"""Findings from made-up states of waiting groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEPS = "gate.wait()"
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
-    """The one finding, whose cause is at these workers; and the text of all."""
+    """Return the single finding, whose cause is at these workers, and the whole text."""
     report = Report(scene.sight)
     found, told = report.findings, report.text(stacks=True)
     print(told)
@@ -45,7 +45,7 @@ def test_an_endless_loop_at_the_end_of_a_chain() -> None:
     assert told.index("worker1, in train.relay for worker0, waits") < told.index("worker0's main thread waits")
 
 
-def test_a_silent_worker_for_which_nobody_waits() -> None:
+def test_a_silent_worker_without_waiting_workers() -> None:
     scene = Scene("worker0")
     scene.silent["worker1"] = "its interpreter is held"
     only(scene, "silent", "worker1")
@@ -70,7 +70,7 @@ def test_sizes_that_differ() -> None:
     assert "worker0 expects 3 workers and worker1 expects 2 workers" in told
 
 
-def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
+def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     for name in ("worker0", "worker1", "worker2"):
         scene.thread(name, "train.py:40 step: dist.barrier()")
@@ -79,7 +79,7 @@ def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
     assert "worker3 is no longer in the group: its process ended" in told
 
 
-def test_a_backward_pass_of_which_nobody_is_at_its_part() -> None:
+def test_a_backward_pass_that_no_worker_runs() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward"))
     scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
@@ -104,15 +104,15 @@ def leaving(place: str, **more: Any) -> Scene:
     return scene
 
 
-def test_servers_that_wait_for_a_driver_at_work_are_no_hang() -> None:
+def test_servers_that_wait_for_a_working_driver_are_no_hang() -> None:
     finding, told = only(leaving("train.py:33 main: loss = model(x)", asleep=False), "shutdown", "worker2")
     assert status([finding]) == 0
     assert told.startswith("Nothing waits for long.")
 
 
-def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
+def test_a_driver_that_calls_now_and_then_is_no_hang() -> None:
     scene = leaving(f"train.py:33 main: {SLEEPS}")
-    _tell(scene["worker2"], idle=5.0)  # since it called one of those that wait since 20 s
+    _tell(scene["worker2"], idle=5.0)  # its last call was after the others began to wait
     finding, told = only(scene, "shutdown", "worker2")
     assert status([finding]) == 0
     assert "worker2 is busy, and has not called shutdown yet; others have, and serve calls meanwhile" in told
@@ -121,7 +121,7 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
     assert status([finding]) == 1
 
 
-def test_workers_that_serve_are_well() -> None:
+def test_serving_workers_are_no_hang() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", f"train.py:9 main: {SLEEPS}")
     scene.thread("worker1", wait=wait("serve", about="calls of others"))
@@ -129,14 +129,14 @@ def test_workers_that_serve_are_well() -> None:
     assert "worker1: main thread serves the others" in Report(scene.sight).text()
 
 
-def test_a_worker_that_was_started_anew_is_not_gone() -> None:
+def test_a_restarted_worker_is_not_gone() -> None:
     scene = Scene("worker0", "worker1")
     scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
     (finding,) = Report(scene.sight).findings
     assert finding.workers == ["worker2"]
 
 
-def test_a_wait_of_this_package_of_another_kind() -> None:
+def test_a_checkpoint_that_waits_for_a_worker() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: checkpoint.save(m, path)", wait=wait("checkpoint.save", "worker1", age=9))
     scene.call("worker0", "worker1", "telegrad.checkpoint.write", 9, runs="disk.py:20 write: os.fsync(file)")
@@ -154,7 +154,7 @@ def test_a_shutdown_that_waits_for_a_call() -> None:
     assert set(finding.waiting) == {"worker0", "worker1", "worker2"}
 
 
-def test_a_caller_without_room() -> None:
+def test_a_caller_at_the_limit_of_calls_in_flight() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: rpc.rpc_async('worker1', f)", wait=wait("room", "worker1", age=3.0))
     for _ in range(20):
@@ -166,7 +166,7 @@ def test_a_caller_without_room() -> None:
     assert "the limit of calls in flight to worker1" in told
 
 
-def test_a_worker_that_is_gone_and_waited_for() -> None:
+def test_a_lost_worker_that_others_wait_for() -> None:
     scene = leaving("train.py:33 main: input()")
     del scene.accounts["worker2"]
     for name in ("worker0", "worker1"):
@@ -176,7 +176,7 @@ def test_a_worker_that_is_gone_and_waited_for() -> None:
     assert status([finding]) == 1
 
 
-def test_a_worker_that_is_gone_and_not_waited_for() -> None:
+def test_a_lost_worker_that_no_other_waits_for() -> None:
     scene = Scene("worker0")
     scene["worker0"]["gone"] = {"worker1": "left early"}
     finding, told = only(scene, "gone", "worker1")
@@ -192,7 +192,7 @@ def test_generations_that_differ() -> None:
     assert status([finding]) == 0
 
 
-def test_a_lock_whose_holder_is_not_seen() -> None:
+def test_a_lock_with_an_unknown_holder() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: self.lock.acquire()")
     finding, _ = only(scene, "lock", "worker0")
@@ -206,14 +206,14 @@ def test_locks_taken_in_both_orders() -> None:
     only(scene, "lock deadlock", "worker0")
 
 
-def test_a_with_that_takes_no_lock() -> None:
+def test_a_with_statement_that_takes_no_lock() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: with open(path) as file:")
     scene.thread("worker0", "train.py:10 main: with condition:", name="other", asleep=False)
     assert Report(scene.sight).findings == []
 
 
-def test_all_is_well() -> None:
+def test_a_group_without_problems() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
     scene.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
@@ -227,7 +227,7 @@ def test_all_is_well() -> None:
     assert "busiest: work (train.py:20) on 1 thread" in told
 
 
-def test_short_calls_of_a_long_one() -> None:
+def test_a_long_call_that_makes_short_calls() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', epoch)")
     epoch = scene.call("worker0", "worker1", "train.epoch", 30, by=main, runs="train.py:20 epoch: step()")
@@ -255,13 +255,13 @@ def test_an_actor_whose_turn_does_not_end() -> None:
     assert "counter.rpc_sync().get()" in told
 
 
-def test_nobody_could_be_asked() -> None:
+def test_no_worker_could_be_asked() -> None:
     report = Report(GroupSnapshot([], {}))
     assert report.status == 2
     assert "No worker could be asked" in report.text()
 
 
-def test_the_weightiest_comes_first() -> None:
+def test_the_most_important_finding_comes_first() -> None:
     scene = leaving("train.py:33 main: input()")
     main = scene.thread("worker1", "train.py:80 side: rpc.rpc_sync('worker8', f)", name="side")
     scene.call("worker1", "worker8", "train.f", 2, by=main)
@@ -269,7 +269,7 @@ def test_the_weightiest_comes_first() -> None:
     assert kinds(scene) == ["silent", "shutdown"]
 
 
-def test_alike_workers_share_a_line() -> None:
+def test_workers_in_the_same_state_share_a_line() -> None:
     names = [f"worker{rank}" for rank in range(300)]
     scene = Scene(*names)
     for name in names:
@@ -337,7 +337,7 @@ def test_a_call_whose_thread_is_not_known() -> None:
     assert "the thread that runs it is not known" in finding.title
 
 
-def test_several_that_wait_for_a_lock() -> None:
+def test_several_threads_that_wait_for_a_lock() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker1", "train.py:9 main: rpc.rpc_sync('worker0', add)")
     for _ in range(3):
@@ -355,20 +355,20 @@ def test_a_worker_that_waits_for_others_to_join() -> None:
     assert "waits for 3 workers to join" in finding.title
 
 
-def test_a_member_of_which_nothing_is_known() -> None:
+def test_a_member_without_a_report() -> None:
     scene = leaving("train.py:33 main: input()")
     del scene.accounts["worker2"]
     finding, _ = only(scene, "silent", "worker2")
     assert "nothing is known about it" in finding.title
 
 
-def test_a_worker_that_leaves_and_has_nothing_to_do() -> None:
+def test_a_leaving_worker_without_work() -> None:
     scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", age=0.1))
     _tell(scene["worker2"], phase=LEAVING, phase_age=0.1)
     assert Report(scene.sight).status == 0
 
 
-def test_those_who_do_not_say_for_whom_they_wait() -> None:
+def test_workers_that_do_not_report_what_they_wait_for() -> None:
     scene = leaving("train.py:33 main: input()")
     for name in ("worker0", "worker1"):
         scene[name]["missing"] = []
@@ -380,12 +380,12 @@ def test_those_who_do_not_say_for_whom_they_wait() -> None:
 @pytest.mark.parametrize(
     ("age", "said"), [(0.04, "0.0 s"), (12.3, "12 s"), (200, "3 min 20 s"), (7260, "2 h 1 min"), (119.6, "2 min 0 s")]
 )
-def test_times(age: float, said: str) -> None:
+def test_texts_of_durations(age: float, said: str) -> None:
     assert seconds(age) == said
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whatever_workers_tell_there_are_words_for_it(seed: int) -> None:
+def test_random_states_have_a_report(seed: int) -> None:
     scene = at_random(random.Random(seed))
     report = Report(scene.sight)
     told = report.text(stacks=True)
@@ -438,7 +438,7 @@ def at_random(chance: random.Random) -> Scene:
     return scene
 
 
-def test_many_that_wait_at_many_lines() -> None:
+def test_many_workers_that_wait_at_different_lines() -> None:
     names = [f"worker{rank}" for rank in range(10)]
     scene = Scene(*names)
     runs = "train.py:20 spin: while True:"
@@ -449,7 +449,7 @@ def test_many_that_wait_at_many_lines() -> None:
     assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in told
 
 
-def test_loops_that_take_turns_with_the_interpreter() -> None:
+def test_busy_loops_in_two_threads() -> None:
     scene = Scene("worker0", "worker1")
     for asleep in (True, False):
         scene.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)

@@ -1,4 +1,4 @@
-"""Groups of processes that hang: what is found out of each within two seconds."""
+"""Groups of processes that hang are explained within two seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from telegrad.reporting import debug_server
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.insight.hangs import HANGS, Hang, Stage, work
 
-LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
+LONG = 0.3  # seconds, shorter than the default so that the tests are short
 WITHIN = 2.0  # seconds
 
 pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="workers can be queried from outside on Linux only")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="workers can be queried fro
 
 @contextmanager
 def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
-    """A group of processes that has come to where it hangs."""
+    """Start a group of processes, and wait until it hangs."""
     pipe = folder / "pipe"
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
@@ -92,7 +92,7 @@ def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
     assert took < WITHIN
 
 
-def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
+def test_a_working_group_has_no_findings(tmp_path: pathlib.Path) -> None:
     at_work = Hang(3, work, "", (), (), 3)
     titles: list[str] = []
     with hanging(at_work, tmp_path) as group:
@@ -100,16 +100,14 @@ def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
             sight = look_at(group)
             titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
-    assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed
+    assert len(titles) < 2, titles  # on a busy machine, one step may be a long wait
 
 
-# Other processes, whatever they have prepared for that
+# Other processes, which may imitate workers
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stacks(
-    tmp_path: pathlib.Path, kind: str
-) -> None:
+def test_a_process_with_an_imitated_stacks_file_gets_no_signal(tmp_path: pathlib.Path, kind: str) -> None:
     path = tmp_path / "memfd:stacks-of-telegrad"
     if kind == "file":
         path.touch()
@@ -130,7 +128,7 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
         os.close(opened)
 
 
-def test_long_lines_of_stacks_take_no_time() -> None:
+def test_long_lines_of_stacks_are_parsed_quickly() -> None:
     begun = time.monotonic()
     assert seen_groups._where('File "' * (seen_groups.MOST_OF_STACKS // 6)) == ""
     assert time.monotonic() - begun < 10

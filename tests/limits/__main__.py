@@ -1,4 +1,4 @@
-"""`python -m tests.limits` writes docs/limits.md anew."""
+"""Write docs/limits.md anew: `python -m tests.limits`."""
 
 from tests.limits import rows
 from tests.limits.page import PAGE

@@ -1,4 +1,4 @@
-"""Runs the program of a row in one process, and with what it calls on another worker."""
+"""Run the program of a row in one process, and with its calls on another worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from telegrad import autograd
 from tests.twin.sight import describe
 
-MODULE = "program_of_a_limit"  # where functions and classes of the programs are found
+MODULE = "program_of_a_limit"  # the module of the programs' functions and classes
 
 GIVEN = """
 import copy
@@ -121,7 +121,7 @@ class Opt:
 
 @contextlib.contextmanager
 def module(given: str, names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The names that a program has, in a module that calls find."""
+    """Run the definitions of a program in a module that calls can import; yield its names."""
     made = sys.modules[MODULE] = types.ModuleType(MODULE)
     made.__dict__.update(names)
     try:
@@ -132,7 +132,7 @@ def module(given: str, names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def in_both(program: str) -> tuple[Any, Any]:
-    """Return what a program has found in one process, and on workers."""
+    """Return the results of a program in one process, and on workers."""
     with module(GIVEN + HERE, {}) as names:
         here = _found(program, names)
     with autograd.context() as context_id, module(GIVEN + THERE, {"context_id": context_id}) as names:

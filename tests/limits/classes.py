@@ -1,4 +1,4 @@
-"""All modules, optimizers and schedulers that torch has, made with small arguments, and what to run of each.
+"""All modules, optimizers and schedulers of torch, made with small arguments, and the programs that run them.
 
 A class that a later torch adds has no entry here, so its test fails until it gets one.
 """
@@ -24,7 +24,7 @@ GENERATED = {
 
 
 class Case(NamedTuple):
-    """How a module is made, and what it is called with: shapes of random numbers, or tensors."""
+    """The way to make a module, and its inputs: shapes of random numbers, or tensors."""
 
     make: Callable[[], nn.Module]
     inputs: Sequence[tuple[int, ...] | Tensor]
@@ -42,7 +42,7 @@ NO_FORWARD |= {"RNNBase", "RNNCellBase"}
 IN_TORCH = _classes(nn, nn.Module, NO_FORWARD)
 
 SMALL = (2, 4)
-GRID = {1: (2, 4, 4), 2: (2, 4, 4, 4), 3: (2, 4, 4, 4, 4)}  # by the number of dimensions: two samples of four channels
+GRID = {1: (2, 4, 4), 2: (2, 4, 4, 4), 3: (2, 4, 4, 4, 4)}  # keyed by dimensions; two samples of four channels each
 SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 CLASSES = torch.tensor([1, 3])
 BITS = torch.tensor([[0.0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.float64)
@@ -53,7 +53,7 @@ MODULES: dict[str, Case] = {}
 
 def _add(names: str, *args: Any, inputs: Sequence[tuple[int, ...] | Tensor] = (SMALL,), **options: Any) -> None:
     for name in names.split():
-        if name in IN_TORCH:  # else an older torch is tested
+        if name in IN_TORCH:  # an older torch does not have all classes
             MODULES[name] = Case(partial(IN_TORCH[name], *args, **options), inputs)
 
 
@@ -126,7 +126,7 @@ MODULES["DataParallel"] = Case(lambda: nn.DataParallel(nn.Linear(4, 3)), (SMALL,
 
 
 def _given(case: Case) -> list[Tensor]:
-    """The inputs of a module; the first one requires a gradient, as do all that are random."""
+    """Return the inputs of a module; the first one and all random ones require a gradient."""
     chance = torch.Generator().manual_seed(1)
     given: list[Tensor] = []
     for number, each in enumerate(case.inputs):
@@ -165,7 +165,7 @@ def made_there(name: str, made: Any, backward: Any, gradients: Any, optimizer: A
 def sent(name: str, call: Any, backward: Any, gradients: Any) -> Any:
     case = MODULES[name]
     module, given = case.make().double(), _given(case)
-    if any(nn.parameter.is_lazy(each) for each in module.parameters()):  # such parameters are refused in a context
+    if any(nn.parameter.is_lazy(each) for each in module.parameters()):  # lazy parameters are refused in a context
         with torch.random.fork_rng(), torch.no_grad():
             module(*given)
     outputs = call(_applied, module, *given)
@@ -181,18 +181,18 @@ def _applied(module: nn.Module, *given: Tensor) -> Any:
 
 NEEDS_CLOSURE = {"Optimizer", "LBFGS"}
 OPTIMIZERS = _classes(torch.optim, torch.optim.Optimizer, NEEDS_CLOSURE)
-ELSEWHERE = {"capturable", "differentiable"}  # on accelerators, and on parameters that are no leaves
+ELSEWHERE = {"capturable", "differentiable"}  # options for accelerators and for non-leaf parameters
 
 
 def options_of(name: str) -> list[str]:
-    """The options of an optimizer that are there or not; "" for none."""
+    """Return the boolean options of an optimizer, and "" for none of them."""
     parameters = inspect.signature(OPTIMIZERS[name]).parameters.values()
     flags = [each.name for each in parameters if isinstance(each.default, bool) or each.name in ("foreach", "fused")]
     return ["", *[each for each in flags if each not in ELSEWHERE]]
 
 
 def trained(name: str, option: str, made: Any, backward: Any, optimizer: Any) -> Any:
-    """The state of a model after three steps, or why there can be none."""
+    """Return the state of a model after three steps, or the reason why the optimizer cannot be used."""
     kind = OPTIMIZERS[name]
     options: dict[str, Any] = {option: True} if option else {}
     if option == "nesterov" and name == "SGD":
@@ -238,13 +238,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def scheduled(name: str, made: Any, backward: Any, optimizer: Any) -> Any:
-    """Learning rates and states of a model that is trained on a schedule, half of it by a scheduler from its state."""
+    """Return learning rates and states of a model; a scheduler that was loaded from a state does half of the work."""
     module = made(nn.Linear, 3, 3, dtype=torch.float64)
     steps = optimizer(torch.optim.SGD, module, lr=0.1, momentum=0.9)
     scheduler = SCHEDULERS[name](steps.own)
     found: list[Any] = []
     for number in range(4):
-        if number == 2 and name not in ("LambdaLR", "MultiplicativeLR"):  # whose functions are not in their states
+        if number == 2 and name not in ("LambdaLR", "MultiplicativeLR"):  # their states lack the functions
             state = scheduler.state_dict()
             scheduler = SCHEDULERS[name](steps.own)
             scheduler.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The group of each file here: the programs run on its first worker."""
+"""The group for the files here: the programs run on its first worker."""
 
 from __future__ import annotations
 

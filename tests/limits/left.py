@@ -1,4 +1,4 @@
-"""What is neither refused nor as in one process: each worker does it for itself."""
+"""Features that are neither refused nor as in one process: each worker handles them by itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The page of what is refused, made from the tables of programs that show it.
+"""Make the page of limits from the tables of programs that show them.
 
-A table is a text for each area. A row is its title, the program, for what is refused the error that it gets (`...`
-stands for what differs), and what to do instead:
+Each area has a table as text. A row has a title, a program, for refused programs the error (`...` stands for varying
+parts), and an alternative:
 
     ## an unknown worker
     rpc.rpc_sync("w9", abs, (3,))
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "limits.md"
-ANY = "..."  # in the words of an error: what differs each time, or is left out
+ANY = "..."  # stands for varying or omitted parts of an error
 
 HEAD = """# What is refused
 
@@ -30,20 +30,20 @@ each row; `python -m tests.limits` makes the page.
 
 class Limit(NamedTuple):
     area: str
-    what: str  # is refused
-    program: str  # that shows it
-    error: str  # the name of its type
-    says: str  # the beginning of its text
-    instead: str  # what to do
+    what: str  # the refused use
+    program: str  # a program that shows it
+    error: str  # the name of the error's type
+    says: str  # the beginning of the error's text
+    instead: str  # the alternative
 
 
 class Left(NamedTuple):
-    """What is not as in one process, and no error: each worker does it for itself."""
+    """A use that is neither refused nor as in one process: each worker handles it by itself."""
 
     area: str
     what: str
-    program: str  # that finds something else than in one process
-    instead: str  # what to do
+    program: str  # a program with other results than in one process
+    instead: str  # the alternative
 
 
 def limits(area: str, table: str) -> Iterator[Limit]:
@@ -62,19 +62,19 @@ def programs(table: str) -> dict[str, str]:
 
 
 def _rows(table: str) -> Iterator[tuple[str, list[str]]]:
-    """The title and the other lines of each row."""
+    """Yield the title and the other lines of each row."""
     for row in table.removesuffix("\n").split("\n## ")[1:]:
         what, *lines = row.split("\n")
         yield what, lines
 
 
 def pattern_of(says: str) -> str:
-    """Return what matches the beginning of the error's text."""
+    """Return a pattern for the beginning of the error's text."""
     return ".*".join(re.escape(part) for part in says.split(ANY))
 
 
 def page(limits: Iterable[Limit], right: Mapping[str, Iterable[str]], left: Iterable[Left]) -> str:
-    """Return the text of the page. `right`: by area, what is as it is in one process."""
+    """Return the text of the page. `right` has, by area, the uses that are as in one process."""
     by_area: dict[str, list[Limit]] = {}
     for limit in limits:
         by_area.setdefault(limit.area, []).append(limit)

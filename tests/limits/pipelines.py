@@ -1,4 +1,4 @@
-"""What pipelines refuse; `page.py` has the form of the rows."""
+"""Uses of pipelines that are refused; `page.py` describes the form of the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is right as it is in one process: autograd.
+"""Uses of autograd that give the same as in one process.
 
 Each program runs twice: in one process, and with its calls, modules and optimizers on another worker.
 """

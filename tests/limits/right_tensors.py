@@ -1,4 +1,4 @@
-"""What is right as it is in one process: optimizers and tensors.
+"""Uses of optimizers and tensors that give the same as in one process.
 
 Each program runs twice: in one process, and with its calls, modules and optimizers on another worker.
 """

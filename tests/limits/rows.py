@@ -1,4 +1,4 @@
-"""All rows of the page, by what they show."""
+"""All rows of the page, by the kind of their result."""
 
 from __future__ import annotations
 

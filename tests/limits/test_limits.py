@@ -1,4 +1,4 @@
-"""Each program of the tables does as it says, and docs/limits.md is what the tables make."""
+"""Each program of the tables has its documented result, and docs/limits.md is made from the tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _marks(program: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "limit", [pytest.param(each, id=f"{each.area}-{each.what}", marks=_marks(each.program)) for each in LIMITS]
 )
-def test_limit(limit: Limit, tmp_path: pathlib.Path) -> None:
+def test_a_refused_program_raises_its_error(limit: Limit, tmp_path: pathlib.Path) -> None:
     with (
         module(GIVEN + REFUSED, {"folder": tmp_path / "checkpoint"}) as program,
         pytest.raises(Exception) as caught,  # noqa: PT011 - its type is compared below
@@ -71,12 +71,12 @@ def test_limit(limit: Limit, tmp_path: pathlib.Path) -> None:
         for what, program in programs.items()
     ],
 )
-def test_right(area: str, what: str) -> None:
+def test_a_supported_program_gives_the_same_as_in_one_process(area: str, what: str) -> None:
     assert not differences(*in_both(RIGHT[area][what]))
 
 
 @pytest.mark.parametrize("left", LEFT, ids=[left.what for left in LEFT])
-def test_left_to_each_worker(left: Left) -> None:
+def test_a_use_left_to_each_worker_differs_from_one_process(left: Left) -> None:
     assert differences(*in_both(left.program))
 
 
@@ -94,7 +94,7 @@ def _changed_and_asked(program: str) -> tuple[tuple[object, ...], ...]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("left", LEFT_TO_PROCESSES, ids=[left.what for left in LEFT_TO_PROCESSES])
-def test_left_to_each_process(left: Left) -> None:
+def test_a_change_of_a_process_does_not_reach_other_workers(left: Left) -> None:
     with group(2) as processes:
         before, changed, there = processes[0].run(_changed_and_asked, left.program)
     assert all(one != other for one, other in zip(before, changed, strict=True))
@@ -105,5 +105,5 @@ def test_the_page_is_made_from_the_tables() -> None:
     assert PAGE.read_text() == text(), "python -m tests.limits writes it anew"
 
 
-def test_each_limit_stands_once() -> None:
+def test_no_limit_is_listed_twice() -> None:
     assert len({(limit.area, limit.what) for limit in LIMITS}) == len(LIMITS)

@@ -1,4 +1,4 @@
-"""What autograd, modules and optimizers refuse; `page.py` has the form of the rows."""
+"""Uses of autograd, modules and optimizers that are refused; `page.py` describes the form of the rows."""
 
 from __future__ import annotations
 

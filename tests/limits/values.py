@@ -1,4 +1,4 @@
-"""What is refused of tensors, functions, references, weights and checkpoints; `page.py` has the form of the rows."""
+"""Tensors, functions, references, weights and checkpoints that are refused; `page.py` explains the form of the rows."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_code_with_remote_calls_compiles_and_gives_the_same() -> None:
         compiled = torch.compile(program, backend=backend)
         for _ in range(2):
             torch.testing.assert_close(compiled(x), program(x))
-        # The compiler leaves out a function with a context manager of ours around it, and Sequential's loop.
+        # The compiler skips functions inside of our context managers, and the loop of Sequential.
         assert graphs or program in (gradients, model)
         assert not any("telegrad" in str(graph.code) for graph in graphs)
 
@@ -116,7 +116,7 @@ def test_a_compiled_training_step_gives_the_same_gradients() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_the_compiler_is_not_imported_for_that() -> None:
+def test_remote_calls_do_not_import_the_compiler() -> None:
     with processes(1) as (fresh,):
         assert not fresh.run(imports_the_compiler)
 

@@ -1,4 +1,4 @@
-"""Stages that are cut out of a model do, one after the other, what it does in one piece."""
+"""Stages that are cut out of a model compute, one after the other, what the whole model computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sequence() -> nn.Module:
 
 
 def named() -> nn.Module:
-    again = nn.ReLU()  # one module in two places
+    again = nn.ReLU()  # a module in two places
     layers = nn.Sequential(linear(), again, nn.Sequential(linear(), nn.Tanh()), linear(), again)
     return nn.Sequential(OrderedDict(embed=linear(), layers=layers, head=linear()))
 
@@ -64,7 +64,7 @@ class Layers(nn.Module):
 
 
 class Skips(nn.Module):
-    """Uses early values late: the input, what the first layer made, and a size."""
+    """Uses early values in late layers: the input, the output of the first layer, and a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Skips(nn.Module):
 
 
 class Several(nn.Module):
-    """Takes several inputs, of which one has a default, and gives several values."""
+    """Takes several inputs, one of them with a default, and returns several values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Several(nn.Module):
 
 
 class Own(nn.Module):
-    """Has parameters, buffers and constants of its own, and makes something of them."""
+    """Has parameters, buffers and constants of its own, and uses them."""
 
     bias: Tensor
     table: Tensor
@@ -172,7 +172,7 @@ def total(outputs: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stages_give_what_the_whole_gives(name: str) -> None:
+def test_stages_give_the_outputs_of_the_whole_model(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]
     model, inputs = case.make(), case.inputs()
@@ -197,7 +197,7 @@ def test_stages_give_what_the_whole_gives(name: str) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_a_sequence_stays_one() -> None:
+def test_stages_of_a_sequence_are_sequences() -> None:
     chain = split_model(named(), 2, at=["layers.2"]).stages
     assert [type(stage) for stage in chain] == [nn.Sequential, nn.Sequential]
     assert list(chain[0].state_dict()) == ["embed.weight", "embed.bias", "layers.0.weight", "layers.0.bias"]
@@ -243,7 +243,7 @@ def test_stages_follow_train_and_eval(make: Callable[[], nn.Module], at: str) ->
         (sequence, 1, [3]),
     ],
 )
-def test_by_itself_it_is_cut_into_stages_of_about_equal_size(
+def test_a_model_is_cut_into_stages_of_about_equal_size(
     make: Callable[[], nn.Module], count: int, wanted: list[int]
 ) -> None:
     model = make()
@@ -269,7 +269,7 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embed(value))) @ self.middle.weight
 
 
-def test_what_several_stages_train_is_listed() -> None:
+def test_parameters_of_several_stages_are_listed() -> None:
     assert sorted(split_model(Tied(), 3, at=["middle", "head"], example=torch.randn(4, WIDTH)).ties) == [
         (0, "embed.weight", 2, "head.weight"),
         (1, "middle.weight", 2, "middle.weight"),
@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_cut(what: str) -> None:
+def test_models_that_cannot_be_cut(what: str) -> None:
     make, count, where, said = REFUSED[what]
     with pytest.raises(UsageError, match=said):
         split_model(make(), count, **{"example": torch.randn(4, WIDTH), **where})
@@ -346,7 +346,7 @@ class Slow(nn.Module):
         return self.second(self.first(value))
 
 
-def test_other_threads_use_their_modules_meanwhile() -> None:
+def test_other_threads_can_use_their_modules_during_a_cut() -> None:
     other, inputs = Layers(), torch.randn(5, WIDTH)
     found: list[Tensor] = []
 
@@ -360,7 +360,7 @@ def test_other_threads_use_their_modules_meanwhile() -> None:
 
 
 class Twins(nn.Module):
-    """Has one weight under three names, two of them late."""
+    """Has a weight under three names, two of them in late layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class Twins(nn.Module):
         return self.last(self.late(self.early(value)))
 
 
-def test_a_weight_that_a_stage_has_twice_is_tied_once() -> None:
+def test_a_weight_with_two_names_in_a_stage_is_tied_once() -> None:
     made = split_model(Twins(), 2, at=["late"], example=torch.randn(4, WIDTH))
     assert made.ties == [(0, "early.weight", 1, "late.weight")]
     assert {"late.weight", "last.weight"} <= set(made.stages[1].state_dict())

@@ -1,4 +1,4 @@
-"""Models as they are in libraries, cut at their middle and by themselves, train as in one process."""
+"""Models as in libraries, cut in the middle or automatically, train as in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """As they are usually written, with one weight for words that come and words that go."""
+    """A usual language model, with tied weights of the embedding and the head."""
 
     def __init__(self, width: int = 32, block_size: int = 32) -> None:
         super().__init__()
@@ -239,6 +239,6 @@ def test_a_model_trains_as_in_one_process(name: str, itself: bool) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("itself", [False, True], ids=["at", "by itself"])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "BERT", "ViT"])
-def test_a_model_of_a_library_trains_as_in_one_process(name: str, itself: bool) -> None:
+def test_a_library_model_trains_as_in_one_process(name: str, itself: bool) -> None:
     case = of_library(name)
     check(case, None if itself else [case.at])

@@ -1,4 +1,4 @@
-"""Models in stages: the numbers are those of the model in one piece."""
+"""Pipelines compute what the whole model computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [(5, 7), (7, 7), (7, 3)]
 
 
 def make_stage(number: int) -> nn.Sequential:
-    """The same wherever it is made; several agents of one process share torch's own generator."""
+    """Return a stage with fixed parameters; several agents of one process share torch's own generator."""
     linear = nn.Linear(*SIZES[number], dtype=torch.float64)
     chance = torch.Generator().manual_seed(number)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def whole() -> nn.Sequential:
 
 
 def spread(**options: Any) -> Pipeline:
-    """Three stages: two on other workers, in different forms, and one here."""
+    """Make a pipeline of three stages: two on other workers, in different forms, and a local one."""
     stages: list[Any] = [RemoteModule("w1", make_stage, (0,)), remote("w2", make_stage, (1,)), make_stage(2)]
     return Pipeline(stages, **options)
 
@@ -52,14 +52,14 @@ def batch(size: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunks", [1, 4, 40])
-def test_training_gives_the_numbers_of_the_whole(schedule: str, chunks: int) -> None:
+def test_training_gives_the_numbers_of_the_whole_model(schedule: str, chunks: int) -> None:
     pipeline, model = spread(chunks=chunks, schedule=schedule), whole()
     train_both(pipeline, model, torch.optim.SGD, (batch() for _ in range(4)), lr=0.1, momentum=0.9)
     for one, other in zip(pipeline.state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.allclose(one, other, rtol=1e-9)
 
 
-def test_outputs_and_a_loss_of_ones_own() -> None:
+def test_outputs_with_a_custom_loss() -> None:
     pipeline, model = spread(), whole()
     inputs = batch()[0].requires_grad_()
     wanted = model(inputs)
@@ -81,7 +81,7 @@ class Product(nn.Module):
         return value[0] * value[1]
 
 
-def test_what_passes_between_stages_may_be_nested() -> None:
+def test_values_between_stages_may_be_nested() -> None:
     pipeline = Pipeline([RemoteModule("w1", Several), RemoteModule("w2", Product)], chunks=2)
     ones = torch.ones(4, 2)
     assert torch.equal(pipeline({"a": ones, "b": ones, "factor": 3}), ones * 6)
@@ -97,7 +97,7 @@ class Exclusive(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.inside += 1
         self.most = max(self.most, self.inside)
-        rpc_sync("w2", torch.add, (value, 1))  # the thread is given to others meanwhile
+        rpc_sync("w2", torch.add, (value, 1))  # lets the thread run other tasks
         self.order.append(value[0].item())
         self.inside -= 1
         return value
@@ -107,7 +107,7 @@ def seen(module: RRef[Exclusive]) -> tuple[int, list[float]]:
     return module.local_value().most, module.local_value().order
 
 
-def test_micro_batches_go_through_a_stage_one_by_one() -> None:
+def test_micro_batches_run_in_a_stage_one_at_a_time() -> None:
     stage = RemoteModule("w1", Exclusive)
     inputs = torch.arange(40.0)
     assert torch.equal(Pipeline([stage], chunks=20)(inputs), inputs)
@@ -120,7 +120,7 @@ def fails(outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
     raise ArithmeticError("no loss today")
 
 
-def test_an_error_is_raised_with_its_worker_and_the_next_step_works() -> None:
+def test_an_error_names_its_worker_and_the_next_step_works() -> None:
     pipeline = Pipeline([make_stage(0), RemoteModule("w1", make_stage, (1,)), RemoteModule("w2", make_stage, (2,))])
     inputs, targets = batch()
     with pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"), autograd.context() as context:
@@ -164,11 +164,11 @@ REDUCTIONS: dict[str, tuple[Callable[..., torch.Tensor], str | None, Callable[[i
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("what", REDUCTIONS)
-def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(what: str, chunks: int) -> None:
+def test_mean_and_sum_losses_give_the_numbers_of_the_whole_model(what: str, chunks: int) -> None:
     loss, reduction, make_targets = REDUCTIONS[what]
     last = make_stage(2)
     pipeline, model = Pipeline([RemoteModule("w1", make_stage, (0,)), make_stage(1), last], chunks=chunks), whole()
-    inputs, targets = batch(10)[0], make_targets(10)  # parts of three samples and of two
+    inputs, targets = batch(10)[0], make_targets(10)  # micro-batches of three and of two samples
     wanted = loss(model(inputs), targets)
     wanted.backward()
     with autograd.context() as context:
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
+def test_unusable_losses_are_refused(what: str) -> None:
     loss, reduction, said = REFUSED[what]
     inputs, targets = batch(8)
     with pytest.raises(UsageError, match=said), autograd.context() as context:
@@ -198,7 +198,7 @@ def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
 
 
 class OwnCrossEntropy(nn.CrossEntropyLoss):
-    """Has other code, for all that the pipeline knows."""
+    """A loss whose code the pipeline does not know."""
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ class OwnCrossEntropy(nn.CrossEntropyLoss):
         partial(cross_entropy, size_average=False),
     ],
 )
-def test_a_loss_that_is_no_mean_over_the_samples_is_refused_unless_the_caller_says_that_it_counts(loss: Any) -> None:
+def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> None:
     pipeline, inputs = spread(chunks=4), batch(8)[0]
     targets = torch.tensor([-100, -100, -100, 1, 2, 0, 1, 2])
     with pytest.raises(UsageError, match="not the mean over their samples"), autograd.context() as context:
@@ -221,20 +221,20 @@ def test_a_loss_that_is_no_mean_over_the_samples_is_refused_unless_the_caller_sa
         pipeline.forward_backward(context, inputs, targets, loss, "mean")
 
 
-def test_the_context_comes_first() -> None:
+def test_the_id_of_the_context_is_the_first_argument() -> None:
     inputs, targets = batch(8)
     with pytest.raises(UsageError, match=r"takes the id of a context \(context_id\) first, not Tensor"):
         spread().forward_backward(inputs, targets, mse_loss, 1)  # type: ignore[arg-type]
 
 
-def test_inputs_and_targets_must_fit_each_other() -> None:
+def test_inputs_and_targets_must_have_equal_lengths() -> None:
     pipeline, (inputs, targets) = spread(chunks=4), batch(8)
     for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):
         with pytest.raises(UsageError, match="give a target for each input"), autograd.context() as context:
             pipeline.forward_backward(context, some, others, mse_loss)
 
 
-def test_several_targets_for_each_input_fit_where_the_parts_do() -> None:
+def test_several_targets_for_each_input_are_split_evenly() -> None:
     pipeline, inputs = spread(chunks=4), batch(8)[0]
     ones = torch.ones(24, dtype=inputs.dtype)
     with autograd.context() as context:
@@ -252,7 +252,7 @@ def test_a_worker_that_dies_ends_the_step() -> None:
             pipeline.forward_backward(context, inputs, targets, mse_loss)
 
 
-def test_what_cannot_be_a_pipeline() -> None:
+def test_wrong_stages_and_inputs() -> None:
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
     with pytest.raises(UsageError, match=r"chunks must be .*Pipeline\(\[first, second\], chunks=8\)"):
@@ -261,11 +261,11 @@ def test_what_cannot_be_a_pipeline() -> None:
         Pipeline(RemoteModule("w1", make_stage, (0,)))  # type: ignore[arg-type]
 
 
-def test_shows_its_stages() -> None:
+def test_the_text_of_a_pipeline_shows_its_stages() -> None:
     assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())
 
 
-def test_parameters_of_other_workers_are_told_to_be_missing() -> None:
+def test_parameters_warns_of_missing_ones_on_other_workers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TelegradWarning, match=r"others are on w1, w2: .*DistributedOptimizer"):
@@ -273,7 +273,7 @@ def test_parameters_of_other_workers_are_told_to_be_missing() -> None:
         assert list(Pipeline([nn.Linear(1, 1)]).parameters())
 
 
-def test_outputs_outside_of_a_context_are_told_to_have_no_gradients() -> None:
+def test_calls_outside_of_a_context_warn_of_missing_gradients() -> None:
     pipeline = spread()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

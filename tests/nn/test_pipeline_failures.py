@@ -1,4 +1,4 @@
-"""Stages that raise, workers that die, and how a pipeline goes on."""
+"""Stages that raise, workers that die, and pipelines that go on after that."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def alone(steps: int) -> list[float]:
 @pytest.mark.parametrize("what", ["forward", "backward"])
 @pytest.mark.parametrize("number", [0, 3, CHUNKS - 1])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_raises_stops_all_and_the_next_batch_runs(
+def test_a_stage_that_raises_ends_the_batch_and_the_next_batch_runs(
     schedule: str, what: str, number: int, stage: int
 ) -> None:
     workers = ["w1", "w2", "w0"]
@@ -114,7 +114,7 @@ def test_a_stage_that_raises_stops_all_and_the_next_batch_runs(
 
 
 def trained_through_a_death(folder: str, schedule: str, when: tuple[str, int], stage: int) -> tuple[list[float], float]:
-    """Train, lose the worker of a stage, put that elsewhere and go on; the losses, and how long the error took."""
+    """Train, lose a stage's worker, replace the stage and go on; return the losses and the seconds until the error."""
     names = ["worker1", "worker2", "worker3"]
     stages = [RemoteModule(name, Stage, (seed,)) for seed, name in enumerate(names)]
     pipeline = Pipeline(stages, chunks=CHUNKS, schedule=schedule)
@@ -142,7 +142,7 @@ def trained_through_a_death(folder: str, schedule: str, when: tuple[str, int], s
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE_DEATHS),
     ],
 )
-def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
+def test_a_dead_worker_is_named_at_once_and_its_stage_is_replaced(
     tmp_path: pathlib.Path, schedule: str, when: tuple[str, int], stage: int
 ) -> None:
     with group(4) as workers:
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
+def test_a_batch_that_was_stopped_before_its_arrival_does_not_begin() -> None:
     stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
     driver = Pipeline(stages, chunks=2)._drive()
     spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.stations_of, driver.workers, (), 2, False)
@@ -161,7 +161,7 @@ def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_stage_that_is_not_there_cannot_be_replaced() -> None:
+def test_replacing_a_stage_needs_its_number() -> None:
     with pytest.raises(UsageError, match="stage must be the number of a stage from 0 to 0, not 1"):
         Pipeline([Stage(0)]).replace(1, Stage(1))
     with pytest.raises(UsageError, match=r"stage must be the number of a stage.* not '0'"):
@@ -197,7 +197,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
 
 @actor
 class Driver:
-    """An actor that drives a pipeline, and has a method that stages call."""
+    """An actor that drives a pipeline, with a method that stages call."""
 
     def touch(self) -> None:
         return None
@@ -247,10 +247,10 @@ class Rider:
         (station,) = current.here().attached(StageWorkerRegistry).stations.values()
         for run in station._runs.values():
             run.take([])
-        self.again.wait(0.05)  # as long as a step, so that a second turn would begin meanwhile
+        self.again.wait(0.05)  # takes as long as a step, during which a second turn could begin
 
 
-def test_a_rider_has_one_turn_also_where_a_message_looks_for_work() -> None:
+def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
     with agents(2) as (driver, other):
         current.enter(driver)
         pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)

@@ -64,7 +64,7 @@ def test_a_sequence_trains_as_in_one_process(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_skips_stages_trains_as_in_one_process(schedule: str) -> None:
+def test_a_model_with_skip_connections_trains_as_in_one_process(schedule: str) -> None:
     model = Masked().double()
     workers = ["w1", "w0", "w1", "w0"]
     pipeline = Pipeline.split(
@@ -73,7 +73,7 @@ def test_what_skips_stages_trains_as_in_one_process(schedule: str) -> None:
     trains_alike(pipeline, model, masked_batch)
 
 
-def test_it_is_split_by_itself() -> None:
+def test_a_model_is_split_automatically() -> None:
     model = Masked().double()
     pipeline = Pipeline.split(model, WORKERS, chunks=3, example=masked_batch()[0])
     assert [stage.on for stage in pipeline.stages] == WORKERS
@@ -84,7 +84,7 @@ def test_it_is_split_by_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["a sequence in a sequence", "several inputs and outputs", "several inputs in order"])
-def test_outputs_are_those_of_the_whole(name: str) -> None:
+def test_outputs_equal_those_of_the_whole_model(name: str) -> None:
     case = CASES[name]
     model, inputs = case.make().eval(), case.inputs()
     pipeline = Pipeline.split(model, ["w1", "w2", "w0", "w1"][: len(case.at) + 1], at=case.at, chunks=1, example=inputs)
@@ -95,7 +95,7 @@ def test_outputs_are_those_of_the_whole(name: str) -> None:
         torch.testing.assert_close(pipeline(inputs), wanted)
 
 
-def test_the_model_is_copied_and_the_state_fits_it() -> None:
+def test_the_model_is_copied_and_the_state_has_its_names() -> None:
     model, other, inputs = sequence(), sequence(), torch.randn(5, WIDTH)
     pipeline = Pipeline.split(model, ["w0", "w1/cpu"], balance=[2, 3], chunks=1)
     assert all(isinstance(stage, RemoteModule) for stage in pipeline.stages)
@@ -109,7 +109,7 @@ def test_the_model_is_copied_and_the_state_fits_it() -> None:
         assert torch.equal(pipeline(inputs), model(inputs))
 
 
-def test_the_state_of_a_model_around_it_has_the_names_of_the_whole() -> None:
+def test_the_state_of_an_outer_model_has_the_names_of_the_whole_model() -> None:
     model, other = nn.ModuleDict({"body": named(), "head": nn.Linear(2, 2)}), named()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model["body"] = Pipeline.split(other, WORKERS)
@@ -121,7 +121,7 @@ def test_the_state_of_a_model_around_it_has_the_names_of_the_whole() -> None:
         model.load_state_dict({name: state[name] for name in state if "embed" not in name} | {"body.strange": None})
 
 
-def test_what_several_stages_use_is_loaded_into_each() -> None:
+def test_shared_buffers_are_loaded_into_each_stage() -> None:
     model, other = Own().eval(), Own().eval()
     pipeline, inputs = (
         Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1, example=torch.randn(5, WIDTH)),
@@ -130,7 +130,7 @@ def test_what_several_stages_use_is_loaded_into_each() -> None:
     with torch.no_grad():
         other.bias.fill_(7)
         pipeline.load_state_dict(other.state_dict())
-        other.table.copy_(model.table)  # neither is in the state
+        other.table.copy_(model.table)  # these two are not in the state
         other.plain = model.plain
         assert torch.allclose(pipeline(inputs), other(inputs))
 
@@ -147,7 +147,7 @@ def test_train_and_eval_reach_the_stages() -> None:
         assert torch.allclose(pipeline.eval()(inputs), wanted)
 
 
-def test_names_of_a_model_that_has_stages_itself() -> None:
+def test_names_of_a_model_with_an_attribute_stages() -> None:
     model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), stages=nn.Sequential(named(), named())))
     pipeline = Pipeline.split(model, ["w1", "w2", "w0"], at=["stages.0.layers", "stages.1"])
     wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
@@ -164,9 +164,9 @@ def trained(pipeline: Pipeline, optimizer: DistributedOptimizer, inputs: Any, ta
     return loss
 
 
-def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_is_loaded_into_another_cut_and_the_whole_model(tmp_path: pathlib.Path) -> None:
     model, other, (inputs, targets) = Own().double().eval(), Own().double(), plain_batch()
-    other.table, other.plain = model.table, model.plain  # which are in no state
+    other.table, other.plain = model.table, model.plain  # these are not in the state
     first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"], example=inputs)
     second = Pipeline.split(other, ["w2", "w0"], at=["second"], example=inputs).eval()
     states: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: path
     saved = first.state_dict()
     checkpoint.load(states[1], tmp_path)
     assert {name for name, _ in model.named_parameters()} == set(states[1]["optimizer"].param_groups[0]["param_names"])
-    for _ in range(2):  # with the optimizer's state, the second step depends on what was loaded
+    for _ in range(2):  # the second step depends on the loaded state of the optimizer
         one, other_one = (trained(each["model"], each["optimizer"], inputs, targets) for each in states)
         assert torch.allclose(one, other_one)
     flat = {f"model.{name}": torch.empty_like(value) for name, value in model.state_dict().items()}
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: path
 
 
 @pytest.mark.parametrize("workers", [WORKERS, ["w1", "w2", "w1"], ["w1", "w1", "w1"]])
-def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: pathlib.Path) -> None:
+def test_parameters_that_stages_share_are_tied(workers: list[str], tmp_path: pathlib.Path) -> None:
     model = Tied().double()
     pipeline = Pipeline.split(model, workers, at=["middle", "head"], chunks=3, example=plain_batch()[0])
     trains_alike(pipeline, model, plain_batch)
@@ -200,7 +200,7 @@ def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: path
     checkpoint.save({"model": pipeline}, tmp_path)
     flat = {f"model.{name}": torch.empty_like(value) for name, value in model.state_dict().items()}
     torch.distributed.checkpoint.load(flat, checkpoint_id=tmp_path, no_dist=True)
-    for name, value in model.state_dict().items():  # of the last step, what a stage has borrowed, too
+    for name, value in model.state_dict().items():  # borrowed weights have the values of the last step, too
         assert torch.allclose(flat[f"model.{name}"], value, rtol=1e-6, atol=1e-9), name
     other = Pipeline.split(Tied().double(), workers, at=["middle", "head"], chunks=3, example=plain_batch()[0])
     checkpoint.load({"model": other}, tmp_path)
@@ -209,7 +209,7 @@ def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: path
         assert torch.allclose(other(inputs), model(inputs))
 
 
-def test_what_cannot_be_split() -> None:
+def test_wrong_arguments_of_split() -> None:
     with pytest.raises(UsageError, match=r"`workers` must be a list.*Pipeline.split\(model, \[\"w1\", \"w2\"\]\)"):
         Pipeline.split(sequence(), "w1")
     with pytest.raises(UsageError, match="'cpu' is not a place for a module"):

@@ -1,4 +1,4 @@
-"""Whatever a stage is and gives, a pipeline trains it as one process would."""
+"""Pipelines train stages of any kind as one process would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTH = 6
 
 
 def filled(module: nn.Module, seed: int) -> nn.Module:
-    """The same wherever it is made."""
+    """Fill a module with values that depend on the seed alone."""
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -73,7 +73,7 @@ def test_an_output_without_a_dimension_is_refused_by_name() -> None:
 
 
 def joined(m: Kind, value: Any) -> Tensor:
-    one, rest = value  # of which a part is left unused
+    one, rest = value  # a part of the value is unused
     found: Tensor = m.layers[0](one * rest["mask"] + rest["scale"] if m.training else one)
     return found
 
@@ -138,7 +138,7 @@ def made(kind: str, part: int, seed: int) -> nn.Module:
 
 
 def forms(seed: int, count: int) -> list[tuple[str, int, int]]:
-    """A random model: the kind of each stage, which part of it, and its seed."""
+    """Draw a random model: the kind of each stage, its part, and its seed."""
     chance = random.Random(seed)
     found: list[tuple[str, int, int]] = []
     while len(found) < count:
@@ -163,7 +163,7 @@ def trains_alike(pipeline: Pipeline, whole: nn.Module, optimizer: Any, steps: in
     ours = train_both(pipeline, whole, optimizer, batches, lr=0.05)
     assert sum(len(group["param_names"]) for group in ours.param_groups) == len(list(whole.parameters()))
     found, expected = pipeline.state_dict(), whole.state_dict()
-    if found.keys() == {f"stages.{name}" for name in expected}:  # tied weights come in another order
+    if found.keys() == {f"stages.{name}" for name in expected}:  # tied weights have another order
         found = {name: found[f"stages.{name}"] for name in expected}
     for (name, one), other in zip(found.items(), expected.values(), strict=True):
         assert torch.allclose(one, other, rtol=1e-7, atol=1e-9), (name, pipeline)
@@ -183,7 +183,7 @@ def test_each_kind_of_stage_gives_the_numbers_of_one_process(kind: str, schedule
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_that_calls_other_workers_inside(schedule: str) -> None:
+def test_a_stage_that_calls_other_workers(schedule: str) -> None:
     stages = [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", Calling, ("w3", 5)), made("plain", 0, 2)]
     whole = nn.Sequential(made("plain", 0, 1), filled_linear(5), filled_linear(6), made("plain", 0, 2))
     trains_alike(Pipeline(stages, chunks=4, schedule=schedule), whole, torch.optim.SGD, 2)
@@ -192,7 +192,7 @@ def test_a_stage_that_calls_other_workers_inside(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("workers", [["w1", "w2", "w0"], ["w1", "w1", "w1"], ["w1", "w2", "w1"]])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_tied_weights_are_one(schedule: str, workers: list[str], optimizer: Any) -> None:
+def test_tied_weights_train_as_one_weight(schedule: str, workers: list[str], optimizer: Any) -> None:
     if schedule == "interleaved" and workers == ["w1", "w2", "w1"]:
         pytest.skip("the stages do not go around")
     model = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]
@@ -209,11 +209,11 @@ def test_tied_weights_are_one(schedule: str, workers: list[str], optimizer: Any)
     assert torch.equal(state["stages.0.0.weight"], state["stages.2.0.weight"])
 
 
-def test_calls_for_tied_weights_have_the_name_of_what_a_program_called() -> None:
+def test_calls_for_tied_weights_have_a_public_name() -> None:
     assert [user_name(function) for function in (weight_of, set_weight)] == ["Pipeline.state_dict"] * 2
 
 
-def test_what_cannot_be_tied() -> None:
+def test_weights_that_cannot_be_tied() -> None:
     stages = [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", nn.Linear, (3, 3))]
     refused: dict[tuple[str, ...], str] = {
         ("0.0.weight",): "named in one tuple",
@@ -228,7 +228,7 @@ def test_what_cannot_be_tied() -> None:
 
 
 @pytest.mark.parametrize("one_graph", [False, True])
-def test_inputs_and_targets_that_are_trained(one_graph: bool) -> None:
+def test_inputs_and_targets_with_gradients(one_graph: bool) -> None:
     embedding, whole = nn.Embedding(10, WIDTH).double(), nn.Sequential(*(made("plain", 0, seed) for seed in (1, 2)))
     pipeline = Pipeline([RemoteModule(f"w{seed}", made, ("plain", 0, seed)) for seed in (1, 2)], chunks=3)
     words, scale = torch.randint(10, (9,)), torch.randn(9, WIDTH).double().requires_grad_()
@@ -249,7 +249,7 @@ def test_inputs_and_targets_that_are_trained(one_graph: bool) -> None:
         assert torch.allclose(found[leaf], leaf.grad)
 
 
-def test_gradients_add_up_over_batches_and_can_be_clipped() -> None:
+def test_gradients_accumulate_over_batches_and_can_be_clipped() -> None:
     last = made("plain", 0, 2)
     pipeline, whole = Pipeline([RemoteModule("w1", made, ("plain", 0, 1)), last]), made("plain", 0, 2)
     first = made("plain", 0, 1)
@@ -282,7 +282,7 @@ class Noting(nn.Module):
 
 
 class Kept:
-    """Lives as long as the activations of one micro-batch."""
+    """An object that lives as long as the activations of one micro-batch."""
 
 
 def most_living(module: RRef[Noting]) -> int:
@@ -290,7 +290,7 @@ def most_living(module: RRef[Noting]) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-def test_a_stage_keeps_no_more_activations_than_its_schedule_says(schedule: str) -> None:
+def test_a_stage_keeps_no_more_activations_than_its_schedule_allows(schedule: str) -> None:
     stages = [RemoteModule(worker, Noting) for worker in ("w1", "w2", "w0")]
     pipeline = Pipeline(stages, chunks=9, schedule=schedule)
     for _ in range(2):
@@ -362,7 +362,7 @@ def test_a_step_rides_with_a_batch(schedule: str, clips: bool) -> None:
         assert torch.allclose(one, other, rtol=1e-7)
 
 
-def test_a_step_that_rides_waits_for_gradients_that_come_otherwise() -> None:
+def test_a_riding_step_waits_for_gradients_of_other_paths() -> None:
     embedding, shared = nn.Embedding(10, WIDTH).double(), RemoteModule("w1", filled_linear, (5,))
     first, last = RemoteModule("w1", made, ("plain", 0, 1)), made("plain", 0, 3)
     stages = [first, RemoteModule("w2", Using, (shared,)), last]
@@ -397,7 +397,7 @@ class Using(nn.Module):
         return found
 
 
-def test_what_cannot_ride_with_a_batch() -> None:
+def test_a_riding_step_must_be_a_distributed_optimizer() -> None:
     pipeline = Pipeline([made("plain", 0, 1)])
     optimizer: Any = torch.optim.SGD(pipeline.parameters())
     inputs = torch.ones(2, WIDTH).double()
@@ -405,7 +405,7 @@ def test_what_cannot_ride_with_a_batch() -> None:
         pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
 
 
-def test_what_came_into_a_stage_goes_with_its_micro_batch() -> None:
+def test_inputs_of_a_stage_are_freed_with_their_micro_batch() -> None:
     gc.disable()
     try:
         inlet = StageInput([torch.ones(2, requires_grad=True)])
@@ -423,7 +423,7 @@ def test_what_came_into_a_stage_goes_with_its_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("workers", [["w1", "w2"], ["w1", "w1"]])
-def test_a_tied_weight_that_is_frozen_stays_as_it_is(workers: list[str]) -> None:
+def test_a_frozen_tied_weight_does_not_change(workers: list[str]) -> None:
     first, second = (RemoteModule(worker, frozen_first, (seed,)) for seed, worker in enumerate(workers))
     pipeline = Pipeline([first, second], tied=[("0.0.weight", "1.0.weight")])
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)

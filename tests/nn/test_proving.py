@@ -1,4 +1,4 @@
-"""A model that is cut gives what the whole gives, or is refused with the reason."""
+"""A model that is cut gives what the whole model gives, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Small operations on several threads wait for one another where the machine is busy."""
+    """Use one thread: on a busy machine, threads of small operations wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,7 +67,7 @@ def mean(value: Tensor) -> Tensor:
     return value.detach().mean(0)
 
 
-# Equal
+# Equal models
 
 
 def reassigned(m: Two, value: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def parametrized() -> nn.Module:
 
 
 def with_spectral_norm() -> nn.Module:
-    made = Two(normalized)  # the second part writes to two buffers of its own in one operation
+    made = Two(normalized)  # the second part writes to two of its buffers in one operation
     spectral_norm(made.a)
     spectral_norm(made.b)
     return made
@@ -215,7 +215,7 @@ def through(made: SplitModel, stages: list[nn.Module], inputs: Tensor) -> Tensor
 
 
 def check_equal(model: nn.Module, made: SplitModel, rounds: int = 3) -> None:
-    """Train for some rounds in both modes, the stages as workers get them."""
+    """Train for some rounds in both modes, with the stages as workers receive them."""
     stages = [pickle.loads(pickle.dumps(stage)) for stage in made.stages]
     names = [(number, name) for number, stage in enumerate(stages) for name, _ in stage.named_parameters()]
     for round_ in range(rounds):
@@ -249,12 +249,12 @@ def check_equal(model: nn.Module, made: SplitModel, rounds: int = 3) -> None:
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_stages_do_what_the_whole_does(name: str) -> None:
+def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
     model = EQUAL[name]().double()
     check_equal(model, split_model(model, 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)))
 
 
-# Refused
+# Refused models
 
 
 def view_written(m: Two, value: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def buffer_of_a_part(m: Two, value: Tensor) -> Tensor:
 
 def clamped_weight(m: Two, value: Tensor) -> Tensor:
     with torch.no_grad():
-        m.a.weight.clamp_(-5, 5)  # no number is changed as long as training has not led so far
+        m.a.weight.clamp_(-5, 5)  # changes nothing until training leads to such values
     return m.b(m.a(value)) + m.a.weight.sum()
 
 
@@ -333,7 +333,7 @@ def state_of_an_inner_function(m: Two, value: Tensor) -> Tensor:
 
 
 GENERATOR = torch.Generator()
-norm = torch.Generator()  # the name of a part of the model, too
+norm = torch.Generator()  # also the name of a part of the model
 
 
 def noise_of_a_generator(m: Two, value: Tensor) -> Tensor:
@@ -436,25 +436,25 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED)
-def test_what_stages_would_not_do_is_refused(make: Callable[[], nn.Module], said: str) -> None:
+def test_models_that_stages_would_not_reproduce_are_refused(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         split_model(make().double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
 
 
-def test_a_generator_that_is_not_used_up_is_no_state() -> None:
-    """Nor is a global with the name of a part of the model."""
+def test_an_unchanged_generator_is_no_state() -> None:
+    """A global with the name of a part of the model is no state, either."""
     made = split_model(
         Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)
     )
     assert len(made.stages) == 2
 
 
-def test_without_the_check_nothing_runs_but_the_recording() -> None:
+def test_without_the_check_only_the_recording_runs() -> None:
     made = split_model(Two(global_state), 2, at=["b"], example=torch.randn(8, WIDTH), check=False)
     assert len(made.stages) == 2
 
 
-def test_a_sequence_is_compared_too_where_there_is_an_example() -> None:
+def test_a_sequence_is_compared_if_there_is_an_example() -> None:
     class Counting(nn.Linear):
         def forward(self, value: Tensor) -> Tensor:
             GLOBAL.append(1)
@@ -472,7 +472,7 @@ def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:
         split_model(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 2, at=["1"])
 
 
-def test_the_model_the_generators_and_gradients_are_as_before() -> None:
+def test_cutting_does_not_change_model_generators_or_gradients() -> None:
     model = Two(written_and_read_in_one_stage).double().eval()
     model.norm.train()
     model(torch.ones(8, WIDTH, dtype=torch.float64)).sum().backward()
@@ -497,11 +497,11 @@ def test_the_model_the_generators_and_gradients_are_as_before() -> None:
         assert torch.equal(gradient, value)
 
 
-# Micro-batches that are not like the example
+# Micro-batches that differ from the example
 
 
 class Positions(nn.Module):
-    """Takes up to 16 positions, and treats one alone in another way."""
+    """Takes up to 16 positions, and handles a single one differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -513,7 +513,7 @@ class Positions(nn.Module):
         return self.last(found * scale if value.shape[1] > 1 else -found)
 
 
-def test_a_micro_batch_of_another_kind_is_refused() -> None:
+def test_a_micro_batch_that_differs_from_the_example_is_refused() -> None:
     made = split_model(Positions(), 2, at=["last"], example=torch.ones(4, 8))
     assert made.inputs is not None
     for size_ in (1, 2, 7):
@@ -535,7 +535,7 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
             made.inputs.check(made.inputs(inputs), True)
 
 
-def test_a_size_of_one_makes_torch_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_of_one_causes_no_log_message_of_torch(caplog: pytest.LogCaptureFixture) -> None:
     torch_logger = logging.getLogger("torch._export.non_strict_utils")
     torch_logger.addHandler(caplog.handler)
     try:
@@ -546,7 +546,7 @@ def test_a_size_of_one_makes_torch_log_nothing(caplog: pytest.LogCaptureFixture)
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-def test_a_constant_of_the_example_stays_one() -> None:
+def test_a_constant_of_the_example_must_not_change() -> None:
     made = split_model(Positions(), 2, at=["last"], example={"value": torch.ones(4, 8), "scale": 2.0})
     assert made.inputs is not None
     made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 2.0}), True)
@@ -554,7 +554,7 @@ def test_a_constant_of_the_example_stays_one() -> None:
         made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 3.0}), True)
 
 
-def test_one_sample_that_is_a_case_of_its_own_is_refused_alone() -> None:
+def test_a_single_sample_is_refused_if_the_model_handles_it_differently() -> None:
     def squeezed(m: Two, value: Tensor) -> Tensor:
         return m.b(m.a(value)) if value.shape[0] > 1 else value
 
@@ -565,8 +565,8 @@ def test_one_sample_that_is_a_case_of_its_own_is_refused_alone() -> None:
         made.inputs.check(made.inputs(torch.ones(1, WIDTH)), True)
 
 
-def test_one_sample_that_the_model_does_not_take_is_refused() -> None:
-    """What normalizes over a batch raises an error in training, which no recording has."""
+def test_a_single_sample_is_refused_if_the_model_refuses_it() -> None:
+    """Batch normalization raises an error in training, which a recording does not contain."""
 
     def normalized(m: Two, value: Tensor) -> Tensor:
         return m.b(m.norm(m.a(value)))
@@ -579,7 +579,7 @@ def test_one_sample_that_the_model_does_not_take_is_refused() -> None:
         made.inputs.check(one, True)
 
 
-def test_stages_move_with_what_makes_tensors_in_them() -> None:
+def test_stages_that_make_tensors_can_be_moved() -> None:
     made = split_model(Two(size), 2, at=["b"], example=torch.ones(4, WIDTH))
     assert made.inputs is not None
     value: Any = made.inputs(torch.ones(3, WIDTH, device="meta"))
@@ -590,11 +590,11 @@ def test_stages_move_with_what_makes_tensors_in_them() -> None:
         made.stages[0].double()
 
 
-# Programs by chance
+# Random programs
 
 
 class Chance(nn.Module):
-    """Statements in a row, of which some change tensors in place that others see."""
+    """A random sequence of statements, some of which change tensors in place that others use."""
 
     state: Tensor
 
@@ -647,13 +647,13 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_programs_by_chance_are_equal_or_refused(seed: int) -> None:
+def test_random_programs_are_equal_or_refused(seed: int) -> None:
     torch.manual_seed(seed)
     model = Chance(seed).double()
     example = torch.randn(4, WIDTH, dtype=torch.float64)
     try:
         model(example).sum().backward()
-    except RuntimeError:  # autograd needs what was changed
+    except RuntimeError:  # autograd needs a value that was overwritten
         return
     at = sorted(random.Random(seed).sample(["layers.1", "layers.2", "layers.3"], 2))
     try:

@@ -83,7 +83,7 @@ def test_forward_has_the_signature_of_the_module() -> None:
     assert made(torch.ones(2)).shape == (3,)
 
 
-def test_an_error_there_is_raised_here() -> None:
+def test_an_error_of_the_module_is_raised_at_the_caller() -> None:
     module = RemoteModule("w1", Words, (3,))
     with pytest.raises(KeyError, match="inside"):
         module.get_module_rref().rpc_sync().fails()
@@ -91,7 +91,7 @@ def test_an_error_there_is_raised_here() -> None:
         module(torch.ones(2))
 
 
-def test_what_makes_no_module() -> None:
+def test_wrong_classes_and_workers() -> None:
     with pytest.raises(TypeError):
         RemoteModule("w1", nn.Linear)
     with pytest.raises(UnknownWorker):
@@ -103,7 +103,7 @@ def gradients_of(context: int, module: RRef[nn.Module]) -> list[Tensor]:
     return [found[parameter] for parameter in module.local_value().parameters()]
 
 
-def test_from_a_reference() -> None:
+def test_a_remote_module_from_a_reference() -> None:
     reference = remote("w1", nn.Linear, (2, 3))
     module = RemoteModule.init_from_module_rref("w1/cpu", reference)
     assert module.module_rref is reference or module.module_rref._handle.id == reference._handle.id
@@ -113,7 +113,7 @@ def test_from_a_reference() -> None:
     assert RemoteModule.init_from_module_rref("w1/meta", reference).device == "meta"
 
 
-def test_sent_to_another_worker() -> None:
+def test_a_handle_can_be_sent_to_another_worker() -> None:
     module: Any = RemoteModule("w1", Words, (3,)).eval()
     module.mine = "stays"
     result, on, training = rpc_sync("w2", call, (module, torch.ones(2), 4))
@@ -121,7 +121,7 @@ def test_sent_to_another_worker() -> None:
     assert not rpc_sync("w2", hasattr, (module, "mine"))
 
 
-def test_a_module_that_has_one_inside_can_be_sent() -> None:
+def test_a_module_that_contains_a_handle_can_be_sent() -> None:
     parent = Parent()
     value = torch.ones(3)
     assert torch.equal(rpc_sync("w2", torch.nn.Module.__call__, (parent, value)), parent(value))
@@ -132,13 +132,13 @@ class Double(RemoteModule):
         return super().forward(*args) * 2
 
 
-def test_a_handle_of_ones_own_class() -> None:
+def test_a_subclass_of_remote_module() -> None:
     module = Double("w1", nn.Identity)
     assert module(torch.ones(1)) == 2
     assert rpc_sync("w2", call, (module, torch.ones(1)))[0] == 2
 
 
-def test_training_and_evaluation() -> None:
+def test_train_and_eval_reach_the_module() -> None:
     parent = Parent()
     for mode in (False, True):
         parent.train(mode)
@@ -192,7 +192,7 @@ def test_conversions_reach_the_module() -> None:
     assert RemoteModule("w1/meta", nn.Linear, (2, 2)).state_dict()["weight"].is_meta
 
 
-def test_what_is_done_to_the_module_as_a_whole() -> None:
+def test_apply_and_other_methods_for_the_whole_module() -> None:
     parent = Parent()
 
     def clear(module: nn.Module) -> None:
@@ -208,7 +208,7 @@ def test_what_is_done_to_the_module_as_a_whole() -> None:
     parent.far.zero_grad()
 
 
-def test_hooks_of_the_handle_run_here() -> None:
+def test_hooks_of_the_handle_run_at_the_caller() -> None:
     seen = []
     module = RemoteModule("w1", nn.Linear, (2, 2))
     module.register_forward_pre_hook(lambda module, args: seen.append("before"))
@@ -223,13 +223,13 @@ def add_hook(module: RRef[nn.Module]) -> None:
     module.local_value().register_forward_hook(lambda module, args, result: result + 100)
 
 
-def test_hooks_of_the_module_run_there() -> None:
+def test_hooks_of_the_module_run_on_its_worker() -> None:
     module = RemoteModule("w1", nn.Identity)
     rpc_sync("w1", add_hook, (module.get_module_rref(),))
     assert module(torch.zeros(1)) == 100
 
 
-def test_inside_of_an_ordinary_module() -> None:
+def test_a_remote_module_inside_of_an_ordinary_module() -> None:
     parent = Parent()
     assert "(far): RemoteModule(Linear on w1/cpu)" in repr(parent)
     assert [name for name, _ in parent.named_parameters()] == ["near.weight", "near.bias"]
@@ -256,9 +256,9 @@ def test_attributes_of_the_module_are_not_those_of_the_handle() -> None:
         copy.deepcopy(module)
 
 
-def test_the_module_goes_with_its_last_handle() -> None:
+def test_the_module_is_released_with_its_last_handle() -> None:
     module = RemoteModule("w1", Words, (3,))
-    gc.collect()  # what other tests have left
+    gc.collect()  # frees references of other tests
     before = debug_info()["users"]
     del module
     gc.collect()
@@ -277,7 +277,7 @@ def test_on_a_device_of_its_own() -> None:
     assert weight.shape == (2, 3)
 
 
-def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program() -> None:
+def test_lost_gradients_are_warned_of_once_per_line_of_the_program() -> None:
     first = nn.Linear(3, 3)
     model = nn.Sequential(first, RemoteModule("w1", nn.Linear, (3, 4)))
     with warnings.catch_warnings(record=True) as said:
@@ -290,7 +290,7 @@ def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program(
     assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
 
 
-def test_nothing_is_said_where_no_gradient_is_wanted() -> None:
+def test_there_is_no_warning_if_no_gradient_is_needed() -> None:
     module = RemoteModule("w1", nn.Linear, (3, 4))
     frozen = RemoteModule("w1", nn.Linear, (3, 4)).requires_grad_(False)
     bare = RemoteModule("w1", nn.Identity)
@@ -319,7 +319,7 @@ def test_nothing_is_said_where_no_gradient_is_wanted() -> None:
         ((nn.Linear, (2, 1), ("bias",)), r"must be a dictionary by argument names, not \('bias',\)"),
     ],
 )
-def test_what_cannot_make_a_module_is_refused_here(arguments: tuple[Any, ...], said: str) -> None:
+def test_wrong_arguments_are_refused_at_the_caller(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         RemoteModule("w1", *arguments)
 
@@ -349,6 +349,6 @@ def test_places(text: str, worker: int | str, device: str | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cuda:0", "/cpu", "a/", "a/b", "a/cpu/cpu", "rank:x/cpu", "rank:"])
-def test_what_is_no_place(text: str) -> None:
+def test_invalid_places(text: str) -> None:
     with pytest.raises(UsageError, match="is not a place for a module"):
         parse_place(text)

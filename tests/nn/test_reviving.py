@@ -1,4 +1,4 @@
-"""Models, pipelines and optimizers whose workers are lost, come back, and go on from a checkpoint."""
+"""Models, pipelines and optimizers whose workers are lost and restarted go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def restart(crowd: Crowd, *names: str) -> None:
 
 
 def check(crowd: Crowd, folder: pathlib.Path, model: nn.Module, whole: nn.Module, *lost: str) -> None:
-    """Train, save, train on, lose workers, recover and train on: with the losses of the whole model in one place."""
+    """Train, save, train on, lose workers, recover and train on; compare the losses with those of the whole model."""
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.05)
     state = {"model": model, "optimizer": optimizer, "step": 2}
     expected = alone(whole, 6)
@@ -78,7 +78,7 @@ def test_a_pipeline_goes_on_with_the_same_losses(crowd: Crowd, tmp_path: pathlib
     check(crowd, tmp_path, Pipeline(stages, chunks=4), whole, "w1", "w2")
 
 
-def test_a_stage_whose_worker_stays_away_goes_on_elsewhere(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_a_stage_of_a_lost_worker_goes_on_elsewhere(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     pipeline = Pipeline([RemoteModule("w1", Layer, (1,)), RemoteModule("w2", Layer, (2,))], chunks=2)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
     state = {"model": pipeline, "optimizer": optimizer}
@@ -91,7 +91,7 @@ def test_a_stage_whose_worker_stays_away_goes_on_elsewhere(crowd: Crowd, tmp_pat
     assert train(pipeline, optimizer, range(2, 4)) == pytest.approx(expected[2:])
 
 
-def test_a_model_that_was_cut_goes_on_and_so_do_its_ties(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_a_split_model_with_ties_goes_on_with_the_same_losses(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     pipeline = Pipeline.split(
         Tied(), ["w1", "w2"], at=["layers.2"], chunks=2, restore=True, example=torch.ones(4, 4).double()
     )
@@ -99,17 +99,17 @@ def test_a_model_that_was_cut_goes_on_and_so_do_its_ties(crowd: Crowd, tmp_path:
 
 
 @pytest.mark.parametrize("lost", ["w1", "w2"])
-def test_parts_of_parts_come_back(crowd: Crowd, tmp_path: pathlib.Path, lost: str) -> None:
+def test_nested_remote_modules_are_recovered(crowd: Crowd, tmp_path: pathlib.Path, lost: str) -> None:
     model = RemoteModule("w1", Outer, ("w2",), restore=True)
     check(crowd, tmp_path, model, nn.Sequential(Layer(1), Layer(2)), lost)
 
 
-def test_a_module_that_came_back_has_the_mode_of_its_handle(crowd: Crowd) -> None:
+def test_a_recovered_module_has_the_mode_of_its_handle(crowd: Crowd) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=lambda layer: nn.init.zeros_(layer.linear.weight))
     module.eval()
     module.recover()
     restart(crowd, "w1")
-    assert rpc.rpc_sync("w1", trains, (module.get_module_rref(),))  # a use has made it anew
+    assert rpc.rpc_sync("w1", trains, (module.get_module_rref(),))  # its first use has made it anew
     module.recover()
     assert not rpc.rpc_sync("w1", trains, (module.get_module_rref(),))
     assert module.training is False
@@ -124,7 +124,7 @@ def weight_of(module: rpc.RRef[Layer]) -> Tensor:
     return module.local_value().linear.weight.detach()
 
 
-def test_a_handle_on_another_worker_finds_the_module_too(crowd: Crowd) -> None:
+def test_a_handle_on_another_worker_finds_the_recovered_module(crowd: Crowd) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
     outer = RemoteModule("w2", Around, (module,))
     value = batch(0)[0]
@@ -144,7 +144,7 @@ class Around(nn.Module):
         return found
 
 
-def test_a_step_that_comes_too_late_changes_nothing(crowd: Crowd) -> None:
+def test_a_late_step_of_the_old_optimizer_changes_nothing(crowd: Crowd) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, module, lr=0.05)
     old = optimizer.locals["w1"]
@@ -190,7 +190,7 @@ def test_hyperparameters_and_schedulers_go_on(crowd: Crowd, tmp_path: pathlib.Pa
     assert rpc.rpc_sync("w1", rate_of, (optimizer.locals["w1"],)) == 0.5
 
 
-def test_what_an_optimizer_keeps_in_its_groups_comes_back(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_state_in_the_groups_of_an_optimizer_is_recovered(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
     optimizer = DistributedOptimizer.for_module(Growing, module, lr=0.01)
     state = {"model": module, "optimizer": optimizer}
@@ -208,7 +208,7 @@ def rate_of(local: rpc.RRef[Any]) -> float:
     return found
 
 
-def test_what_cannot_come_back_is_told_at_once(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_a_module_without_restore_is_an_error_at_once(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     module = RemoteModule("w1", Layer, (1,))
     checkpoint.save({"model": module}, tmp_path / "one")
     restart(crowd, "w1")
@@ -220,7 +220,7 @@ def test_what_cannot_come_back_is_told_at_once(crowd: Crowd, tmp_path: pathlib.P
     assert time.monotonic() - start < 5
 
 
-def test_a_worker_that_does_not_come_back_is_named(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_the_error_names_a_worker_that_is_not_restarted(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
     checkpoint.save({"model": module}, tmp_path / "one")
     crowd.lose("w1")
@@ -228,7 +228,7 @@ def test_a_worker_that_does_not_come_back_is_named(crowd: Crowd, tmp_path: pathl
         telegrad.recover({"model": module}, tmp_path / "one", 0.5)
 
 
-def test_errors_of_the_program_are_raised_again(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+def test_recover_raises_errors_of_the_program_again(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.CodecError, match="mine"):
         telegrad.recover({}, tmp_path, after=errors.CodecError("mine"))
     with pytest.raises(errors.WorkersFailed):

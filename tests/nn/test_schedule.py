@@ -1,4 +1,4 @@
-"""Schedules of pipelines: complete, free of deadlocks, as short and as small as the literature says; tied weights."""
+"""Schedules of pipelines are complete, free of deadlocks, and as short and small as in the literature; tied weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.schedule_simulation import Timeline, simulate
 from telegrad.pipeline import pipeline_schedule as schedules
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, Action, TiedWeight, parse_tied, plan, with_tied
 
-WORLDS = 2_500  # of each schedule
+WORLDS = 2_500  # random cases of each schedule
 
 
 def around(stations: int, rounds: int = 1) -> tuple[int, ...]:
@@ -24,25 +24,25 @@ def played(schedule: str, stations: tuple[int, ...], batches: int) -> Timeline:
 @pytest.mark.parametrize("stations", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("batches", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_time_lost_is_that_of_the_literature(schedule: str, stations: int, batches: int) -> None:
+def test_the_idle_time_is_that_of_the_literature(schedule: str, stations: int, batches: int) -> None:
     found = played(schedule, around(stations), batches)
     assert found.idle == pytest.approx((stations - 1) / (batches + stations - 1))
 
 
 @pytest.mark.parametrize(("stations", "rounds", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 3, 6), (4, 1, 8)])
-def test_time_lost_where_stages_go_around(stations: int, rounds: int, batches: int) -> None:
+def test_the_idle_time_of_interleaved_stages(stations: int, rounds: int, batches: int) -> None:
     found = played("interleaved", around(stations, rounds), batches)
     assert found.idle == pytest.approx((stations - 1) / (rounds * batches + stations - 1))
 
 
 @pytest.mark.parametrize(("stations", "batches"), [(2, 2), (2, 9), (3, 8), (4, 4), (4, 8), (8, 20)])
-def test_time_lost_where_weights_come_later(stations: int, batches: int) -> None:
+def test_the_idle_time_of_zero_bubble(stations: int, batches: int) -> None:
     found = played("zero-bubble", around(stations), batches)
     assert found.idle == pytest.approx((stations - 1) / (3 * batches + stations - 1))
     assert found.length < played("1f1b", around(stations), batches).length
 
 
-def test_activations_that_are_kept() -> None:
+def test_the_number_of_kept_activations() -> None:
     assert played("gpipe", around(4), 8).kept == [8, 8, 8, 8]
     assert played("1f1b", around(4), 8).kept == [4, 3, 2, 1]
     assert played("1f1b", around(4), 2).kept == [2, 2, 2, 1]
@@ -51,7 +51,7 @@ def test_activations_that_are_kept() -> None:
 
 
 def random_world(chance: random.Random, schedule: str) -> tuple[tuple[int, ...], int]:
-    """Stages on stations, in any order where the schedule allows that; and a number of micro-batches."""
+    """Draw stations for the stages, in any order that the schedule allows, and a number of micro-batches."""
     batches = chance.randint(1, 16)
     if schedule == "interleaved":
         return around(chance.randint(1, 6), chance.randint(1, 4)), batches
@@ -77,7 +77,7 @@ def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_pipeline_comes_to_its_end_whatever_takes_how_long(schedule: str) -> None:
+def test_random_pipelines_end_for_random_durations(schedule: str) -> None:
     for seed in range(WORLDS):
         chance = random.Random(seed)
         stations, batches = random_world(chance, schedule)
@@ -115,7 +115,7 @@ def test_inference_goes_forward_only(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tied_values_come_before_and_gradients_go_after_all_that_the_replica_does(schedule: str) -> None:
+def test_tied_values_arrive_first_and_gradients_leave_last(schedule: str) -> None:
     stations = around(2, 2)
     plans = plan(schedule, stations, 4)
     first, second = with_tied(plans, stations, [TiedWeight(0, "table", 3, "head")], trains=True)

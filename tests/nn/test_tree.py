@@ -1,4 +1,4 @@
-"""Which modules belong to a model that is spread over workers."""
+"""The modules that belong to a model that is spread over workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_attributes_lists_and_dictionaries() -> None:
     }
 
 
-def test_from_worker_to_worker() -> None:
+def test_modules_that_refer_from_worker_to_worker() -> None:
     model = Net(far=RemoteModule("w1", make_net, (), {"one": "w2", "other": "w0"}))
     assert found(model) == {"": "w0", "far": "w1", "far.one": "w2", "far.other": "w0"}
     assert found(remote("w1", make_net, (), {"one": "w2"})) == {"": "w1", "one": "w2"}
@@ -72,7 +72,7 @@ def test_references_in_a_circle() -> None:
     assert found(Net(start=one)) == {"": "w0", "start": "w1", "start.other": "w2"}
 
 
-def test_what_is_no_module_is_left_alone() -> None:
+def test_references_to_other_values_are_ignored() -> None:
     model = Net(data=remote("w1", torch.ones, (2,)), text=remote("w2", str, ("x",)), part=nn.Linear(1, 1))
     assert found(model) == {"": "w0"}
     with pytest.raises(UsageError, match="is not a module and does not refer to one"):

@@ -1,4 +1,4 @@
-"""Trains a pipeline, and the same model in one process beside it."""
+"""Train a pipeline, and the same model in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from telegrad.optim import DistributedOptimizer
 def train_both(
     pipeline: Pipeline, whole: nn.Module, optimizer: Any, batches: Iterable[tuple[Any, Tensor]], **options: Any
 ) -> DistributedOptimizer:
-    """Fail if a batch has another loss in one process than over workers."""
+    """Train both; fail if a batch has another loss in one process than over workers."""
     ours = DistributedOptimizer.for_module(optimizer, pipeline, **options)
     theirs = optimizer(whole.parameters(), **options)
     for inputs, targets in batches:
@@ -39,7 +39,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> list[float]:
-    """Train a spread model with these batches; return the losses."""
+    """Train a distributed model with the batches of these steps; return the losses."""
     losses = []
     for step in steps:
         inputs, targets = batch(step)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["after the pass", "with the pass"])
-def test_what_was_kept_of_other_contexts_counts(fused: bool) -> None:
+def test_the_norm_includes_accumulated_gradients(fused: bool) -> None:
     leaf = nn.Parameter(torch.zeros(4))
     optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
     with autograd.context() as context:
@@ -43,7 +43,7 @@ def test_sparse_gradients() -> None:
         assert clip_grad_norm_(context, references, 1.0) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_a_norm_that_is_no_number() -> None:
+def test_an_infinite_norm() -> None:
     leaf = nn.Parameter(torch.ones(2))
     with autograd.context() as context:
         autograd.backward(context, (leaf * torch.tensor([inf, 1.0])).sum())

@@ -1,4 +1,4 @@
-"""Optimizers over several workers: the parameters end where they would in one process."""
+"""Optimizers over several workers give the parameters that one process would give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Model(nn.Module):
-    """Four layers, on `owners` workers, the first of which is this one."""
+    """Four layers on `owners` workers, the first of which is this one."""
 
     def __init__(self, owners: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def together(owners: int) -> tuple[Model, Model]:
-    """A spread model, and the same in one place."""
+    """Return a distributed model, and the same in one place."""
     spread, whole = Model(owners), Model(1)
     whole.load_state_dict(spread.state_dict())
     return spread, whole
@@ -145,7 +145,7 @@ def test_sparse_gradients() -> None:
 
 
 class Gauge(torch.optim.SGD):
-    """Notices when two steps overlap."""
+    """Records the largest number of steps at the same time."""
 
     inside = 0
     most = 0
@@ -162,7 +162,7 @@ class Gauge(torch.optim.SGD):
 
 
 def train_alone(worker: Worker, leaf: RRef[Any], optimizer: DistributedOptimizer, steps: int, fused: bool) -> None:
-    """On a thread of its own: a trainer that shares parameters with others."""
+    """Train with parameters that other trainers use, too; runs on a thread of its own."""
     current.enter(worker)
     for _ in range(steps):
         with autograd.context() as context:
@@ -203,7 +203,7 @@ class Squared(nn.Module):
 
 
 @WAYS
-def test_a_step_between_another_ones_forward_and_backward(fused: bool) -> None:
+def test_a_step_between_forward_and_backward_of_another_trainer(fused: bool) -> None:
     module = RemoteModule("w1", Squared)
     value = torch.ones(2, requires_grad=True)
 
@@ -229,7 +229,7 @@ def test_a_step_between_another_ones_forward_and_backward(fused: bool) -> None:
     assert module.state_dict()["weight"].tolist() == pytest.approx([second] * 2)
 
 
-def test_hogwild_follows_parameters_that_move() -> None:
+def test_hogwild_follows_replaced_parameters() -> None:
     module = RemoteModule("w1", Squared)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=0.1, hogwild=True)
     module.load_state_dict({"weight": torch.ones(2)}, assign=False)
@@ -240,7 +240,7 @@ def test_hogwild_follows_parameters_that_move() -> None:
     assert module.state_dict()["weight"].tolist() == pytest.approx([0.8] * 2)
 
 
-def test_state_goes_from_few_workers_to_many() -> None:
+def test_state_is_loaded_on_more_workers() -> None:
     spread, whole = together(2)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.05)
     reference = torch.optim.Adam(whole.parameters(), lr=0.05)
@@ -261,7 +261,7 @@ def test_state_goes_from_few_workers_to_many() -> None:
 
 
 class Outer(nn.Module):
-    """Has parts on other workers before, between and in its own."""
+    """A module whose parts on other workers are before, between and inside of its own parts."""
 
     def __init__(self, spread: bool) -> None:
         super().__init__()
@@ -302,14 +302,14 @@ def test_the_state_lists_parameters_in_the_order_of_the_model() -> None:
         optimizer.load_state_dict({**alone.state_dict(), "param_groups": state["param_groups"]})
 
 
-def test_the_state_lists_references_in_the_order_in_which_they_were_given() -> None:
+def test_the_state_lists_references_in_the_given_order() -> None:
     parts = [remote(worker, nn.Linear, (1, 1)) for worker in ("w2", "w1", "w2")]
     names = DistributedOptimizer(torch.optim.SGD, parts, lr=0.1).state_dict()["param_groups"][0]["params"]
     assert names == [f"{number}.{name}" for number in range(3) for name in ("weight", "bias")]
 
 
 class Fails(torch.optim.SGD):
-    """Fails in every way that is asked for."""
+    """Fails when it is made, or in its step."""
 
     def __init__(self, params: list[dict[str, list[torch.Tensor]]], lr: int, when: str) -> None:
         if when == "made":
@@ -347,24 +347,24 @@ def test_a_worker_that_died() -> None:
 
 
 def use_optimizer(optimizer: RRef[Any], leaf: RRef[Any]) -> None:
-    """What another worker does with an optimizer that was made elsewhere."""
+    """Use an optimizer that another worker has made."""
     with autograd.context() as context:
         autograd.backward(context, leaf.to_here().sum())
         optimizer.rpc_sync().step(context)
 
 
-def test_used_from_another_worker() -> None:
+def test_an_optimizer_can_be_used_by_another_worker() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     rpc_sync("w2", use_optimizer, (RRef(optimizer), leaf))
     assert leaf.to_here().sum() == 0
-    rpc_sync("w2", use_optimizer, [optimizer, leaf])  # as its annotation asks for a reference
+    rpc_sync("w2", use_optimizer, [optimizer, leaf])  # sent as a reference, as the annotation demands
     assert leaf.to_here().sum() == -9
     with pytest.raises(CannotEncode, match="wrap it in an RRef"):
         rpc_sync("w2", type, (optimizer,))
 
 
-def test_what_has_no_meaning_says_so() -> None:
+def test_wrong_uses_are_errors_with_advice() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     with pytest.raises(UsageError, match="a new context for each step"):
         optimizer.zero_grad()
@@ -376,7 +376,7 @@ def test_what_has_no_meaning_says_so() -> None:
         DistributedOptimizer(torch.optim.SGD, [], lr=1)
 
 
-def test_a_shared_parameter_is_taken_once() -> None:
+def test_a_repeated_parameter_is_used_once() -> None:
     reference = remote("w1", nn.Linear, (2, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD, [reference, reference], lr=1)
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
@@ -409,7 +409,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_optimized_is_refused_when_the_optimizer_is_made(what: str) -> None:
+def test_wrong_parameters_are_refused_by_the_constructor(what: str) -> None:
     make, said = WRONG[what]
     with pytest.raises(UsageError, match=said):
         DistributedOptimizer(*make())
@@ -422,14 +422,14 @@ def test_parameters_in_two_groups_are_refused() -> None:
         optimizer.add_param_group({"params": [layer]})
 
 
-def test_one_reference_and_remote_modules_are_as_good_as_lists_of_references() -> None:
+def test_a_reference_or_remote_modules_may_replace_a_list_of_references() -> None:
     layers: Any = [RemoteModule("w1", linear, (2, 2)), RemoteModule("w2", linear, (2, 2))]
     assert len(DistributedOptimizer(torch.optim.SGD, layers, lr=0.1).locals) == 2
     layer: Any = remote("w1", linear, (2, 2))
     assert list(DistributedOptimizer(torch.optim.SGD, layer, lr=0.1).locals) == ["w1"]
 
 
-def test_a_step_without_a_backward_pass_says_that_it_did_nothing() -> None:
+def test_a_step_without_a_backward_pass_warns_that_it_did_nothing() -> None:
     model = RemoteModule("w1", linear, (2, 2))
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
     with autograd.context() as context:
@@ -442,7 +442,7 @@ def test_a_step_without_a_backward_pass_says_that_it_did_nothing() -> None:
             optimizer.step(context)
 
 
-def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_heard_of_it() -> None:
+def test_a_step_in_an_ended_context_changes_no_parameter() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     with autograd.context() as context:
@@ -467,7 +467,7 @@ def test_a_worker_without_parameters_has_no_share() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
 
 
-def test_a_step_does_not_make_owners_join_a_context_in_which_they_took_no_part(five: list[Worker]) -> None:
+def test_a_step_does_not_make_uninvolved_owners_join_the_context(five: list[Worker]) -> None:
     used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [used, unused], lr=1)
     with autograd.context() as context:

@@ -1,4 +1,4 @@
-"""Optimizers whose steps ride with the backward pass: the same steps, without messages of their own."""
+"""Optimizers whose steps ride with the backward pass take the same steps, without messages of their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_PASSES = ("Start", "PackedShipment", "PassReport", "Mark", "DeclareDead")
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What leaves: messages of passes, calls and their answers."""
+    """Count the messages that are sent: those of passes, calls and their answers."""
     counts: Counter[str] = Counter()
     write, notify = Link.send, Agent.notify
     names = {CALL: "call", RESULT: "answer", FAILURE: "answer"}
@@ -58,7 +58,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def backward(sent: Counter[str], context: int, loss: torch.Tensor, **options: Any) -> Counter[str]:
-    """What leaves in a backward pass."""
+    """Return the messages of a backward pass."""
     sent.clear()
     autograd.backward(context, loss, **options)
     return sent.copy()
@@ -94,13 +94,13 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
     assert same(spread, whole)
 
 
-def test_changes_of_hyperparameters_travel_along(sent: Counter[str]) -> None:
+def test_changes_of_hyperparameters_ride_along(sent: Counter[str]) -> None:
     spread, whole = together(3)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     schedulers = [lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, reference)]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as when a scheduler takes a step for missing
+        warnings.simplefilter("error")  # such as a scheduler's that misses the step
         for seed in range(6):
             with autograd.context() as context:
                 loss = loss_of(spread, seed)
@@ -114,10 +114,10 @@ def test_changes_of_hyperparameters_travel_along(sent: Counter[str]) -> None:
     assert same(spread, whole)
 
 
-# Where the owners cannot know
+# Passes whose end owners cannot know
 
 
-def test_what_was_sent_and_not_used_makes_the_owner_wait_to_be_asked(sent: Counter[str]) -> None:
+def test_an_unused_send_makes_the_owner_wait_for_a_call(sent: Counter[str]) -> None:
     used, other = (remote(f"w{number}", make_leaf) for number in (1, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD, [used, other], lr=1)
     with autograd.context() as context:
@@ -128,8 +128,8 @@ def test_what_was_sent_and_not_used_makes_the_owner_wait_to_be_asked(sent: Count
     assert used.to_here().sum() == other.to_here().sum() == 0
 
 
-def test_gradients_that_wait_for_what_was_not_used() -> None:
-    """A node waits for two sends, one of which gets nothing: the owner steps once it has been told."""
+def test_gradients_that_wait_for_an_unused_send() -> None:
+    """A node waits for two sends, one of which gets no gradient: the owner steps once it knows this."""
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     with autograd.context() as context:
@@ -144,7 +144,7 @@ def halves(weight: RRef[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return middle + 0, middle + 1
 
 
-def test_owners_that_take_no_part(sent: Counter[str]) -> None:
+def test_owners_without_gradients_in_the_pass(sent: Counter[str]) -> None:
     used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.AdamW, [used, unused], lr=0.1, weight_decay=0.5)
     with autograd.context() as context:
@@ -153,7 +153,7 @@ def test_owners_that_take_no_part(sent: Counter[str]) -> None:
     with autograd.context() as context:
         autograd.backward(context, used.to_here().sum(), step=optimizer)
     assert used.to_here().sum() < 9
-    assert unused.to_here().sum() < 9  # with what was kept
+    assert unused.to_here().sum() < 9  # with the accumulated gradients
     before = unused.to_here()
     with autograd.context() as context:
         autograd.backward(context, used.to_here().sum(), step=optimizer)
@@ -174,11 +174,11 @@ def test_two_passes_in_a_context() -> None:
     assert same(spread, whole, 1e-6)
 
 
-# What goes wrong
+# Failures
 
 
 class FailsOn(torch.optim.SGD):
-    """Fails where its first parameter has that value."""
+    """Fails if its first parameter has the given value."""
 
     def __init__(self, params: Any, lr: float, value: float) -> None:
         super().__init__(params, lr)
@@ -242,13 +242,13 @@ def test_a_pass_that_fails(begin: Callable[..., Any]) -> None:
         with pytest.raises(ArithmeticError, match="no way back"):
             begin(context, loss, step=optimizer)
     assert bad.to_here().sum() == 9
-    assert good.to_here().sum() in (9, 0)  # it may have stepped
+    assert good.to_here().sum() in (9, 0)  # this owner may have stepped
     with autograd.context() as context:
         autograd.backward(context, bad.to_here().sum(), step=optimizer)
     assert bad.to_here().sum() == 0
 
 
-def test_what_cannot_step() -> None:
+def test_wrong_steps_are_refused() -> None:
     leaf = torch.ones(1, requires_grad=True)
     with autograd.context() as context, pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"):
         autograd.backward(context, leaf.sum(), step=torch.optim.SGD([leaf]))  # type: ignore[arg-type]
@@ -258,14 +258,14 @@ def test_what_cannot_step() -> None:
     assert leaf == 1
 
 
-def test_a_pass_that_comes_to_none_of_the_parameters_says_so() -> None:
+def test_a_pass_that_reaches_none_of_the_parameters_warns() -> None:
     leaf = torch.ones(1, requires_grad=True)
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     with autograd.context() as context, pytest.warns(TelegradWarning, match="none of the parameters has a gradient"):
         autograd.backward(context, leaf.sum(), step=optimizer)
 
 
-# Everything that a step has
+# Features of steps
 
 
 @pytest.mark.parametrize("norm", [1.0, 2.0, inf])
@@ -280,7 +280,7 @@ def test_clipping(norm: float, limit: float, sent: Counter[str]) -> None:
         with autograd.context() as context:
             loss = loss_of(one, seed)
             counts = backward(sent, context, loss, step=clipped)
-        assert counts["call"] == counts["answer"] == 2  # one round; this worker's own share needs no connection
+        assert counts["call"] == counts["answer"] == 2  # one round; the local part needs no connection
         with autograd.context() as context:
             autograd.backward(context, loss_of(other, seed))
             wanted = clip_grad_norm_(context, optimizers[1], limit, norm)
@@ -292,7 +292,7 @@ def test_clipping(norm: float, limit: float, sent: Counter[str]) -> None:
 
 
 class Waits(torch.optim.SGD):
-    """Steps once a gradient has come to where the next worker is."""
+    """Steps once a gradient has arrived at the next worker."""
 
     came = threading.Event()
 
@@ -305,7 +305,7 @@ def times(x: torch.Tensor, weight: RRef[torch.Tensor]) -> torch.Tensor:
     return x * weight.local_value()
 
 
-def test_nobody_waits_for_a_step_elsewhere() -> None:
+def test_gradients_do_not_wait_for_a_step_elsewhere() -> None:
     Waits.came.clear()
     weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
     x.register_hook(lambda _: Waits.came.set())
@@ -315,7 +315,7 @@ def test_nobody_waits_for_a_step_elsewhere() -> None:
     assert weight.to_here().sum() == 0
 
 
-def test_a_root_elsewhere_and_a_pass_that_nobody_waits_for() -> None:
+def test_a_root_on_another_worker_and_an_asynchronous_pass() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     with autograd.context() as context:
@@ -327,7 +327,7 @@ def test_a_root_elsewhere_and_a_pass_that_nobody_waits_for() -> None:
 
 
 @pytest.mark.parametrize("of_all", [True, False])
-def test_hooks_that_come_before_a_step_come_before_it(of_all: bool) -> None:
+def test_pre_hooks_run_before_a_riding_step(of_all: bool) -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     seen = []
@@ -336,7 +336,7 @@ def test_hooks_that_come_before_a_step_come_before_it(of_all: bool) -> None:
         autograd.backward(context, leaf.to_here().sum(), step=optimizer)
 
     def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        if stepping is optimizer:  # not that of the owner, which is in this process
+        if stepping is optimizer:  # not the owner's optimizer, which is in this process, too
             seen.append(leaf.to_here().sum().item())
 
     handle = register_optimizer_step_pre_hook(before) if of_all else optimizer.register_step_pre_hook(before)
@@ -347,14 +347,14 @@ def test_hooks_that_come_before_a_step_come_before_it(of_all: bool) -> None:
 
 
 class Halving(DistributedOptimizer):
-    """Does something before each step."""
+    """Halves the learning rate before each step."""
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
         self.param_groups[0]["lr"] /= 2
         super().step(context_id)
 
 
-def test_what_a_subclass_does_before_a_step() -> None:
+def test_a_subclass_can_act_before_a_riding_step() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = Halving(torch.optim.SGD, [leaf], lr=1.0)
     with autograd.context() as context:
@@ -362,7 +362,7 @@ def test_what_a_subclass_does_before_a_step() -> None:
     assert leaf.to_here()[0, 0] == 0.5
 
 
-def test_a_hyperparameter_that_no_pass_takes_along() -> None:
+def test_a_tensor_as_hyperparameter() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
@@ -371,7 +371,7 @@ def test_a_hyperparameter_that_no_pass_takes_along() -> None:
     assert leaf.to_here()[0, 0] == 0.75
 
 
-def test_steps_with_changes_that_overlap() -> None:
+def test_overlapping_steps_with_changed_hyperparameters() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -383,19 +383,19 @@ def test_steps_with_changes_that_overlap() -> None:
     assert optimizer._telegrad_ride(2).rider
 
 
-def test_an_optimizer_that_is_gone_leaves_nothing_behind(five: list[Worker]) -> None:
+def test_the_owner_forgets_a_deleted_optimizer(five: list[Worker]) -> None:
     riders = five[1].conductor.riders
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
     number = optimizer._telegrad_ride(1).rider
     assert number in riders
     del optimizer
     deadline = time.monotonic() + PATIENCE
-    while number in riders:  # the owner hears of it by a letter
+    while number in riders:  # a message tells the owner
         assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("rides", [True, False])
-def test_hyperparameters_are_sent_again_after_a_step_that_failed(rides: bool) -> None:
+def test_hyperparameters_are_sent_again_after_a_failed_step(rides: bool) -> None:
     good, bad = remote("w1", make_leaf), remote("w2", make_twos)
     optimizer = DistributedOptimizer(FailsOn, [good, bad], lr=1.0, value=2.0)
 
@@ -408,7 +408,7 @@ def test_hyperparameters_are_sent_again_after_a_step_that_failed(rides: bool) ->
 
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(ArithmeticError):
-        step()  # one owner has taken it over
+        step()  # one owner has the new value
     optimizer.param_groups[0]["lr"] = 1.0
     before = good.to_here()
     with pytest.raises(ArithmeticError):

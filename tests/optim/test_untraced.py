@@ -1,4 +1,4 @@
-"""Optimizers of torch without its tracer: the same steps, and no import that takes seconds."""
+"""Torch's optimizers without its tracer take the same steps, without an import that takes seconds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def traces() -> bool:
 
 
 def train(rank: int) -> bool:
-    """On the first worker: everything that an optimizer does, over parameters of the second."""
+    """Use all features of an optimizer on the first worker, over parameters of the second."""
     if rank:
         return traces()
     layer = RemoteModule("worker1", nn.Linear, (4, 4))
@@ -72,7 +72,7 @@ def test_training_over_remote_parameters_does_not_import_the_tracer() -> None:
 
 
 def stepped(kind: Any, options: dict[str, bool], untracedly: bool) -> tuple[torch.Tensor, str]:
-    """A parameter after some steps, and the state that the optimizer has then."""
+    """Return a parameter after some steps, and the state of the optimizer."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(6, 4))
     own = kind([{"params": [parameter]}], **options)
@@ -86,7 +86,7 @@ def stepped(kind: Any, options: dict[str, bool], untracedly: bool) -> tuple[torc
 
 
 def step_all() -> tuple[list[dict[tuple[str, str], tuple[torch.Tensor, str]]], list[bool]]:
-    """What each optimizer of torch does untraced, then what it does by itself; and when the tracer was imported."""
+    """Step with each optimizer of torch, untraced and traced; return the results, and when the tracer was imported."""
     found: list[dict[tuple[str, str], tuple[torch.Tensor, str]]] = [{}, {}]
     imported = []
     for results in found:
@@ -98,7 +98,7 @@ def step_all() -> tuple[list[dict[tuple[str, str], tuple[torch.Tensor, str]]], l
     return found, imported
 
 
-def test_untraced_steps_are_the_same_steps() -> None:
+def test_untraced_steps_equal_traced_steps() -> None:
     with processes(1) as (process,):
         (ours, theirs), imported = process.run(step_all)
     assert imported == [False, True]
@@ -109,7 +109,7 @@ def test_untraced_steps_are_the_same_steps() -> None:
 
 
 def run_hooks() -> tuple[list[Any], bool]:
-    """What the hooks of an untraced step see, in order; whether gradients are recorded inside of it."""
+    """Return the hook calls of an untraced step, in order, and True if the tracer was imported."""
     seen: list[Any] = []
     parameter = nn.Parameter(torch.ones(2))
     own = torch.optim.SGD([{"params": [parameter]}], lr=0.1)
@@ -132,7 +132,7 @@ def test_hooks_and_profilers_see_untraced_steps() -> None:
     assert not imported
 
 
-def test_who_traces_is_asked_not_to_trace_optimizers() -> None:
+def test_the_guard_of_an_imported_tracer_is_called() -> None:
     untraced.import_tracer()
     own = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     asked = []
@@ -160,10 +160,10 @@ def test_who_traces_is_asked_not_to_trace_optimizers() -> None:
     ("make", "imports"),
     [(torch.optim.SGD, False), (Plain, False), (Own, False), (Above, True), (lambda own: Own(own), True)],
 )
-def test_it_is_known_which_optimizers_may_import_the_tracer(make: Callable[..., Any], imports: bool) -> None:
+def test_may_import_knows_the_optimizers_that_import_the_tracer(make: Callable[..., Any], imports: bool) -> None:
     assert untraced.may_import(make) is imports
     if not imports:
-        make([nn.Parameter(torch.ones(2))])  # torch wraps the class's step then
+        make([nn.Parameter(torch.ones(2))])  # makes torch wrap the step of the class
         assert untraced.may_import(make) is imports
 
 

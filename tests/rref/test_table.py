@@ -1,4 +1,4 @@
-"""The table of references, and what a debugger sees of a worker."""
+"""The table of references, and the texts of references and workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_no_thread_starts_under_the_lock_of_a_table(worker: Worker, monkeypatch:
     assert held["telegrad-references"] is False
 
 
-def test_a_reference_that_several_threads_give_up_ends_once(worker: Worker) -> None:
+def test_a_reference_that_several_threads_give_up_is_deleted_once(worker: Worker) -> None:
     ref = RRef(1)
     table, handle = worker.references, ref._handle
     in_threads(*[lambda: table.give_up(handle)] * 8)
@@ -61,8 +61,8 @@ def test_the_text_of_references_and_workers_needs_no_lock(worker: Worker) -> Non
     assert repr(worker) == "<Worker 'w0', closed, in <Members: w0, w1>>"
 
 
-def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agents_here(3, dynamic=True) as (owner, _, user):  # each holds a connection to the next
+def test_a_connected_worker_that_is_not_listed_yet_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents_here(3, dynamic=True) as (owner, _, user):  # each member holds a connection to the next
         find, asked = owner.directory.find, threading.Semaphore(0)
 
         def find_nobody(to: str | int) -> Member:
@@ -73,7 +73,7 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
         owner.agent.forget_names([])
         current.enter(user)
         reference = remote("w0", int)
-        remote("w0", int).to_here()  # ends here, of which the owner owes a receipt
+        remote("w0", int).to_here()  # ends at once; the owner owes a receipt for it
         assert asked.acquire(timeout=PATIENCE)
         owner.references.flush()
         assert reference.to_here() == 0
@@ -84,7 +84,7 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
         wait_until(lambda: not owner.references.counts()["owners"])
 
 
-def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_posted_once_although_posting_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     table = worker.references
     references = [remote("w1", int) for _ in range(4)]
     for reference in references:
@@ -100,7 +100,7 @@ def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypa
 
     fails = threading.Semaphore(1)
     monkeypatch.setattr(table._courier, "post", post_but_once)
-    with table._lock:  # so that the handles end in one turn of the thread
+    with table._lock:  # the handles end in the same turn of the thread
         references.clear()
         del reference
     wait_until(lambda: len({letter for _, letter in posted if letter.kind == DROPPED}) == 4)
@@ -108,7 +108,7 @@ def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypa
     assert len(posted) == len(set(posted))
 
 
-def test_letters_are_looked_for_only_for_workers_that_are_there() -> None:
+def test_messages_are_kept_only_for_present_workers() -> None:
     with agents_here(3, dynamic=True) as (owner, other, leaver):
         for user in (other, leaver):
             current.enter(user)
@@ -119,8 +119,8 @@ def test_letters_are_looked_for_only_for_workers_that_are_there() -> None:
         wait_until(lambda: [key.partition("#")[0] for key in list(lines)] == ["w1"])
 
 
-def test_a_reference_that_is_asked_for_its_text_does_not_wait(worker: Worker) -> None:
-    """Not even the one whose `confirmed_by_owner` does."""
+def test_the_text_of_a_reference_does_not_wait(worker: Worker) -> None:
+    """This holds although `confirmed_by_owner` of a reference of the drop-in mode waits."""
     from telegrad.compat.rpc import references
 
     plain, gate = remote("w1", threading.Event), threading.Event()
@@ -131,7 +131,7 @@ def test_a_reference_that_is_asked_for_its_text_does_not_wait(worker: Worker) ->
         gate.set()
 
     thread = threading.Thread(target=look)
-    plain._handle.id = ("w1#gone", 1)  # of which nobody will say a word
+    plain._handle.id = ("w1#gone", 1)  # never confirmed
     thread.start()
     assert gate.wait(PATIENCE / 10)
 

@@ -1,8 +1,8 @@
-"""A network in the hands of a stranger: it sees all that ends of handshakes say, and decides what each of them hears.
+"""A network that an attacker controls: the attacker reads all messages, and decides what each end receives.
 
-Moves are plain numbers taken modulo what there is, so any numbers are a game: hypothesis and the fuzzer play the same
-one. Its rule is agreement: an end that is done has talked with one other end, which holds the same key, is who it
-says, and said each byte that was heard.
+Moves are plain numbers taken modulo the number of choices, so any numbers are valid moves: hypothesis and the fuzzer
+use the same ones. The invariant is agreement: an end that is done has talked with one other end, which holds the same
+key, has the claimed identity, and has sent each byte that was received.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INITIATE, ACCEPT, DELIVER, FLIP, CUT, JOIN, RENAME, RAW = range(8)
 
 
 class Move(NamedTuple):
-    """What the stranger does: to which end, with which of the messages seen, and with what change."""
+    """A move of the attacker: the receiving end, one of the messages seen so far, and its change."""
 
     kind: int
     end: int = 0
@@ -34,22 +34,22 @@ class Move(NamedTuple):
 
 
 class Party:
-    """One end, and what it said and heard."""
+    """An end of a handshake, with the bytes that it has sent and received."""
 
     def __init__(self, end: Initiator | Acceptor, claim: Hello, key: Keyring, wanted: Hello | None = None) -> None:
         self.end, self.claim, self.key, self.wanted = end, claim, key, wanted
         self.said, self.heard = b"", b""
-        self.grounds = b""  # what it had understood when it last spoke
+        self.grounds = b""  # the accepted bytes at the time of its last message
         self.failed = False
 
     @property
     def understood(self) -> bytes:
-        """What it heard, without what stands behind the handshake."""
+        """Return the received bytes, without those behind the handshake."""
         return self.heard[: len(self.heard) - len(self.end.leftover)]
 
 
 class Network:
-    """All ends, and every message that crossed."""
+    """All ends, and every message that was sent."""
 
     def __init__(self) -> None:
         self.parties: list[Party] = []
@@ -96,14 +96,14 @@ class Network:
             return message[:at] if move.value % 2 else message[at:]
         if kind == JOIN:
             return message + self.messages[move.value % len(self.messages)]
-        if kind == RENAME:  # as if it were another step of the handshake
+        if kind == RENAME:  # claims to be another step of the handshake
             return message[:2] + b"HC1234R"[move.value % 7 :][:1] + message[3:]
         if kind == RAW:
             return move.value.to_bytes(8, "little")[: move.at % 9]
         return message
 
     def deliver(self, party: Party, data: bytes) -> None:
-        """As a driver does: after an error the connection is closed, after the end it carries frames."""
+        """Deliver bytes as a driver does: nothing after an error or after the end of the handshake."""
         if party.failed or party.end.done:
             return
         party.heard += data
@@ -121,7 +121,7 @@ class Network:
             self.messages.append(said)
 
     def check(self) -> None:
-        """Whoever is done agrees with somebody about everything, and with nobody else."""
+        """Assert that each end that is done agrees on everything with exactly one other end."""
         partners = [self._partner(party) for party in self.parties if party.end.done]
         assert len(set(map(id, partners))) == len(partners), "two ends talked with the same one"
 
@@ -145,7 +145,7 @@ class Network:
 
 
 def honest(initiator: int = 0, acceptor: int = 1, *, wanted: int | None = None, key: int = 0) -> list[Move]:
-    """The moves of a stranger that changes nothing: one calls another, or is led to one that it did not want."""
+    """Return moves without changes: an end calls another, or reaches one that it did not want."""
     return [
         Move(INITIATE, initiator, acceptor if wanted is None else wanted, 0, key),
         Move(ACCEPT, acceptor),

@@ -1,4 +1,4 @@
-"""Where the fuzzer begins: real conversations, in the form that its targets read."""
+"""The initial inputs of the fuzzer: real conversations, in the form that its targets read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOVE = struct.Struct("<BBBBH")
 
 
 def frames(data: bytes) -> None:
-    """The first bytes say how the rest is cut."""
+    """Read a stream of frames in pieces; the first bytes are the sizes of the pieces."""
     cuts, stream = [byte + 1 for byte in data[:3]], data[3:]
     if stream:
         with scratch_of(SMALL):
@@ -49,13 +49,13 @@ def frames(data: bytes) -> None:
 
 
 def handshake(data: bytes) -> None:
-    """A game of a stranger, some bytes for each move."""
+    """Play the moves of an attacker, each given by a few bytes."""
     whole = len(data) - len(data) % _MOVE.size
     Network().play(Move(*fields) for fields in _MOVE.iter_unpack(data[:whole]))
 
 
 def records(data: bytes) -> None:
-    """The first bytes say how the rest is cut, and which bytes of a true stream are changed before it."""
+    """Read changed records; the first bytes are the sizes of the pieces and the changes of a valid stream."""
     cuts, changes, behind = [byte + 1 for byte in data[:3]], data[3:9], data[9:]
     writer, contents = RecordWriter(CipherState(bytes(KEY))), samples()[:4]
     stream = bytearray(b"".join(map(writer.encrypt, contents)))
@@ -68,7 +68,7 @@ def records(data: bytes) -> None:
 
 
 def decrypted(stream: bytes, cuts: list[int]) -> bytes:
-    """What a reader takes before it refuses something."""
+    """Return the content that a reader decrypts before its first error."""
     reader, found, at = RecordReader(CipherState(bytes(KEY))), b"", 0
     target = memoryview(bytearray(SMALL))
     for cut in itertools.cycle(cuts):
@@ -87,7 +87,7 @@ def decrypted(stream: bytes, cuts: list[int]) -> bytes:
 
 
 def store(data: bytes) -> None:
-    """The first byte says whether the rest is the content of a file, or of which place in a store."""
+    """Read an entry of a store or a file; the first byte says which one."""
     if not data:
         return
     kind, content = data[0], data[1:]
@@ -113,7 +113,7 @@ def store(data: bytes) -> None:
 
 
 def decoders(data: bytes) -> None:
-    """What a member says of tensors, as text; the rest of a frame's body is read as numbers."""
+    """Decode a description of tensors, given as text, and the numbers of a frame's body."""
     for read in (unpack_numbers, split):
         with contextlib.suppress(ProtocolViolation):
             read(data)
@@ -124,7 +124,7 @@ def decoders(data: bytes) -> None:
     with contextlib.suppress(CannotDecode):
         for tensor in unpack(pickle.dumps(described), [torch.zeros(64)]):
             if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() < _FEW:
-                with contextlib.suppress(RuntimeError):  # torch says that it cannot, and reads nothing outside
+                with contextlib.suppress(RuntimeError):  # torch may refuse, but not read outside
                     tensor.clone()  # reads all of its memory
 
 

@@ -1,4 +1,4 @@
-"""At a worker's door: knocking, and what the knocking costs the worker."""
+"""Connect to a worker as a stranger, and measure the cost for the worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telegrad._core.security.handshake import Initiator
 from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE
 
-LATE = 1.0  # seconds that may pass until a worker looks whether somebody is late
+LATE = 1.0  # seconds between a worker's checks of handshake deadlines
 
 
 def knock(worker: Worker) -> socket.socket:
@@ -21,7 +21,7 @@ def knock(worker: Worker) -> socket.socket:
 
 
 def begin_to_knock(worker: Worker) -> socket.socket:
-    """A connection that is being made; the worker may be slow to accept it."""
+    """Begin a connection to a worker, which may be slow to accept it."""
     sock = socket.socket()
     sock.setblocking(False)
     if sock.connect_ex(worker.agent.me.tcp) not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
@@ -30,13 +30,13 @@ def begin_to_knock(worker: Worker) -> socket.socket:
 
 
 def say(sock: socket.socket, data: bytes) -> None:
-    """As much as the worker wants to hear."""
+    """Send data, unless the worker closes the connection."""
     with contextlib.suppress(OSError):
         sock.sendall(data)
 
 
 def wait_closed(sock: socket.socket, patience: float = PATIENCE) -> bytes:
-    """What the worker says until it closes the connection."""
+    """Return the bytes that the worker sends until it closes the connection."""
     sock.settimeout(patience)
     heard = b""
     with contextlib.suppress(ConnectionError):
@@ -50,7 +50,7 @@ def descriptors() -> int:
 
 
 def resident() -> int:
-    """Bytes of memory that this process uses."""
+    """Return the bytes of memory that this process uses."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -58,10 +58,10 @@ HAS_PROC = pathlib.Path("/proc/self/statm").exists()
 
 
 class Visitor:
-    """A member that has come by TCP: what it says and hears crosses in records."""
+    """A member that is connected by TCP: it sends and receives encrypted records."""
 
     def __init__(self, sock: socket.socket, end: Initiator, behind: bytes = b"") -> None:
-        """`behind` is said together with the last message of the handshake."""
+        """Run the handshake; `behind` is sent together with its last message."""
         self.sock = sock
         said = end.start()
         while not end.done:
@@ -80,7 +80,7 @@ class Visitor:
             self.sock.sendall(self._writer.encrypt(data[at : at + RECORD]))
 
     def hear(self) -> bytes:
-        """The content of the next record; nothing where the worker closes the connection."""
+        """Return the content of the next record, or b"" if the worker closes the connection."""
         content, came = memoryview(bytearray(LONGEST)), 0
         while not (count := self._reader.decrypt_into(content, came)):
             came = self.sock.recv_into(self._reader.buffer())

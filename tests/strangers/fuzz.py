@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing with atheris of all that others send: frames, handshake, records, values of stores, tensors.
+"""Coverage-guided fuzzing with atheris of all input from others: frames, handshakes, records, store values, tensors.
 
 python -m tests.strangers.fuzz [--seconds 60] [frames | handshake | records | store | decoders]
 
-What is found is written to the folder given with --findings; with `--again FILE frames` it is run alone, which needs no
+Findings are written to the folder given with --findings; `--again FILE frames` runs a single one, which does not need
 atheris.
 """
 
@@ -33,7 +33,7 @@ def installed() -> bool:
 
 
 def fuzz(target: str, seconds: int, findings: str) -> None:
-    """Does not return: the fuzzer ends the process."""
+    """Run the fuzzer, which ends the process: this function does not return."""
     import atheris
 
     with atheris.instrument_imports(include=INSTRUMENTED):

@@ -1,7 +1,7 @@
-"""Streams of frames, a second and simpler parser to compare with, and a reader that is watched while it reads.
+"""Streams of frames, a second and simpler parser to compare with, and a reader whose allocations are limited.
 
-What a stranger announces may be larger than any machine: a part above `PLENTY` is refused here as a machine without
-memory would, so that tests see what is asked for without paying for it.
+A stranger may announce parts that are larger than any memory. A part above `PLENTY` is a memory error here, so that
+tests see the request without its cost.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from telegrad._core.wire.messages import (
 from telegrad._core.wire.tensors import HOST
 from telegrad.errors import ProtocolViolation
 
-Plain = tuple[int, int, int, bytes, bytes, bytes, list[Any]]  # what a frame holds
+Plain = tuple[int, int, int, bytes, bytes, bytes, list[Any]]  # the fields of a frame
 
 PLENTY = 1 << 18
 SMALL = 64  # a scratch buffer that short streams overflow
 NAMED = (ProtocolViolation, MemoryError, OverflowError)
-SHARED_BLOCKS = 4  # of any size, that the other end may name
+SHARED_BLOCKS = 4  # blocks of any size, which the other end may name
 
 
 class Refused(MemoryError):
-    """More was asked for than there is."""
+    """An allocation above the limit."""
 
 
 def limited(size: int) -> bytearray:
@@ -57,25 +57,25 @@ def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
 
 
 def cut(memory: bytearray, device: int) -> Iterator[Any]:
-    """In one part, or in many where it is for an accelerator."""
+    """Return the memory in one part, or in many for an accelerator."""
     view = memoryview(memory)
     return iter([view] if device < 0 else [view[at : at + 7] for at in range(0, len(view), 7)])
 
 
 @contextlib.contextmanager
 def scratch_of(size: int) -> Iterator[None]:
-    """With a scratch buffer of `size`: in a small one, short streams reach what large frames need."""
+    """Use a scratch buffer of `size`: short streams reach the code for large frames in a small one."""
     mapped = SimpleNamespace(mmap=lambda _, size: limited(size))
     with (
         patch.object(messages, "SCRATCH", size),
-        patch.object(messages, "bytearray", limited, create=True),  # whichever of the two the reader uses
+        patch.object(messages, "bytearray", limited, create=True),  # the reader uses one of the two
         patch.object(messages, "mmap", mapped, create=True),
     ):
         yield
 
 
 def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
-    """The frames in `stream`, which comes in pieces of these sizes, over and over; and whether it was refused."""
+    """Return the frames of a stream that arrives in pieces of these sizes, cyclically, and True if it was refused."""
     promised = 0
 
     def allocate(size: int, device: int, striped: bool) -> tuple[bytearray, Iterator[Any]]:
@@ -111,7 +111,7 @@ def plain(found: list[Message]) -> list[Plain]:
 
 
 def parse(stream: bytes, scratch: int) -> tuple[list[Plain], bool]:
-    """The same by looking at the whole: what a reader must give, however the bytes were cut."""
+    """Return the same by parsing the whole stream: the expected result for any pieces."""
     found: list[Plain] = []
     at = 0
     while len(stream) - at >= PREFIX.size:
@@ -146,7 +146,7 @@ def parse(stream: bytes, scratch: int) -> tuple[list[Plain], bool]:
 
 
 def agree(stream: bytes, cuts: Sequence[int], scratch: int) -> None:
-    """The reader gives what is there, in these cuts as in any; where it refuses, the last read may be lost with it."""
+    """Assert that the reader finds the expected frames; before a refusal, those of the last read may be missing."""
     found, refused = read(stream, cuts)
     wanted, wrong = parse(stream, scratch)
     assert refused == wrong
@@ -155,7 +155,7 @@ def agree(stream: bytes, cuts: Sequence[int], scratch: int) -> None:
 
 
 def samples() -> list[bytes]:
-    """What workers say to each other, each as one stream."""
+    """Return conversations of workers, each as one stream."""
     call = encode(Message(CALL, 1, head=b"operator:add", body=pickle.dumps(((1, 2), {}))))
     blobs = [(IN_STREAM, 40, HOST), (2, 1 << 20, HOST), (IN_STREAM, 0, 1), (IN_STREAM, 300, 0)]
     table = b"".join(ENTRY.pack(*blob) for blob in blobs)

@@ -1,4 +1,4 @@
-"""A worker's doors: they open again after any crowd, and a stranger's end is the end of nothing else."""
+"""A listener recovers after any crowd of connections, and an ending connection affects no other one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ME = Hello("w0", 0, "x", "")
 
 
 class Doors:
-    """A listener whose connections nobody but the test looks after."""
+    """A listener that only the test polls."""
 
     def __init__(self) -> None:
         self.poller = Poller()
@@ -40,7 +40,7 @@ class Doors:
         self.listener.serve(KEY, ME)
 
     def look(self, timeout: float = 0.0) -> bool:
-        """What the leader does; whether there was anything."""
+        """Do the work of the leader; return True if there was any."""
         ready = self.poller.poll(timeout)
         for source, events in ready:
             if events & READ:
@@ -51,7 +51,7 @@ class Doors:
         return bool(ready)
 
     def tick(self) -> None:
-        """What the clock does."""
+        """Do the work of the timer."""
         try:
             self.listener.tick(time.monotonic())
         except Exception as error:
@@ -78,7 +78,7 @@ def doors() -> Iterator[Doors]:
 
 @contextlib.contextmanager
 def repeated(*jobs: Callable[..., Any]) -> Iterator[None]:
-    """Each on a thread of its own, which the interpreter changes as often as it can."""
+    """Repeat each job on a thread of its own, with the shortest switch interval."""
     over, interval = threading.Event(), sys.getswitchinterval()
 
     def repeat(job: Callable[..., Any]) -> None:
@@ -100,7 +100,7 @@ def repeated(*jobs: Callable[..., Any]) -> Iterator[None]:
 
 @pytest.fixture
 def lines() -> Iterator[list[Any]]:
-    """What is logged meanwhile; not kept by pytest, since it may be much."""
+    """Record log messages, without pytest's capture since there may be many."""
     logger, said = logging.getLogger("telegrad"), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -111,8 +111,8 @@ def lines() -> Iterator[list[Any]]:
     logger.removeHandler(handler)
 
 
-def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock turns away a crowd at the very moment when the leader finds that it is one."""
+def test_a_listener_that_stopped_accepting_resumes(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer closes the crowd's connections at the moment when the leader stops accepting."""
     doors.listener.most_strangers, doors.listener.patience = 2, -1.0
     watch = doors.poller.watch
     ticks: list[threading.Thread] = []
@@ -121,7 +121,7 @@ def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.Monkey
         if isinstance(source, listener._ListeningSocket) and read is False and not ticks:
             ticks.append(threading.Thread(target=doors.tick))
             ticks[0].start()
-            ticks[0].join(0.5)  # not for ever: it may be kept waiting until this is over
+            ticks[0].join(0.5)  # with a limit: the timer may wait until this call ends
         watch(source, read=read, write=write)
 
     monkeypatch.setattr(doors.poller, "watch", watch_late)
@@ -142,7 +142,7 @@ def test_time_in_which_this_worker_did_not_run_is_not_counted(doors: Doors) -> N
     doors.listener.tick(began)
     with doors.knock() as sock:
         assert doors.look(1.0)
-        late = began + 2 * listener.PATIENCE  # a function has held the interpreter
+        late = began + 2 * listener.PATIENCE  # as if a function had held the interpreter
         for second in range(int(listener.PATIENCE)):
             doors.listener.tick(late + second)
         sock.setblocking(False)
@@ -153,11 +153,11 @@ def test_time_in_which_this_worker_did_not_run_is_not_counted(doors: Doors) -> N
         assert sock.recv(1) == b""
 
 
-def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors: Doors, lines: list[Any]) -> None:
+def test_a_crowd_that_comes_and_goes_does_not_stop_the_listener(doors: Doors, lines: list[Any]) -> None:
     doors.listener.most_strangers, doors.listener.patience = (
         2,
         -1.0,
-    )  # the clock turns away at once whom the leader lets in
+    )  # the timer closes each accepted connection at once
     with repeated(lambda: doors.look(0.1), doors.tick):
         for _ in range(50):
             with contextlib.ExitStack() as stack:
@@ -168,8 +168,8 @@ def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors: Doors, lines: 
     assert doors.failures == []
 
 
-def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors) -> None:
-    """One of two late ones ends its handshake while the clock turns away the other."""
+def test_a_connection_that_completed_its_handshake_late_is_kept(doors: Doors) -> None:
+    """The timer closes one of two late connections while the other completes its handshake."""
     socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
     ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
     proofs = {port: end.start() for port, end in ends.items()}
@@ -205,7 +205,7 @@ def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors) -
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell which descriptors are open")
-def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors: Doors, lines: list[Any]) -> None:
+def test_a_listener_without_descriptors_waits_and_logs_this_seldom(doors: Doors, lines: list[Any]) -> None:
     with doors.knock() as first, no_descriptors(spare=first):
         for _ in range(1000):
             doors.look()
@@ -218,7 +218,7 @@ def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors: Doors, l
 
 @contextlib.contextmanager
 def no_descriptors(spare: socket.socket) -> Iterator[None]:
-    """Nothing more can be opened in this process; `spare` and all before it stay."""
+    """Take all free descriptors of this process, except for `spare` and those opened before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
     taken = []

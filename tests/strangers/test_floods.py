@@ -1,4 +1,4 @@
-"""Strangers in numbers: members work on meanwhile, and what it took comes back."""
+"""Members work on during floods of strangers, whose resources are freed afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.strangers.door import HAS_PROC, LATE, begin_to_knock, descriptors, kn
 KEY = "the key of the group"
 OTHER = Keyring([b"another key"])
 CROWD = 1000
-NORMAL = 0.05  # seconds of a call, on a busy machine; what waits for strangers waits for seconds
+NORMAL = 0.05  # seconds of a call on a busy machine; waiting for strangers takes longer
 MEGABYTE = 1 << 20
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell what a process uses")
@@ -41,7 +41,7 @@ def worker() -> Iterator[tuple[Worker, Worker]]:
 
 
 def latency(worker: Worker, calls: int = 50) -> float:
-    """Of a usual call."""
+    """Return the median duration of a call."""
     took = []
     for number in range(calls):
         start = time.perf_counter()
@@ -52,7 +52,7 @@ def latency(worker: Worker, calls: int = 50) -> float:
 
 @contextlib.contextmanager
 def given_back() -> Iterator[None]:
-    """What is taken inside comes back: descriptors, threads, and memory but for what allocators keep."""
+    """Assert that descriptors, threads, and most of the memory are freed at the end."""
     gc.collect()
     memory, files, threads = resident(), descriptors(), threading.active_count()
     yield
@@ -63,7 +63,7 @@ def given_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing."""
+    """Open connections that send nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(4 * count, hard) if hard != resource.RLIM_INFINITY else 4 * count
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -78,7 +78,7 @@ def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
 
 
 def greet(worker: Worker) -> None:
-    """As a member does that comes anew."""
+    """Run the handshake of a new member."""
     end = Initiator(worker.agent.keys, Hello("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
         sock.settimeout(2.0)
@@ -90,7 +90,7 @@ def greet(worker: Worker) -> None:
             sock.sendall(end.receive(data))
 
 
-def test_members_do_not_notice_a_crowd_that_is_silent(worker: tuple[Worker, Worker]) -> None:
+def test_a_silent_crowd_does_not_slow_members(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     with given_back():
         before = resident()
@@ -99,13 +99,13 @@ def test_members_do_not_notice_a_crowd_that_is_silent(worker: tuple[Worker, Work
             assert resident() - before < 32 * MEGABYTE
 
 
-def test_a_member_that_comes_passes_a_crowd(worker: tuple[Worker, Worker]) -> None:
+def test_a_new_member_connects_despite_a_crowd(worker: tuple[Worker, Worker]) -> None:
     _, b = worker
     with crowd(b, listener.MOST_STRANGERS + 50):
         greet(b)
 
 
-def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_from_many_connections(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     a, b = worker
     heard = []
 
@@ -135,7 +135,7 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
     greet(b)
 
 
-def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Worker]) -> None:
+def test_a_slow_stranger_is_closed_although_it_is_never_silent(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     b.agent._connections.listener.patience = 0.4
     hello = Initiator(OTHER, Hello("w0", 0, "x", ""), "x").start()
@@ -146,7 +146,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Wo
             for sock in slow:
                 say(sock, bytes([byte]))
             assert latency(a, 3) < NORMAL
-            if select.select(slow, [], [], 0.05)[0]:  # often enough to be no idle connection
+            if select.select(slow, [], [], 0.05)[0]:  # too often for an idle connection
                 break
         for sock in slow:
             assert wait_closed(sock) == b""
@@ -154,7 +154,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Wo
 
 
 def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
-    """Its handshake comes byte by byte."""
+    """The handshake of the member arrives byte by byte."""
     _, b = worker
     end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:

@@ -1,4 +1,4 @@
-"""Any bytes give frames or an error with a name, the same ones however they are cut, and within bounded memory."""
+"""Any bytes yield frames or a documented error, the same for all pieces, and within bounded memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.samp
 @given(streams, cuts, st.sampled_from([SMALL, SCRATCH]))
 @example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1, HOST), [1], SMALL)
 @example(PREFIX.pack(CALL, 0, 0, 0, 2**32 - 1, 0, 0), [28], SCRATCH)
-def test_any_bytes_in_any_cuts(stream: bytes, cuts: list[int], scratch: int) -> None:
+def test_any_bytes_in_any_pieces(stream: bytes, cuts: list[int], scratch: int) -> None:
     with scratch_of(scratch):
         agree(stream, cuts, scratch)
 
@@ -63,7 +63,7 @@ def test_the_samples_are_read() -> None:
 
 
 def announce(size: int) -> FrameReader:
-    """A reader that was told of a body of `size` bytes, none of which has come."""
+    """Return a reader that has received the prefix of a frame with a body of `size` bytes."""
     reader = FrameReader(lambda size, device, _: (None, cut(limited(size), device)), attach, lambda *_: None)
     prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
     reader.buffer()[: len(prefix)] = prefix
@@ -72,13 +72,13 @@ def announce(size: int) -> FrameReader:
 
 
 @pytest.mark.parametrize("size", [2**63 - 100, 2**63, 2**64 - 1])
-def test_a_length_that_no_memory_has_is_no_frame(size: int) -> None:
+def test_a_length_above_all_memory_is_refused(size: int) -> None:
     with pytest.raises(ProtocolViolation):
         announce(size)
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell the memory used")
-def test_what_is_announced_costs_nothing_until_it_comes() -> None:
+def test_an_announced_body_takes_no_memory_until_it_arrives() -> None:
     before = resident()
     reader = announce(1 << 29)
     grown = resident() - before

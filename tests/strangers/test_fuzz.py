@@ -1,4 +1,4 @@
-"""The fuzzer's targets, from their beginnings in every run, and for ten minutes each at night."""
+"""The targets of the fuzzer: their initial inputs in every run, and ten minutes of fuzzing each at night."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 600
 
 
 @pytest.mark.parametrize("target", fuzz.NAMES)
-def test_the_beginnings_are_sound(target: str) -> None:
+def test_the_initial_inputs_pass(target: str) -> None:
     beginnings = [*corpus.beginnings(target)]
     assert len(beginnings) > 5
     for data in beginnings:
@@ -40,7 +40,7 @@ def test_any_bytes_are_an_input(target: str) -> None:
 @pytest.mark.parametrize("target", fuzz.NAMES)
 def test_ten_minutes_of_fuzzing_find_nothing(target: str, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "tests.strangers.fuzz", "--seconds", str(SECONDS), "--findings", str(tmp_path)]
-    # By way of a shell that forks: what this process has used counts as used by a child that it starts itself.
+    # A shell starts the fuzzer: memory of this process would count as memory of its own child.
     between = ["sh", "-c", '"$@"; exit $?', "sh"]
     ran = subprocess.run([*between, *command, target], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]

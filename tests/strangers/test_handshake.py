@@ -1,4 +1,4 @@
-"""Whatever a stranger on the way does with the bytes of handshakes, nobody takes another for who it is not."""
+"""An attacker on the network can do anything with the bytes of handshakes, and no end accepts a wrong peer."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ openings = [*(honest()[:moves] for moves in range(9)), honest() + honest(2, 1), 
 
 @settings(deadline=None, max_examples=600)
 @given(st.sampled_from(openings), games)
-@example(honest()[:6], [Move(FLIP, 1, 5, 37, 1)])  # another claim, under the same proof
+@example(honest()[:6], [Move(FLIP, 1, 5, 37, 1)])  # another claim with the same proof
 @example(ASTRAY, [])
 @example(LOCKED_OUT, [])
-def test_no_game_of_a_stranger_brings_two_ends_together_that_did_not_agree(
-    opening: list[Move], moves: list[Move]
-) -> None:
+def test_no_moves_of_an_attacker_connect_ends_that_do_not_agree(opening: list[Move], moves: list[Move]) -> None:
     Network().play([*opening, *moves])
 
 
-def test_a_stranger_that_changes_nothing_is_not_in_the_way() -> None:
+def test_an_attacker_that_changes_nothing_does_not_prevent_a_handshake() -> None:
     network = Network()
     network.play(honest())
     assert network.done == 2
 
 
-def test_disagreement_is_noticed() -> None:
-    """The rule of the game can be broken: by two that share a key, and one that lies about who it is."""
+def test_the_check_finds_a_disagreement() -> None:
+    """The ends share a key, and one of them lies about its identity."""
     network = Network()
     network.play(honest()[:2])
     network.parties[0].claim = MEMBERS[2]
@@ -54,7 +52,7 @@ def test_disagreement_is_noticed() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.permutations(range(1, 7)), st.lists(st.integers(1, 6), max_size=4))
-def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order: list[int], again: list[int]) -> None:
+def test_replayed_messages_in_any_order_complete_no_other_handshake(order: list[int], again: list[int]) -> None:
     network = Network()
     network.play(honest())
     network.play([Move(INITIATE, 0, 1), Move(ACCEPT, 1)])
@@ -65,7 +63,7 @@ def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order: lis
 
 @settings(deadline=None)
 @given(st.integers(0, PROTOCOL.oldest - 1), st.booleans())
-def test_no_version_is_spoken_that_was_given_up(version: int, to_initiator: bool) -> None:
+def test_an_unsupported_version_is_refused_at_both_ends(version: int, to_initiator: bool) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     hello = a.start()
     said, hearer, other = (b.receive(hello), a, b) if to_initiator else (hello, b, a)
@@ -81,7 +79,7 @@ def test_no_version_is_spoken_that_was_given_up(version: int, to_initiator: bool
 
 @settings(deadline=None)
 @given(st.integers(PROTOCOL.newest + 1, 2**16 - 1), st.booleans())
-def test_a_version_that_was_put_into_a_mouth_is_found_out(version: int, to_initiator: bool) -> None:
+def test_a_forged_version_is_refused(version: int, to_initiator: bool) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     said = [bytearray(a.start())]
     said.append(bytearray(b.receive(bytes(said[0]))))
@@ -97,13 +95,13 @@ def test_a_version_that_was_put_into_a_mouth_is_found_out(version: int, to_initi
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
-def test_bytes_behind_a_true_beginning_are_refused_and_never_kept(
+def test_bytes_after_a_valid_beginning_are_refused_and_not_kept(
     pieces: list[bytes], to_initiator: bool, steps: int
 ) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     end = a if to_initiator else b
     said = a.start()
-    for step in range(2 * steps + to_initiator):  # it has understood so many of the other's messages
+    for step in range(2 * steps + to_initiator):  # each end has accepted this many messages
         said = (a if step % 2 else b).receive(said)
     try:
         for piece in pieces:
@@ -123,7 +121,7 @@ values = st.recursive(
 
 
 def prove(claim: str) -> Acceptor:
-    """What an acceptor says to one that holds the key and claims this."""
+    """Return the acceptor after the proof of a key holder with this claim."""
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     second = b.receive(a.receive(b.receive(a.start())))
     with patch.object(json, "dumps", lambda _: claim):
@@ -140,7 +138,7 @@ finite = values.map(json.dumps).filter(lambda text: "Infinity" not in text and l
 
 @settings(deadline=None)
 @given(st.one_of(finite, st.text(max_size=300)))
-def test_a_claim_of_a_key_holder_is_a_claim_or_refused(claim: str) -> None:
+def test_any_claim_of_a_key_holder_is_accepted_or_refused(claim: str) -> None:
     prove(claim)
 
 
@@ -150,7 +148,7 @@ def test_a_claim_of_an_infinite_rank_is_refused() -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=LONGEST - 1))
-def test_any_refusal_is_an_error_with_a_name(reason: bytes) -> None:
+def test_any_refusal_is_a_documented_error(reason: bytes) -> None:
     for end in (Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)):
         with pytest.raises(NAMED):
             end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)

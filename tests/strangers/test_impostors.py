@@ -1,4 +1,4 @@
-"""A stranger that listens where a worker is expected: whoever connects learns of it soon, in an error with a name."""
+"""A stranger that listens at a worker's address: connecting ends soon with a documented error."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ABORT = struct.pack("ii", 1, 0)
 
 
 def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
-    """Connect to one who behaves so.
+    """Connect to a listener that behaves like this.
 
     Raises:
-        PeerError: what a caller would meet.
+        PeerError: the error that a caller would get.
     """
     over = threading.Event()
 
@@ -77,7 +77,7 @@ def speak_http_and_reset(sock: socket.socket, over: threading.Event) -> None:
 
 
 def drip(sock: socket.socket, over: threading.Event) -> None:
-    """Often enough that no single read has to wait long."""
+    """Send a byte often enough that no single read has to wait long."""
     sock.sendall(struct.pack("<H", 2048) + b"C")
     end = time.monotonic() + 4 * TIMEOUT
     while not over.wait(TIMEOUT / 4) and time.monotonic() < end:
@@ -127,17 +127,17 @@ def claim_without_proof(sock: socket.socket, over: threading.Event) -> None:
         (claim_without_proof, AuthenticationFailed),
     ],
 )
-def test_an_impostor_is_found_out(behave: Callable[..., Any], error: type[BaseException]) -> None:
+def test_an_impostor_is_an_error_that_names_the_worker(behave: Callable[..., Any], error: type[BaseException]) -> None:
     with pytest.raises(error, match="w1"):
         reach(behave)
 
 
-def test_the_reason_is_told_though_the_parting_word_is_not_heard() -> None:
+def test_the_error_has_the_reason_although_the_last_message_is_lost() -> None:
     with pytest.raises(ProtocolViolation, match="w1"):
         reach(speak_http_and_reset)
 
 
-def test_an_impostor_that_is_slow_is_left() -> None:
+def test_connecting_to_a_slow_impostor_times_out() -> None:
     start = time.monotonic()
     with pytest.raises(NAMED):
         reach(drip)
@@ -149,12 +149,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return Authority(tmp_path_factory.mktemp("tls"), "ours").files("w0")
 
 
-def test_an_impostor_without_tls_is_found_out(certificate: TlsFiles) -> None:
+def test_an_impostor_without_tls_is_refused(certificate: TlsFiles) -> None:
     with pytest.raises(AuthenticationFailed, match="w1"):
         reach(speak_http, certificate)
 
 
 @pytest.mark.parametrize("behave", [say_nothing, reset, close])
-def test_who_breaks_off_tls_is_named(behave: Callable[..., Any], certificate: TlsFiles) -> None:
+def test_the_error_names_a_worker_that_breaks_off_tls(behave: Callable[..., Any], certificate: TlsFiles) -> None:
     with pytest.raises(PeerUnreachable, match="w1"):
         reach(behave, certificate)

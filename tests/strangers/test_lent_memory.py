@@ -1,4 +1,4 @@
-"""What a peer passes as shared memory is mapped only if it cannot shrink, and what it passes in vain is closed."""
+"""Shared memory of a peer is mapped only if it cannot shrink, and unused descriptors are closed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory
 
 
 class Receiver:
-    """A link over a Unix socket, whose other end is the test's."""
+    """A link over a Unix socket, whose other end belongs to the test."""
 
     def __init__(self) -> None:
         self._poller = Poller()
@@ -49,7 +49,7 @@ class Receiver:
             self.blobs += message.blobs
 
     def pass_on(self, data: bytes, fds: list[int]) -> None:
-        """Send descriptors with a frame, close them here, and have the link read."""
+        """Send a frame with descriptors, and have the link read it."""
         self.theirs.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         while self.link.on_readable():
             pass
@@ -108,7 +108,7 @@ UNFIT: dict[str, Callable[[pathlib.Path], int]] = {
 
 @pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
 @pytest.mark.parametrize("what", UNFIT)
-def test_what_may_shrink_is_not_mapped(receiver: Receiver, tmp_path: pathlib.Path, what: str, common: int) -> None:
+def test_memory_that_can_shrink_is_refused(receiver: Receiver, tmp_path: pathlib.Path, what: str, common: int) -> None:
     fd = UNFIT[what](tmp_path)
     receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST)), [fd])
     os.close(fd)
@@ -130,7 +130,7 @@ def test_huge_pages_are_not_mapped(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
-def test_what_is_mapped_cannot_be_truncated(receiver: Receiver, common: int) -> None:
+def test_mapped_memory_cannot_be_truncated(receiver: Receiver, common: int) -> None:
     fd = memory_file(SIZE, SHRINK)
     os.pwrite(fd, b"\1" * SIZE, 0)
     receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST)), [fd])
@@ -141,7 +141,7 @@ def test_what_is_mapped_cannot_be_truncated(receiver: Receiver, common: int) -> 
     assert int(receiver.blobs[0].sum()) == SIZE
 
 
-def test_memory_that_must_not_be_written_to_is_refused_and_ends_nothing_else(receiver: Receiver) -> None:
+def test_read_only_memory_is_refused(receiver: Receiver) -> None:
     fd = memory_file(SIZE, SHRINK | fcntl.F_SEAL_WRITE)
     receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
     os.close(fd)
@@ -149,7 +149,7 @@ def test_memory_that_must_not_be_written_to_is_refused_and_ends_nothing_else(rec
 
 
 @pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
-def test_a_block_for_which_there_is_no_memory_is_mapped_when_it_is_lent_again(
+def test_a_block_that_could_not_be_mapped_is_mapped_at_its_next_loan(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, common: int
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -160,13 +160,13 @@ def test_a_block_for_which_there_is_no_memory_is_mapped_when_it_is_lent_again(
     with monkeypatch.context() as patch:
         patch.setattr("telegrad._core.memory.blobs.mmap.mmap", fails)
         receiver.pass_on(frame, [fd])
-        again = [fd] if common else []  # what is common is passed each time
+        again = [fd] if common else []  # common blocks are passed each time
         receiver.pass_on(frame, again)
     receiver.pass_on(frame, again)
     os.close(fd)
     assert receiver.link.closed is None
     assert [type(blob) for blob in receiver.blobs] == [Unreceived, Unreceived, torch.Tensor]
-    assert [*receiver.link._maps.released] == [common | 1] * 2  # the peer may use it for other calls
+    assert [*receiver.link._maps.released] == [common | 1] * 2  # the peer may lend it to other calls
 
 
 @pytest.mark.parametrize("end", ["retired", "closed"])
@@ -178,7 +178,7 @@ def test_a_block_that_was_never_mapped_is_closed(receiver: Receiver, monkeypatch
     assert len(receiver.link._maps._unmapped) == 1
     if end == "retired":
         receiver.pass_on(encode(Message(RETIRE, body=pack_numbers([1]))), [])
-        assert not receiver.link._maps._unmapped  # and the fixture counts
+        assert not receiver.link._maps._unmapped  # the fixture counts descriptors
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def null(count: int) -> Iterator[list[int]]:
     os.close(fd)
 
 
-def test_descriptors_that_no_frame_names_end_the_link_and_are_closed(receiver: Receiver) -> None:
+def test_unnamed_descriptors_close_the_link_and_are_closed(receiver: Receiver) -> None:
     before = descriptors()
     most = 0
     for _ in range(MOST_UNNAMED // DESCRIPTORS_AT_ONCE + 1):
@@ -198,16 +198,16 @@ def test_descriptors_that_no_frame_names_end_the_link_and_are_closed(receiver: R
         most = max(most, descriptors() - before)
     assert most <= MOST_UNNAMED
     assert "without a frame that names them" in str(receiver.link.closed)
-    assert descriptors() < before  # the link's own has gone, too
+    assert descriptors() < before  # the link's own descriptor is closed, too
 
 
-def test_descriptors_that_the_kernel_left_out_end_the_link(receiver: Receiver) -> None:
+def test_descriptors_that_were_lost_in_transit_close_the_link(receiver: Receiver) -> None:
     with null(DESCRIPTORS_AT_ONCE + 1) as fds:
         receiver.pass_on(encode(Message(RELEASE)), fds)
     assert "were lost in transit" in str(receiver.link.closed)
 
 
-def test_a_process_without_descriptors_loses_the_link_and_says_so(receiver: Receiver) -> None:
+def test_a_process_without_descriptors_closes_the_link_with_advice(receiver: Receiver) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with null(8) as fds:
         data = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -222,7 +222,7 @@ def test_a_process_without_descriptors_loses_the_link_and_says_so(receiver: Rece
     assert "ulimit -n" in str(receiver.link.closed)
 
 
-def test_what_descriptors_come_are_not_inherited(receiver: Receiver) -> None:
+def test_received_descriptors_are_not_inheritable(receiver: Receiver) -> None:
     with null(1) as fds:
         receiver.pass_on(encode(Message(RELEASE)), fds)
     assert [os.get_inheritable(fd) for fd in receiver.link._maps.arrived] == [False]

@@ -1,6 +1,6 @@
-"""Behind the handshake, too, what is no frame ends the connection it came over, and nothing else.
+"""After the handshake, too, invalid frames close their own connection and affect nothing else.
 
-Members can be trusted not to do so on purpose; who is on the way cannot have a frame taken at all (test_attacks).
+Members are trusted not to send them on purpose; an attacker on the network cannot have a frame accepted (test_attacks).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 
 def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
-    """A link that was told this, and its frames."""
+    """Return the error of a link that receives this stream, and its frames."""
     frames: list[Message] = []
     poller = Poller()
     ours, theirs = socket.socketpair()
@@ -83,25 +83,25 @@ broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, HOST)))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, 0)))
-def test_what_is_no_frame_closes_the_link_or_is_waited_for(before: bytes, stream: bytes) -> None:
+def test_an_invalid_frame_closes_the_link_or_waits_for_more(before: bytes, stream: bytes) -> None:
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)
     assert all(frame.kind not in (RELEASE, RETIRE) for frame in frames)
 
 
 @pytest.mark.parametrize("kind", [RELEASE, RETIRE])
-def test_a_list_of_blocks_that_is_none_closes_the_link(kind: int) -> None:
+def test_an_invalid_list_of_blocks_closes_the_link(kind: int) -> None:
     closed, _ = hear(encode(Message(kind, body=b"123")))
     assert isinstance(closed, PeerLost)
 
 
-BEYOND = 1 << 47  # bytes, for which no process has addresses
+BEYOND = 1 << 47  # bytes, more than the address space of a process
 
 
-def test_a_call_without_memory_for_its_tensors_is_handed_on() -> None:
+def test_a_call_without_memory_for_its_tensors_keeps_the_link() -> None:
     closed, frames = hear(encode(Message(CALL, 1), ENTRY.pack(IN_STREAM, BEYOND, HOST)) + bytes(100))
     assert closed is None
-    assert frames == []  # until all has come
+    assert frames == []  # until the frame is complete
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_a_call_without_memory_for_its_tensors_is_handed_on() -> None:
     [encode(Message(NOTICE), ENTRY.pack(IN_STREAM, BEYOND, HOST)), PREFIX.pack(CALL, 0, 0, 0, 0, BEYOND, 1)],
     ids=["control message", "body"],
 )
-def test_memory_that_is_short_closes_the_link_where_no_call_can_fail_instead(stream: bytes) -> None:
+def test_missing_memory_closes_the_link_if_no_call_can_fail_instead(stream: bytes) -> None:
     closed, _ = hear(stream)
     assert str(closed).startswith("this process has no memory left for the data of worker 'w1'")
 
 
-def test_what_is_no_frame_behind_the_handshake_closes_the_link() -> None:
+def test_an_invalid_frame_sent_with_the_handshake_closes_the_link() -> None:
     closed, _ = hear(NO_FRAME, at_once=True)
     assert isinstance(closed, PeerLost)
 
@@ -131,7 +131,7 @@ def worker() -> Iterator[list[Worker]]:
     [NO_FRAME, encode(Message(RELEASE, body=b"123")), encode(Message(CALL, flags=HAS_REFERENCES, body=b"1"))],
     ids=["length", "list", "cargo"],
 )
-def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:
+def test_a_worker_survives_connections_with_invalid_frames(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
     end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:

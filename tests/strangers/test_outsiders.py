@@ -1,6 +1,6 @@
-"""Attackers that are another user, or on another host: what listens, and what they reach by the ports alone.
+"""Attackers that are another user or on another host: the ports that they see, and attacks through these ports.
 
-The other host is a network namespace that a cable joins to this one. The attacks run there, or here, in
+The other host is a network namespace that a cable connects with this one. The attacks run there, or here, in
 a child process of the user nobody, and report what succeeded.
 """
 
@@ -30,17 +30,17 @@ from tests.hosts import enter, ip, why_not
 from tests.other_user import become_nobody, is_root
 from tests.strangers.door import wait_closed
 
-HERE, THERE = (f"10.{213 + os.getpid() % 8}.{os.getpid() // 8 % 256}.{end}" for end in (1, 2))  # of the cable
+HERE, THERE = (f"10.{213 + os.getpid() % 8}.{os.getpid() // 8 % 256}.{end}" for end in (1, 2))  # ends of the cable
 SOON = 20.0  # seconds
 SECRET = "the key of the group, that is long"
-FEW = 30  # garbage
+FEW = 30  # messages of garbage
 
 pytestmark = pytest.mark.skipif(not is_root(), reason="only root can be another user, or make a network namespace")
 
 
 @pytest.fixture(scope="module")
 def cable() -> Iterator[str]:
-    """The name of a network namespace, at the other end of a cable to this one."""
+    """Return the name of a network namespace at the other end of a cable to this one."""
     if why := why_not():
         pytest.skip(why)
     name = f"telegrad{os.getpid()}out"
@@ -59,12 +59,12 @@ def cable() -> Iterator[str]:
 
 @pytest.fixture(params=["another user", "another host"])
 def elsewhere(request: pytest.FixtureRequest) -> str:
-    """The network namespace from which the attack comes, if that is not this one."""
+    """Return the network namespace of the attacker, or "" for this one."""
     return str(request.getfixturevalue("cable")) if request.param == "another host" else ""
 
 
 def by_another_user(attack: Callable[[], list[str]], namespace: str = "") -> list[str]:
-    """Return what succeeded of an attack by the user nobody, in that network namespace."""
+    """Return the successes of an attack that the user nobody runs in that network namespace."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -88,7 +88,7 @@ def by_another_user(attack: Callable[[], list[str]], namespace: str = "") -> lis
 
 
 def own_ports() -> set[int]:
-    """The ports at which this process listens, over IPv4 or IPv6."""
+    """Return the ports at which this process listens, over IPv4 or IPv6."""
     sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has_link(fd)}
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -113,7 +113,7 @@ def open_at(host: str, ports: set[int]) -> list[str]:
     return found
 
 
-def test_nothing_listens_for_another_host(cable: str) -> None:
+def test_no_port_is_open_for_another_host(cable: str) -> None:
     with agents(2, transport="tcp", key=SECRET) as workers:
         check_ports(workers, cable)
 
@@ -121,14 +121,14 @@ def test_nothing_listens_for_another_host(cable: str) -> None:
 def check_ports(workers: list[Worker], cable: str) -> None:
     ports = own_ports()
     assert ports >= {worker.agent.me.tcp[1] for worker in workers}
-    with socket.create_server((HERE, 0)) as known:  # that the cable works is seen by what does listen
+    with socket.create_server((HERE, 0)) as known:  # an open port shows that the cable works
         port = known.getsockname()[1]
         assert by_another_user(lambda: open_at(HERE, {port}), cable) == [f"{HERE}:{port}"]
     assert by_another_user(lambda: open_at(HERE, ports), cable) == []
 
 
 def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
-    """Garbage, another key, and what a member has said before."""
+    """Send garbage, a handshake with another key, and a recorded message of a member."""
 
     def say(*said: bytes) -> None:
         with socket.create_connection(address, SOON) as sock:
@@ -152,7 +152,7 @@ def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
     return ["a handshake with another key"] if end.done else []
 
 
-def test_the_door_lets_nobody_in(elsewhere: str) -> None:
+def test_attacks_on_the_port_of_a_worker_fail(elsewhere: str) -> None:
     with agents(2, transport="tcp", key=SECRET, address=HERE if elsewhere else "127.0.0.1") as (a, b):
         worker = Hello("w0", 0, "x", "")
         recorded = Initiator(Keyring([SECRET.encode()]), worker, b.agent.me.incarnation).start()
@@ -163,7 +163,7 @@ def test_the_door_lets_nobody_in(elsewhere: str) -> None:
 
 
 def attack_store(host: str, port: int) -> list[str]:
-    """Read all, and write what a member would have written with a key of one's own."""
+    """Read all entries, and write those of a member with another key."""
     store = dist.TCPStore(host, port, is_master=False)
     found = [f"the key is at {key}" for key in store.list_keys() if SECRET.encode() in store.get(key)]
     stranger = Member("w1", 1, "life of a stranger", "program", "host", "", ("127.0.0.1", 1))
@@ -175,7 +175,7 @@ def attack_store(host: str, port: int) -> list[str]:
     return found
 
 
-def test_a_store_lets_nobody_in(elsewhere: str) -> None:
+def test_attacks_on_the_store_fail(elsewhere: str) -> None:
     keys, host = Keyring([SECRET.encode()]), HERE if elsewhere else "127.0.0.1"
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     me = Member("w0", 0, "life of w0", "program", "host", "", ("127.0.0.1", 1))

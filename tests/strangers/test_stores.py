@@ -1,4 +1,4 @@
-"""What a stranger can do who reaches the store where a group meets: nothing but keep it from forming."""
+"""A stranger with access to the store of a group can keep the group from forming, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = Keyring([KEY])
 
 
 class Recorded:
-    """A store that notes all that is asked of it."""
+    """A store that records all requests."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -87,7 +87,7 @@ def test_nothing_that_proves_membership_is_in_the_store(size: int | None) -> Non
         secrets += [secret for purpose in (b"store", PURPOSE, b"") for secret in ring.derive(purpose)]
     assert len(recorded.said) > 5
     text = "\n".join(recorded.said)
-    assert (group if size else POINTER) in text  # it is what is looked for that is not there
+    assert (group if size else POINTER) in text  # the record contains what the store contains
     for secret in secrets:
         for spelling in spellings(secret):
             assert spelling not in text
@@ -98,19 +98,19 @@ def member(name: str, rank: int, port: int) -> Member:
 
 
 def redirected(sealed_entry: str, port: int) -> str:
-    """The same entry with another address, as whoever can write to the store might have it."""
+    """Return the entry with another address, as anybody who can write to the store could change it."""
     head, _, entry = sealed_entry.partition("[")
     told = json.loads(f"[{entry}")
     told[5], told[6] = "", ["127.0.0.1", port]
     return head + json.dumps(told)
 
 
-def test_a_member_of_a_fixed_group_cannot_be_led_elsewhere() -> None:
+def test_members_of_a_fixed_group_refuse_a_redirected_address() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as trap:
         join = lambda rank: join_static(sealed(store, KEYS), member(f"w{rank}", rank, 1), 3, PATIENCE)  # noqa: E731
         early = [pool.submit(join, rank) for rank in (0, 1)]
-        entry = store.get("telegrad/1/rank/1").decode()  # waits until it is there
+        entry = store.get("telegrad/1/rank/1").decode()  # waits for the entry
         store.set("telegrad/1/rank/1", redirected(entry, trap.getsockname()[1]))
         late = pool.submit(join, 2)
         for future in (*early, late):
@@ -121,7 +121,7 @@ def test_a_member_of_a_fixed_group_cannot_be_led_elsewhere() -> None:
             trap.accept()
 
 
-def test_a_fault_that_was_made_up_is_not_passed_on() -> None:
+def test_a_forged_failure_is_not_shown() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join_static, sealed(store, KEYS), member("w0", 0, 1), 2, PATIENCE)
@@ -132,7 +132,7 @@ def test_a_fault_that_was_made_up_is_not_passed_on() -> None:
         assert "run this" not in str(caught.value)
 
 
-def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> None:
+def test_a_worker_of_a_dynamic_group_refuses_a_redirected_directory() -> None:
     store = dist.HashStore()
     find = lambda: find_directory(sealed(store, KEYS), "here", None, "127.0.0.1", monotonic() + PATIENCE)  # noqa: E731
     found = find()
@@ -156,7 +156,7 @@ def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> Non
         found.keeping.close()
 
 
-def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
+def test_redirected_entries_in_a_foreign_directory_are_refused() -> None:
     raw = NaiveEngine().client()
     directory = SealedDirectory(raw, KEYS, "place")
     registry = Registry(directory)
@@ -172,7 +172,7 @@ def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
             registry.find(name)
 
 
-def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forged_end_of_a_member_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     raw = NaiveEngine().client()
     registry = Registry(SealedDirectory(raw, KEYS, "place"))
     since = registry.roster().revision
@@ -185,7 +185,7 @@ def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -
 
 
 def listening(port: int) -> list[str]:
-    """The addresses at which somebody listens at a port of this host, as the kernel writes them."""
+    """Return the addresses at which this host listens on a port, in the kernel's notation."""
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -197,15 +197,15 @@ def listening(port: int) -> list[str]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_a_store_on_loopback_listens_there_alone(host: str) -> None:
+def test_a_store_on_loopback_listens_only_there(host: str) -> None:
     store, port = raw_stores.serve_tcp(host, 0)
     wanted = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
     assert listening(port) == [wanted]
     del store
 
 
-def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian's /etc/hosts gives a host's own name 127.0.1.1."""
+def test_a_host_name_that_resolves_to_loopback_is_served_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts maps the host's own name to 127.0.1.1."""
     real = socket.getaddrinfo
     monkeypatch.setattr(
         socket,
@@ -214,11 +214,11 @@ def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: py
     )
     assert address.listening_address("node7") == "0.0.0.0"
     assert address.listening_address("localhost") == "127.0.0.1"
-    assert address.listening_address("192.0.2.1") == "0.0.0.0"  # none of this host's: behind a NAT
+    assert address.listening_address("192.0.2.1") == "0.0.0.0"  # an address of a NAT in front of this host
 
 
-def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store and the command lines of processes can be read by all; the key has crossed a pipe."""
+def test_the_key_of_a_local_group_is_hidden_from_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is passed by a pipe, since every user can read the store and the command lines of processes."""
     stores: list[Recorded] = []
     serve = raw_stores.serve_on
 

@@ -1,4 +1,4 @@
-"""No byte of a stranger reaches an unpickler, nor even the parser of frames or of claims."""
+"""No byte of a stranger reaches an unpickler, nor the parser of frames or of claims."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explode(*args: bytes) -> None:
 
 
 class Bomb:
-    """Its pickle runs code when it is read."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return explode, (MARK,)
@@ -44,7 +44,7 @@ def worker() -> Iterator[list[Worker]]:
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What met marked bytes: the names of traps around everything that reads more than a handshake does."""
+    """Return the names of the traps that received marked bytes; all parsers behind the handshake have a trap."""
     sprung = []
 
     def guard(
@@ -97,7 +97,7 @@ NAMES = ["frames", "pickle", "refusal", "short key", "key", "another key", "refl
 
 @pytest.mark.parametrize("greeted", [False, True], ids=["at once", "after a greeting"])
 @pytest.mark.parametrize("tell", TOLD, ids=NAMES)
-def test_nothing_of_a_stranger_is_read(
+def test_no_bytes_of_a_stranger_are_parsed(
     worker: list[Worker], reached: list[Any], tell: Callable[..., Any], greeted: bool
 ) -> None:
     _, b = worker
@@ -115,7 +115,7 @@ def test_nothing_of_a_stranger_is_read(
     assert exploded == []
 
 
-def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: list[Any]) -> None:
+def test_a_replayed_handshake_of_a_member_is_refused(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
     end = Initiator(b.agent.keys, Hello("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock:
@@ -132,7 +132,7 @@ def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: li
     assert exploded == []
 
 
-def test_the_traps_are_where_members_pass(worker: list[Worker], reached: list[Any]) -> None:
+def test_the_traps_catch_the_bytes_of_members(worker: list[Worker], reached: list[Any]) -> None:
     a, _ = worker
     assert a.agent.call("w1", operator.concat, (MARK, b"!"), None) == MARK + b"!"
     assert {"advance", "loads"} <= {*reached}

@@ -1,4 +1,4 @@
-"""An attacker on the way, who sees and changes all that crosses, never has a frame accepted that was not sent so."""
+"""An attacker on the network, who reads and changes all bytes, cannot have a forged frame accepted."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def run(value: Any) -> Any:
     return value
 
 
-# Links whose bytes pass through the hands of an attacker
+# Links whose bytes pass through an attacker
 
 
 def agreed() -> tuple[Ciphers, Ciphers]:
-    """What both ends encrypt with, after an attacker has forwarded their handshake faithfully."""
+    """Return the ciphers of both ends, after an attacker has forwarded their handshake unchanged."""
     a, b = Initiator(RING, A, B.incarnation), Acceptor(RING, B)
     said = a.start()
     for end in (b, a, b, a, b, a):
@@ -80,7 +80,7 @@ class End:
         )
 
     def said(self) -> bytes:
-        """What the link has sent."""
+        """Return the bytes that the link has sent."""
         heard = b""
         with contextlib.suppress(BlockingIOError):
             while data := self.theirs.recv(1 << 20):
@@ -107,7 +107,7 @@ def two_ends() -> Iterator[tuple[End, End]]:
 
 
 def sent(end: End, count: int) -> list[bytes]:
-    """The records of so many frames, each for itself."""
+    """Send `count` frames; return the record of each."""
     found = []
     for number in range(count):
         end.link.send(Message(CALL, number + 1, body=b"frame %d" % number))
@@ -120,7 +120,7 @@ ALTER, INJECT, PLAIN, REFLECT, CUT = range(5)
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(1, 5), st.data())
-def test_only_what_was_sent_is_accepted_in_its_order_and_once(count: int, data: st.DataObject) -> None:
+def test_only_sent_frames_are_accepted_in_order_and_once(count: int, data: st.DataObject) -> None:
     with two_ends() as (a, b):
         records, own = sent(a, count), sent(b, 1)
         order = data.draw(st.lists(st.integers(0, count - 1), max_size=7), "which are passed on")
@@ -150,7 +150,7 @@ def test_only_what_was_sent_is_accepted_in_its_order_and_once(count: int, data: 
             assert "altered on the way" in str(b.link.closed) or "an invalid record" in str(b.link.closed)
 
 
-def test_every_bit_of_a_record_counts() -> None:
+def test_a_record_with_any_flipped_bit_is_refused() -> None:
     here, there = agreed()
     with contextlib.closing(End(here)) as a:
         (record,) = sent(a, 1)
@@ -159,7 +159,7 @@ def test_every_bit_of_a_record_counts() -> None:
         altered[bit // 8] ^= 1 << bit % 8
         again = there._replace(receiving=CipherState(there.receiving._key))
         with contextlib.closing(End(again)) as b:
-            b.hear(bytes(altered) + bytes(300))  # so that no longer record is waited for
+            b.hear(bytes(altered) + bytes(300))  # completes a record whose length was increased
             assert not b.frames, f"bit {bit}"
 
 
@@ -187,7 +187,7 @@ shapes = st.tuples(st.sampled_from([0, 1, 300, 5000, 40_000]), st.lists(st.sampl
     st.lists(shapes, min_size=1, max_size=5), st.lists(st.sampled_from([1, 30, 3000, 70_000]), min_size=1, max_size=4)
 )
 def test_frames_with_tensors_arrive_in_any_pieces(sizes: list[Any], cuts: list[int]) -> None:
-    """Whether a frame fills its record, begins in it, or goes on in the next."""
+    """A frame may fill a record, begin inside of it, or continue in the next one."""
     with two_ends() as (a, b):
         said, sent = b"", []
         for number, (size, tensors) in enumerate(sizes):
@@ -204,7 +204,7 @@ def test_frames_with_tensors_arrive_in_any_pieces(sizes: list[Any], cuts: list[i
         assert [(bytes(each.body), [bytes(blob.tolist()) for blob in each.blobs]) for each in b.frames] == sent
 
 
-def test_small_frames_that_the_socket_does_not_take_follow_in_their_order() -> None:
+def test_small_frames_that_wait_for_the_socket_keep_their_order() -> None:
     with two_ends() as (a, b):
         for number in range(2000):
             a.link.send(Message(CALL, number, body=bytes(1000)))
@@ -217,8 +217,8 @@ def test_small_frames_that_the_socket_does_not_take_follow_in_their_order() -> N
         assert [frame.id for frame in b.frames] == list(range(2000))
 
 
-def test_who_is_interrupted_as_records_are_made_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nobody knew which part of the outbox was sent, and it might be sent twice, or never."""
+def test_an_interrupt_while_records_are_made_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the sent part of the outbox were unknown, and might be sent twice or never."""
     true, calls = RecordWriter.add, itertools.count()
 
     def interrupted(writer: RecordWriter, data: bytes) -> None:
@@ -255,7 +255,7 @@ def workers() -> Iterator[list[Worker]]:
 
 
 class Relay:
-    """Passes all on between a member and a worker, and notes what the member says."""
+    """Forwards bytes between a member and a worker, and records those of the member."""
 
     def __init__(self, worker: Worker) -> None:
         self.heard: list[bytes] = []
@@ -289,12 +289,12 @@ class Relay:
 
 
 def call(number: int, value: str) -> bytes:
-    """The frame of a call of `run`."""
+    """Return the frame of a call of `run`."""
     return encode(Message(CALL, number, head=b"tests.transport.test_attacks:run", body=pickle.dumps(((value,), {}))))
 
 
 @pytest.mark.parametrize("attack", ["plain frame", "replay", "altered", "reflection"])
-def test_a_relayed_handshake_lets_nobody_else_in(workers: list[Worker], attack: str) -> None:
+def test_relaying_a_handshake_does_not_let_the_relay_in(workers: list[Worker], attack: str) -> None:
     ran.clear()
     _, b = workers
     with contextlib.closing(Relay(b)) as relay:
@@ -320,7 +320,7 @@ def test_a_relayed_handshake_lets_nobody_else_in(workers: list[Worker], attack: 
     assert workers[0].agent.call("w1", operator.add, (1, 2), None) == 3
 
 
-def test_a_tampered_answer_reaches_no_caller(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tampered_answer_is_an_error_for_the_caller(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = workers
     sending = RecordWriter.encrypt
 
@@ -333,10 +333,10 @@ def test_a_tampered_answer_reaches_no_caller(workers: list[Worker], monkeypatch:
         patched.setattr(RecordWriter, "encrypt", alter)
         with pytest.raises(PeerLost, match="altered on the way"):
             a.agent.call("w1", operator.add, (1, 2), None)
-    assert a.agent.call("w1", operator.add, (1, 2), None) == 3  # by a new connection
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3  # over a new connection
 
 
-def test_what_crosses_tcp_cannot_be_read(workers: list[Worker]) -> None:
+def test_calls_over_tcp_are_encrypted(workers: list[Worker]) -> None:
     _, b = workers
     me = A._replace(name="a-name-too-long-to-occur-by-chance")
     with contextlib.closing(Relay(b)) as relay:
@@ -359,7 +359,7 @@ def test_the_next_key_is_tried_by_a_new_connection(workers: list[Worker]) -> Non
         connect(target, Keyring([b"a newer key", b"another"]), A, None, "tcp", 10.0, 0.0)
 
 
-# Frames of kinds that are not known
+# Frames of unknown kinds
 
 
 def test_a_request_of_an_unknown_kind_is_refused_and_others_are_served(workers: list[Worker]) -> None:
@@ -377,7 +377,7 @@ def test_a_request_of_an_unknown_kind_is_refused_and_others_are_served(workers: 
 
 
 @pytest.mark.parametrize("kind", [0, RESULT, REFUSAL, 40], ids=str)
-def test_what_is_no_request_closes_the_connection(workers: list[Worker], kind: int) -> None:
+def test_a_frame_that_is_not_a_request_closes_the_connection(workers: list[Worker], kind: int) -> None:
     _, b = workers
     with knock(b) as sock:
         visitor = Visitor(sock, Initiator(b.agent.keys, A._replace(incarnation="x"), b.agent.incarnation))

@@ -1,4 +1,4 @@
-"""What carries a connection: Unix sockets of this user only, TLS whose certificates are bound to the handshake."""
+"""Unix sockets connect processes of one user only, and the handshake is bound to the certificates of TLS."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.transport.test_tls import Authority
 RING = Keyring([b"the key of the group"])
 A, B = Hello("w0", 0, "incarnation of a", ""), Hello("w1", 1, "incarnation of b", "")
 
-# Unix sockets, of this user only
+# Unix sockets, for this user only
 
 needs_unix = pytest.mark.skipif(not HAS_UNIX, reason="the platform has no Unix sockets without files")
 
 
 class Door:
-    """A listener, looked after by a thread."""
+    """A listener that a thread polls."""
 
     def __init__(self, transport: str = "auto", tls: TlsFiles | None = None) -> None:
         self.accepted: list[Any] = []
@@ -71,7 +71,7 @@ def door() -> Iterator[Door]:
 
 
 @needs_unix
-def test_members_of_one_user_meet_by_the_unix_socket(door: Door) -> None:
+def test_members_of_one_user_connect_over_the_unix_socket(door: Door) -> None:
     channel = connect(door.target(), RING, A, None, "unix", 10.0, 0.0)
     channel.sock.close()
     assert (channel.shared, channel.ciphers) == (True, None)
@@ -107,7 +107,7 @@ def test_another_user_at_the_unix_socket_is_refused(
         with pytest.raises(AuthenticationFailed, match="another user"):
             end.receive(sock.recv(4096))
         assert wait_closed(sock) == b""
-        for _ in range(20):  # one warning for each process is enough
+        for _ in range(20):  # the warning appears once in a process
             with socket.socket(socket.AF_UNIX) as again:
                 again.connect(unix_address(door.listener.unix))
                 assert wait_closed(again) == b"\x05\x00Ruser"
@@ -118,7 +118,7 @@ def test_another_user_at_the_unix_socket_is_refused(
 
 @needs_unix
 @pytest.mark.skipif(not is_root(), reason="only root can be another user")
-def test_a_process_of_another_user_is_refused_and_not_believed(door: Door) -> None:
+def test_a_process_of_another_user_is_refused_on_both_sides(door: Door) -> None:
     def knock() -> None:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(unix_address(door.listener.unix))
@@ -130,7 +130,7 @@ def test_a_process_of_another_user_is_refused_and_not_believed(door: Door) -> No
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(unix_address(name))
         listening.listen()
-        if not os.fork():  # which has the socket, and goes on
+        if not os.fork():  # the child inherits the socket and continues
             os.read(reading, 1)
             os._exit(0)
 
@@ -154,7 +154,7 @@ def test_a_process_of_another_user_is_refused_and_not_believed(door: Door) -> No
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[TlsFiles]:
-    """Of three workers of one authority."""
+    """Return certificates of three workers, signed by one authority."""
     authority = Authority(tmp_path_factory.mktemp("tls"), "ours")
     return [authority.files(name) for name in ("w0", "w1", "attacker")]
 
@@ -164,13 +164,13 @@ def test_with_tls_there_is_no_unix_socket(certificates: list[TlsFiles]) -> None:
         assert door.listener.unix == ""
         channel = connect(door.target(plain.listener.unix), RING, A, certificates[0], "auto", 10.0, 0.0)
         channel.sock.close()
-        assert (channel.shared, channel.ciphers) == (False, None)  # which TLS has encrypted
+        assert (channel.shared, channel.ciphers) == (False, None)  # TLS encrypts, so there are no ciphers
     with pytest.raises(UsageError, match='transport="unix"'):
         Door("unix", certificates[0])
 
 
-def test_a_member_of_the_authority_without_the_key_cannot_relay(certificates: list[TlsFiles]) -> None:
-    """It has a TLS connection with each of two members, and passes on what they say."""
+def test_a_certified_process_without_the_key_cannot_relay(certificates: list[TlsFiles]) -> None:
+    """The attacker has a TLS connection with each of two members, and forwards their messages."""
     failures: list[Exception] = []
     with contextlib.closing(Door(tls=certificates[1])) as door, socket.create_server(("127.0.0.1", 0)) as between:
 

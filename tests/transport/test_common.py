@@ -1,4 +1,4 @@
-"""Common memory is lent to many, read by them as it is, written to by none of them, and used anew after the last."""
+"""A common block is lent to many receivers, each with private writes, and reused after the last release."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def common(pool: SharedBlockPool, size: int = MB) -> torch.Tensor:
 
 
 def lend(pool: SharedBlockPool, tensor: torch.Tensor, maps: SharedMaps) -> torch.Tensor:
-    """What one receiver has of it."""
+    """Lend a tensor to one receiver; return the tensor that the receiver sees."""
     loan = pool.lend(tensor)
     assert loan is not None
     assert loan.number & COMMON
@@ -38,7 +38,7 @@ def lend(pool: SharedBlockPool, tensor: torch.Tensor, maps: SharedMaps) -> torch
 # The pool
 
 
-def test_all_see_it_and_each_writes_for_itself() -> None:
+def test_receivers_see_the_content_and_write_privately() -> None:
     pool, maps = SharedBlockPool(8 * MB), [SharedMaps(Streams()) for _ in range(3)]
     tensor = common(pool)
     tensor.fill_(7)
@@ -49,7 +49,7 @@ def test_all_see_it_and_each_writes_for_itself() -> None:
     pool.close()
 
 
-def test_it_is_used_anew_after_the_last_release_only() -> None:
+def test_a_block_is_reused_only_after_the_last_release() -> None:
     pool, maps = SharedBlockPool(8 * MB), [SharedMaps(Streams()) for _ in range(2)]
     tensor = common(pool)
     where = tensor.data_ptr()
@@ -73,7 +73,7 @@ def test_one_mapping_serves_many_loans_until_it_is_idle() -> None:
     for value in range(3):
         tensor.fill_(value)
         seen = lend(pool, tensor, maps)
-        seen.fill_(9)  # for this receiver only
+        seen.fill_(9)  # a private write of this receiver
         assert bool((buffers.lasting(seen) == value).all())
         places.add(buffers.lasting(seen).data_ptr())
         pool.give_back([*maps.released])
@@ -86,11 +86,11 @@ def test_one_mapping_serves_many_loans_until_it_is_idle() -> None:
     pool.close()
 
 
-def test_it_can_be_lent_again_while_its_tensor_lives() -> None:
+def test_a_block_can_be_lent_again_while_its_tensor_lives() -> None:
     pool = SharedBlockPool(8 * MB)
     tensor = common(pool)
     for _ in range(3):
-        loan = pool.lend(tensor[: MB // 2])  # its first bytes
+        loan = pool.lend(tensor[: MB // 2])  # a prefix of the block
         assert loan is not None
         pool.give_back([loan.number])
     assert pool.lend(tensor[1:]) is None
@@ -99,7 +99,7 @@ def test_it_can_be_lent_again_while_its_tensor_lives() -> None:
     pool.close()
 
 
-def test_what_a_lost_receiver_may_read_is_never_written_to() -> None:
+def test_a_block_that_a_lost_receiver_may_read_is_never_reused() -> None:
     pool, maps = SharedBlockPool(8 * MB), SharedMaps(Streams())
     tensor = common(pool)
     tensor.fill_(7)
@@ -110,25 +110,25 @@ def test_what_a_lost_receiver_may_read_is_never_written_to() -> None:
     pool.give_back([other.number])
     del tensor
     assert pool.trim(0.0) == []
-    assert not any(pool._bytes.values())  # the block has gone
+    assert not any(pool._bytes.values())  # the pool has given the block up
     assert bool((seen == 7).all())
     pool.close()
 
 
-def test_one_limit_holds_for_both_kinds_and_idle_ones_make_room() -> None:
+def test_both_kinds_of_blocks_share_a_limit_and_idle_ones_are_freed_for_others() -> None:
     pool = SharedBlockPool(4 * MB)
     block, tensor = pool.take(2 * MB), common(pool, 2 * MB)
     assert block is not None
     assert pool.common(MB) is None
     assert pool.take(MB) is None
     del tensor
-    assert pool.take(MB) is not None  # the idle common block went
+    assert pool.take(MB) is not None  # the idle common block was freed
     pool.give_back([block.number])
     assert pool.common(2 * MB) is not None
     pool.close()
 
 
-def test_idle_ones_go_after_a_while() -> None:
+def test_idle_blocks_are_freed_after_a_while() -> None:
     pool, before = SharedBlockPool(4 * MB), len(os.listdir("/proc/self/fd"))
     common(pool)
     now = time.monotonic()
@@ -154,7 +154,7 @@ def test_a_tensor_outlives_the_pool() -> None:
     assert pool.trim(0.0) == []
 
 
-def test_nobody_else_can_map_it_for_writing() -> None:
+def test_receivers_cannot_map_a_block_for_writing() -> None:
     pool = SharedBlockPool(4 * MB)
     tensor = common(pool)
     loan = pool.lend(tensor)
@@ -191,7 +191,7 @@ def total_of(name: str) -> float:
 
 
 def mapped() -> tuple[int, int]:
-    """How many descriptors and how many mappings of memory files this process has."""
+    """Return the number of descriptors and of mappings of memory files in this process."""
     gc.collect()
     links = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
     with open("/proc/self/maps") as maps:
@@ -199,7 +199,7 @@ def mapped() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_many_receivers_that_write_do_no_harm(way: str) -> None:
+def test_writes_of_many_receivers_do_not_reach_the_sender(way: str) -> None:
     with agents(4, transport=way) as workers:
         agent = workers[0].agent
         tensor = agent.memory.common(MB).view(torch.float32)
@@ -211,11 +211,11 @@ def test_many_receivers_that_write_do_no_harm(way: str) -> None:
         assert float(tensor.sum()) == count
         pool = agent._connections._pool
         assert bool(pool._common) is (way == "unix")
-        assert not pool._shelf._unused  # nothing was copied into others
+        assert not pool._shelf._unused  # no content was copied into ordinary blocks
         wait_until(lambda: pool.lent == 0)
 
 
-def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
+def test_answers_lend_common_blocks_and_small_tensors_are_plain() -> None:
     with agents(2, transport="unix") as workers:
         answer = workers[1].agent.memory.common(MB)
         answer.fill_(5)
@@ -229,7 +229,7 @@ def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
         _kept.clear()
 
 
-def test_without_room_it_is_plain_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_above_the_limit_common_memory_is_plain_memory(caplog: pytest.LogCaptureFixture) -> None:
     with agents(2, transport="unix", shared_memory=2 * MB) as workers:
         agent = workers[0].agent
         held = [agent.memory.common(MB) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_without_room_it_is_plain_memory(caplog: pytest.LogCaptureFixture) -> No
             assert agent.call("w1", total, (tensor,), None) == 2 * MB
 
 
-def test_a_first_message_that_waits_for_its_connection_lends_it() -> None:
+def test_a_first_message_that_waits_for_its_connection_lends_a_block() -> None:
     with agents(3, transport="unix") as workers:
         agent = workers[0].agent
         tensor = agent.memory.common(MB)
@@ -254,7 +254,7 @@ def test_a_first_message_that_waits_for_its_connection_lends_it() -> None:
         assert not agent._connections._pool._shelf._unused
 
 
-def test_a_receiver_that_is_killed_spoils_it_and_leaves_the_others_alone() -> None:
+def test_a_killed_receiver_does_not_harm_the_other_receivers() -> None:
     with group(3) as made:
         made[0].run(_publish)
         made[0].run(_send_to_both)
@@ -281,8 +281,8 @@ def _after_the_death() -> bool:
 
     agent = current.agent()
     pool = agent._connections._pool
-    wait_until(lambda: pool.lent == 1)  # that of the dead one was given up
-    agent.call("worker2", keep, ("again", _kept["source"]), None)  # the others can be lent more
+    wait_until(lambda: pool.lent == 1)  # the loan to the killed worker was given up
+    agent.call("worker2", keep, ("again", _kept["source"]), None)  # other receivers still get loans
     _kept.clear()
     for name in ("it", "again"):
         assert agent.call("worker2", total_of, (name,), None) == MB

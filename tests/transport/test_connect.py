@@ -1,4 +1,4 @@
-"""How connections come about: their options, full queues, and ends that the other one closes at some point."""
+"""Connecting: options of sockets, full queues, and ends that close during the handshake."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ME, OTHER = Hello("w0", 0, "life of w0", ""), Hello("w1", 1, "life of w1", "")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_ends_the_connection_in_the_handshake_is_unreachable(seed: int) -> None:
-    """It has died, or is about to: that is no other protocol."""
+def test_a_worker_that_closes_during_the_handshake_is_unreachable(seed: int) -> None:
+    """The worker has died or is dying; the error must not blame the protocol."""
     keys, chance = Keyring([new_key()]), random.Random(seed)
-    answers = chance.randrange(3)  # of three
-    part = chance.randrange(10)  # bytes of the next one
+    answers = chance.randrange(3)  # of three messages
+    part = chance.randrange(10)  # bytes of the next message
     server = socket.create_server(("127.0.0.1", 0))
     target = Target("w1", OTHER.incarnation, "", server.getsockname(), StreamId(""))
 
@@ -46,7 +46,7 @@ def test_who_ends_the_connection_in_the_handshake_is_unreachable(seed: int) -> N
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")
-def test_a_full_queue_of_a_unix_socket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_waits_for_a_full_queue_of_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, name = Keyring([new_key()]), f"telegrad-test-{os.getpid()}"
     target = Target("w1", OTHER.incarnation, name, ("127.0.0.1", 1), StreamId(""))
     server, waiting, full = socket.socket(socket.AF_UNIX), [], threading.Event()
@@ -84,7 +84,7 @@ LINEAR, LONGEST = 16, 44  # TCP_THIN_LINEAR_TIMEOUTS; TCP_RTO_MAX_MS, since Linu
 
 
 def setting(sock: socket.socket, number: int) -> int | None:
-    """Return the setting, None where this kernel has no such option."""
+    """Return the option, or None if this kernel does not have it."""
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, number)
     except OSError:
@@ -93,7 +93,7 @@ def setting(sock: socket.socket, number: int) -> int | None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
 @pytest.mark.parametrize("silence", [0.0, 10.0])
-def test_what_is_lost_is_sent_again_soon(silence: float) -> None:
+def test_tcp_is_tuned_for_fast_retransmission(silence: float) -> None:
     with socket.socket() as sock:
         has_longest = setting(sock, LONGEST) is not None
         tune_tcp(sock, silence)

@@ -1,4 +1,4 @@
-"""When the heap is trimmed: where the process has grown by much, and seldom."""
+"""The heap is trimmed when the process has grown by much, and seldom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MB = 1 << 20
 
 
 class World:
-    """A process whose size the test sets, and which keeps `used` when it is trimmed."""
+    """A process whose size the test sets, and which has the size `used` after a trim."""
 
     def __init__(self) -> None:
         self.size, self.used, self.trims, self.now = 200 * MB, 200 * MB, 0, 0.0
@@ -41,10 +41,10 @@ def world() -> World:
     ("used", "looks"),
     [
         (200, [(200 * MB + GROWN, 0), (200 * MB, 0)]),
-        (200, [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)]),  # what is left counts from there
+        (200, [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)]),  # growth counts from there
         (4000, [(4000 * MB, 1), (4000 * MB, 1)]),
-        (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # it rests, and gives back less, too
-        (200, [(100 * MB, 0), (101 * MB + GROWN, 1)]),  # the least size counts
+        (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # an idle process is trimmed for less
+        (200, [(100 * MB, 0), (101 * MB + GROWN, 1)]),  # growth counts from the smallest size
     ],
     ids=["no growth", "growth", "growth in use", "rest", "least"],
 )
@@ -53,7 +53,7 @@ def test_a_process_that_has_grown_is_trimmed(world: World, used: int, looks: lis
     assert [world.look(size) for size, _ in looks] == [trims for _, trims in looks]
 
 
-def test_a_size_that_cannot_be_read_is_looked_at_later() -> None:
+def test_a_size_that_cannot_be_read_is_read_later() -> None:
     sizes: list[int | Exception] = [200 * MB, OSError(errno.EMFILE, "Too many open files"), 201 * MB + GROWN, 200 * MB]
 
     def size() -> int:
@@ -74,7 +74,7 @@ def test_a_size_that_cannot_be_read_is_looked_at_later() -> None:
     assert trims == [1]
 
 
-def test_it_looks_seldom(world: World) -> None:
+def test_the_size_is_read_seldom(world: World) -> None:
     world.size = 300 * MB + GROWN
     world.heap.tick(world.now + LOOK / 2)
     assert world.trims == 0
@@ -82,14 +82,14 @@ def test_it_looks_seldom(world: World) -> None:
     assert world.trims == 1
 
 
-def test_nothing_happens_where_another_library_allocates() -> None:
+def test_the_heap_of_another_allocator_is_not_trimmed() -> None:
     heap = Heap(None, lambda: pytest.fail("it looks at the size"))
     heap.tick(LOOK)
 
 
 @pytest.mark.skipif(trimmer() is None, reason="needs glibc")
-def test_the_real_heap_is_smaller_afterwards() -> None:
-    """64 MB in pieces of 64 KB, of which the last one stays: glibc keeps the rest."""
+def test_the_real_heap_is_smaller_after_a_trim() -> None:
+    """The last of the blocks of 64 KB stays alive, so glibc keeps the 64 MB before it until the trim."""
     heap = Heap()
     heap.tick(0.0)
     before = own_bytes()

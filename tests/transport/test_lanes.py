@@ -1,4 +1,4 @@
-"""Stripes: what is cut at one end comes together at the other."""
+"""Stripes: the parts of a large content that are sent over several streams are joined again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster import PATIENCE, wait_until
 
 
 class Direction:
-    """Both ends, joined by streams; the first stripe is copied here."""
+    """Both ends of one direction, joined by streams; the test copies the first stripe."""
 
     def __init__(self) -> None:
         self.failed = threading.Event()
@@ -41,7 +41,7 @@ class Direction:
         wait_until(lambda: self.sending.ready)
 
     def pass_on(self, data: bytes) -> bytearray:
-        """What arrives when this is sent."""
+        """Send `data`; return the memory in which it arrives."""
         came = bytearray(len(data))
         theirs = self.receiving.carry(memoryview(came), None)
         ours = self.sending.carry(memoryview(data), None)
@@ -67,7 +67,7 @@ def direction() -> Iterator[Direction]:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4 * 4096, 4 * 4096 + 1, 123_457, (1 << 22) + 3])
-def test_what_is_cut_comes_together(direction: Direction, size: int) -> None:
+def test_striped_data_is_joined_again(direction: Direction, size: int) -> None:
     direction.widen()
     data = os.urandom(size)
     came = direction.pass_on(data)
@@ -76,7 +76,7 @@ def test_what_is_cut_comes_together(direction: Direction, size: int) -> None:
     assert direction.receiving.is_idle()
 
 
-def test_many_follow_each_other_in_order(direction: Direction) -> None:
+def test_many_contents_arrive_in_order(direction: Direction) -> None:
     direction.widen()
     sent = [os.urandom(size) for size in range(1, 200_000, 7919)]
     came = [direction.pass_on(data) for data in sent]
@@ -85,7 +85,7 @@ def test_many_follow_each_other_in_order(direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4 * 4096 + 1, (1 << 22) + 3])
-def test_what_is_dropped_leaves_what_follows_in_its_place(direction: Direction, size: int) -> None:
+def test_a_dropped_content_does_not_displace_the_next(direction: Direction, size: int) -> None:
     direction.widen()
     first = direction.sending.carry(memoryview(bytearray(size)), None)
     assert sum(map(len, direction.receiving.drop(size))) == len(first)
@@ -95,7 +95,7 @@ def test_what_is_dropped_leaves_what_follows_in_its_place(direction: Direction, 
     assert came == data
 
 
-def test_streams_are_made_once_and_for_what_is_large_only(direction: Direction) -> None:
+def test_streams_are_made_once_and_for_large_contents_only(direction: Direction) -> None:
     assert not direction.sending.serve(STRIPE_FROM - 1)
     assert not direction.sending.wanted
     assert not direction.sending.serve(STRIPE_FROM)
@@ -106,7 +106,7 @@ def test_streams_are_made_once_and_for_what_is_large_only(direction: Direction) 
     assert direction.made == ["lanes"]
 
 
-def test_nothing_is_cut_until_all_streams_have_been_answered(direction: Direction) -> None:
+def test_contents_are_striped_only_after_all_streams_are_ready(direction: Direction) -> None:
     for _ in range(LANES - 1):
         direction.join()
     here, there = socket.socketpair()
@@ -118,7 +118,7 @@ def test_nothing_is_cut_until_all_streams_have_been_answered(direction: Directio
     there.close()
 
 
-def test_a_stream_that_nobody_answers_harms_nothing(direction: Direction) -> None:
+def test_a_stream_that_closes_before_its_answer_is_no_failure(direction: Direction) -> None:
     here, there = socket.socketpair()
     direction.sending.add(here, b"")
     there.close()
@@ -134,9 +134,9 @@ def test_stripes_without_streams_are_refused(direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["sender's", "receiver's"])
-def test_a_stream_that_ends_amid_a_stripe_is_told(direction: Direction, end: int) -> None:
+def test_a_stream_that_ends_inside_of_a_stripe_is_a_failure(direction: Direction, end: int) -> None:
     direction.widen()
-    size = 64 << 20  # more than fits between the two
+    size = 64 << 20  # more than the socket buffers hold
     receiving = direction.receiving if end == 0 else direction.sending
     receiving.carry(memoryview(bytearray(size)), None)
     direction.pairs[1][end].shutdown(socket.SHUT_RDWR)
@@ -144,7 +144,7 @@ def test_a_stream_that_ends_amid_a_stripe_is_told(direction: Direction, end: int
     assert isinstance(direction.error, OSError)
 
 
-def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction: Direction) -> None:
+def test_a_callback_for_the_rest_is_called_when_the_streams_close(direction: Direction) -> None:
     direction.widen()
     direction.receiving.carry(memoryview(bytearray(100_000)), None)
     called = threading.Event()
@@ -154,7 +154,7 @@ def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction: Direction
     assert not direction.receiving.afterwards(called.clear)
 
 
-def test_streams_that_come_too_late_or_are_too_many_are_closed(direction: Direction) -> None:
+def test_late_and_surplus_streams_are_closed(direction: Direction) -> None:
     direction.widen()
     for closed in (False, True):
         if closed:

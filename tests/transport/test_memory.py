@@ -1,4 +1,4 @@
-"""Memory is lent, comes back when the last tensor over it dies, and is bounded."""
+"""Shared memory is lent, comes back with the end of its last tensor, and is bounded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MB = 1 << 20
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
 
-def test_sizes_are_rounded_by_little() -> None:
+def test_sizes_are_rounded_up_by_at_most_a_quarter() -> None:
     for size in (WARM_FROM, 5 * MB + 1, 64 * MB, 64 * MB + 1):
         assert size <= size_class(size) <= 1.25 * size + 4096
 
 
-def test_warm_memory_is_used_again() -> None:
+def test_warm_memory_is_reused() -> None:
     arena = ReceiveBufferPool(64 * MB)
     tensor, memory = arena.allocate(MB)
     memory[:3] = b"abc"
@@ -37,7 +37,7 @@ def test_warm_memory_is_used_again() -> None:
     where = tensor.data_ptr()
     view = tensor.view(torch.float32)[5:9]
     del tensor, memory
-    assert arena.allocate(MB)[0].data_ptr() != where  # a view still lives
+    assert arena.allocate(MB)[0].data_ptr() != where  # a view is still alive
     del view
     assert where in {arena.allocate(MB)[0].data_ptr() for _ in range(2)}
 
@@ -54,7 +54,7 @@ def test_an_arena_keeps_no_more_than_its_limit() -> None:
 
 
 @needs_sharing
-def test_a_block_is_seen_on_the_other_side_and_comes_back() -> None:
+def test_a_receiver_maps_a_block_and_releases_it() -> None:
     pool, maps = SharedBlockPool(8 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.arange(MB // 8).view(torch.uint8))
@@ -67,25 +67,25 @@ def test_a_block_is_seen_on_the_other_side_and_comes_back() -> None:
     pool.give_back(maps.released)
     assert pool.take(MB) is block
     pool.give_back([block.number])
-    assert maps.attach(block.number, 10).numel() == 10  # mapped already: no descriptor is needed
+    assert maps.attach(block.number, 10).numel() == 10  # a mapped block needs no descriptor
     maps.close()
     pool.close()
 
 
 @needs_sharing
-def test_a_pool_is_bounded_and_makes_room() -> None:
+def test_a_pool_is_bounded_and_frees_idle_blocks_for_others() -> None:
     pool = SharedBlockPool(4 * MB)
     blocks = [pool.take(2 * MB), pool.take(2 * MB)]
     assert pool.take(MB) is None
     assert pool.take(5 * MB) is None
     pool.give_back([blocks[0].number])
-    assert pool.take(MB) is not None  # the idle block went
+    assert pool.take(MB) is not None  # the idle block was freed
     assert pool.trim(0.0) == [blocks[0].number]
     pool.close()
 
 
 @needs_sharing
-def test_without_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_without_memory_gives_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> NoReturn:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -97,7 +97,7 @@ def test_without_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_sharing
-def test_idle_blocks_go_after_a_while() -> None:
+def test_idle_blocks_are_freed_after_a_while() -> None:
     pool = SharedBlockPool(4 * MB)
     block = pool.take(MB)
     pool.give_back([block.number])
@@ -108,7 +108,7 @@ def test_idle_blocks_go_after_a_while() -> None:
 
 
 @needs_sharing
-def test_what_a_lost_peer_holds_is_left_to_it() -> None:
+def test_a_block_that_a_lost_peer_holds_is_not_reused() -> None:
     pool, maps = SharedBlockPool(4 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.ones(MB, dtype=torch.uint8))
@@ -117,8 +117,8 @@ def test_what_a_lost_peer_holds_is_left_to_it() -> None:
     pool.abandon([block.number])
     other = pool.take(MB)
     other.fill(torch.zeros(MB, dtype=torch.uint8))
-    assert tensor.all()  # not overwritten
-    assert pool.trim(0.0) == [block.number]  # those who mapped it before let go of it
+    assert tensor.all()  # the content is unchanged
+    assert pool.trim(0.0) == [block.number]  # the peers that mapped the block are asked to unmap it
     pool.close()
 
 
@@ -150,18 +150,18 @@ def firsts(tensors: list[torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize("common", [False, True], ids=["lent", "common"])
 @pytest.mark.parametrize("count", [64, 65, 150, 600])
 def test_many_tensors_of_one_message_arrive_in_order(count: int, common: bool) -> None:
-    """One write carries 64 descriptors."""
+    """The test sends more tensors than the 64 descriptors of one write."""
     with agents(2, transport="unix", shared_memory=1 << 30) as group:
         agent = group[0].agent
         sent = [
             (agent.memory.common(1 << 16) if common else torch.empty(1 << 16, dtype=torch.uint8)) for _ in range(count)
         ]
         values = [tensor.view(torch.int32).fill_(number) for number, tensor in enumerate(sent)]
-        for _ in range(2):  # the blocks are new to the receiver, then known
+        for _ in range(2):  # first with blocks that are new to the receiver
             assert agent.call("w1", firsts, (values,), None) == list(range(count))
 
 
-def test_a_tensor_that_cannot_be_prepared_fails_its_own_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_cannot_be_prepared_fails_only_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, wanted = Outgoing.prepare, torch.ones(MB)
 
     def fails(outgoing: Outgoing, blob: Blob, shares: bool = True) -> Prepared:
@@ -173,7 +173,7 @@ def test_a_tensor_that_cannot_be_prepared_fails_its_own_call_alone(monkeypatch: 
     gate.clear()
     with agents(2) as group:
         agent, pool = group[0].agent, group[0].agent._connections._pool
-        assert agent.call("w1", echo, (torch.ones(1),), None)  # they are connected
+        assert agent.call("w1", echo, (torch.ones(1),), None)  # to connect them
         other = agent.call_async("w1", wait_for_gate, None, None)
         with pytest.raises(MemoryError, match="no memory"):
             agent.call("w1", echo, ([torch.ones(MB), wanted],), None)

@@ -1,4 +1,4 @@
-"""The Noise pattern against published test vectors and against another implementation."""
+"""The Noise handshake agrees with published test vectors and with another implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from noise.connection import NoiseConnection
 from telegrad._core.security import noise
 from telegrad._core.security.noise import KEY, MAX_NONCE, TAG, Ciphers, CipherState, DecryptionFailed, NoiseHandshake
 
-# From vectors/cacophony.txt of the Haskell library cacophony, as the Rust library snow has it among its tests.
+# These are from vectors/cacophony.txt of the Haskell library cacophony, which are among the tests of Rust's snow.
 PROLOGUE = bytes.fromhex("4a6f686e2047616c74")
 PSK = bytes.fromhex("54686973206973206d7920417573747269616e20706572737065637469766521")
 EPHEMERAL_A = bytes.fromhex("893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a")
@@ -70,7 +70,7 @@ def test_the_published_vector() -> None:
 
 
 class OfNoiseprotocol:
-    """A party by the package noiseprotocol."""
+    """An end of a handshake, made with the package noiseprotocol."""
 
     def __init__(self, initiates: bool, psk: bytes, prologue: bytes) -> None:
         self._of = NoiseConnection.from_name(noise.NAME)
@@ -104,7 +104,7 @@ def test_another_implementation_answers(psk: bytes, prologue: bytes, payloads: l
 
 @settings(deadline=None, max_examples=15)
 @given(st.binary(min_size=KEY, max_size=KEY), st.binary(max_size=99), st.lists(st.binary(max_size=300), max_size=9))
-def test_another_implementation_asks(psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
+def test_another_implementation_initiates(psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
     a, b = OfNoiseprotocol(True, psk, prologue), NoiseHandshake(psk, prologue)
     assert b.read_first(a.write(b"one")) == b"one"
     message, ciphers = b.write_second(b"two")
@@ -118,21 +118,21 @@ def talk(ciphers: Ciphers, other: Any, payloads: list[bytes]) -> None:
         assert ciphers.receiving.decrypt(other.encrypt(payload)) == payload
 
 
-def test_another_secret_or_prologue_is_refused_at_the_first_message() -> None:
+def test_a_wrong_secret_or_prologue_is_refused_at_the_first_message() -> None:
     for psk, prologue in ((bytes(KEY), PROLOGUE), (PSK, b"another")):
         with pytest.raises(DecryptionFailed):
             NoiseHandshake(psk, prologue).read_first(NoiseHandshake(PSK, PROLOGUE).write_first())
 
 
 @pytest.mark.parametrize("public", [bytes(KEY), (1).to_bytes(KEY, "little"), b"\xff" * KEY])
-def test_a_public_key_that_gives_no_secret_is_refused(public: bytes) -> None:
-    """Of low order, by one that knows the shared secret: both ends would agree on a key that others know."""
+def test_a_public_key_of_low_order_is_refused(public: bytes) -> None:
+    """Otherwise both ends would agree on a key that a holder of the shared secret can compute."""
     b = NoiseHandshake(PSK, PROLOGUE)
     a = NoiseHandshake(PSK, PROLOGUE)
     a._mix_ephemeral(public)
     first = public + a._encrypt_and_hash(b"")
     assert b.read_first(first) == b""
-    if public == b"\xff" * KEY:  # a usual one, by another name
+    if public == b"\xff" * KEY:  # an alternative encoding of a valid key
         b.write_second()
     else:
         with pytest.raises(DecryptionFailed):
@@ -161,11 +161,11 @@ def test_messages_out_of_order_are_refused() -> None:
     assert there.receiving.decrypt(first) == b"first"
     with pytest.raises(DecryptionFailed):
         there.receiving.decrypt(first)
-    with pytest.raises(DecryptionFailed):  # nor is it taken for what the other end says
+    with pytest.raises(DecryptionFailed):  # nor accepted by its own sender
         here.receiving.decrypt(first)
 
 
-def test_each_message_has_a_nonce_of_its_own_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nonce_is_used_twice_even_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[bytes, bytes]] = []
     true = AESGCM
 
@@ -199,11 +199,11 @@ def test_each_message_has_a_nonce_of_its_own_whatever_fails(monkeypatch: pytest.
                 cipher.encrypt_into(b"x", memoryview(bytearray(1 + TAG)))
         except KeyboardInterrupt:
             pass
-    numbers = [each for each in used if each[1] != bytes(4) + b"\xff" * 8]  # that of the next key, which is not sent
+    numbers = [each for each in used if each[1] != bytes(4) + b"\xff" * 8]  # those of rekeying encrypt no message
     assert len(set(numbers)) == len(numbers) >= 35
 
 
-def test_both_ends_change_the_key_at_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_rekey_at_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "REKEY_AFTER", 3)
     here, there = joined()
     keys = set()
@@ -214,7 +214,7 @@ def test_both_ends_change_the_key_at_the_same_message(monkeypatch: pytest.Monkey
     assert len(keys) == 4
 
 
-def test_a_new_key_is_that_of_another_implementation() -> None:
+def test_rekeying_agrees_with_another_implementation() -> None:
     a, b = NoiseHandshake(PSK, PROLOGUE), OfNoiseprotocol(False, PSK, PROLOGUE)
     b.read(a.write_first())
     _, ciphers = a.read_second(b.write(b""))
@@ -227,7 +227,7 @@ def test_a_new_key_is_that_of_another_implementation() -> None:
     talk(ciphers, b, [b"the last"])
 
 
-def test_a_connection_ends_before_its_numbers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cipher_fails_before_its_nonces_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "REKEY_AFTER", 4)
     cipher = CipherState(PSK)
     cipher._allot(MAX_NONCE + 1 - 8)

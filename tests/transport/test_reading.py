@@ -1,4 +1,4 @@
-"""The right to read goes from owner to owner; see also tests/sim/test_reading.py."""
+"""One owner at a time has the right to read; see also tests/sim/test_reading.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telegrad._core.transport.reading import ReadOwner, ReadRight
 
 
 class Connection:
-    """Notes what the poller is told, and its end."""
+    """Records the calls of the poller and the end of the connection."""
 
     def __init__(self, expects: bool = False) -> None:
         self.armed: list[bool] = []
@@ -23,7 +23,7 @@ class Connection:
 
 
 @pytest.mark.parametrize(("expects", "owner"), [(True, ReadOwner.LEADER), (False, ReadOwner.NOBODY)])
-def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, owner: ReadOwner) -> None:
+def test_a_waiter_passes_reading_to_the_leader_if_more_is_expected(expects: bool, owner: ReadOwner) -> None:
     connection = Connection(expects)
     assert connection.reading.take()
     assert not connection.reading.take()
@@ -34,7 +34,7 @@ def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, 
 
 
 @pytest.mark.parametrize("owner", ReadOwner)
-def test_who_reads_finishes_and_else_who_ends_it(owner: ReadOwner) -> None:
+def test_a_connection_is_finished_by_its_reader_or_else_by_end(owner: ReadOwner) -> None:
     connection = Connection()
     reading = connection.reading
     if owner is ReadOwner.LEADER:

@@ -1,4 +1,4 @@
-"""Records: whatever is sent arrives as it was sent, in any pieces; what was altered does not arrive at all."""
+"""Records arrive as they were sent, in any pieces, and altered ones are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = bytes(KEY)
 
 
 def written(pieces: Sequence[bytes]) -> bytes:
-    """The records of these pieces, some by themselves and some together with others."""
+    """Return the records of these pieces, some of them joined in one record."""
     writer, said = RecordWriter(CipherState(SECRET)), b""
     for number, piece in enumerate(pieces):
         if number % 3 == 2:
@@ -34,9 +34,9 @@ def written(pieces: Sequence[bytes]) -> bytes:
 
 
 def read(stream: bytes, cuts: Sequence[int], targets: Sequence[int], small: int = 0) -> bytes:
-    """What is decrypted of a stream that comes in pieces of these sizes, into memory of those.
+    """Return the decrypted content of a stream that arrives in pieces of `cuts` bytes, read in parts of `targets`.
 
-    Of each `small` records that are small, one is decrypted into bytes of its own.
+    One of each `small` small records is decrypted into new bytes instead.
     """
     reader, found = RecordReader(CipherState(SECRET)), b""
     cut, sizes = itertools.cycle(cuts), itertools.cycle(targets)
@@ -79,18 +79,18 @@ cuts = st.lists(st.sampled_from([1, 3, 19, 20, 21, 24, 4096, SCRATCH, 1 << 30]),
     st.lists(st.integers(1, 1 << 19), min_size=1, max_size=4),
     st.integers(0, 2),
 )
-def test_what_is_sent_arrives(pieces: list[bytes], cuts: list[int], targets: list[int], small: int) -> None:
+def test_records_arrive_in_any_pieces(pieces: list[bytes], cuts: list[int], targets: list[int], small: int) -> None:
     assert read(written(pieces), cuts, [*targets, 1 << 16], small) == b"".join(pieces)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=5), cuts, st.integers(0, 2))
-def test_small_pieces_arrive_however_they_are_cut(pieces: list[bytes], cuts: list[int], small: int) -> None:
+def test_small_records_arrive_in_any_pieces(pieces: list[bytes], cuts: list[int], small: int) -> None:
     assert read(written(pieces), cuts, [7, 64], small) == b"".join(pieces)
 
 
 @pytest.mark.parametrize("length", [0, 1, TAG, LONGEST + TAG + 1, 2**32 - 1])
-def test_what_cannot_be_a_record_is_refused_by_its_length(length: int) -> None:
+def test_a_record_of_an_impossible_length_is_refused(length: int) -> None:
     reader = RecordReader(CipherState(SECRET))
     reader.buffer()[:4] = length.to_bytes(4, "little")
     with pytest.raises(ProtocolViolation, match=str(length)):
@@ -99,7 +99,7 @@ def test_what_cannot_be_a_record_is_refused_by_its_length(length: int) -> None:
         reader.decrypt_into(memoryview(bytearray(9)))
 
 
-def test_no_memory_is_taken_for_a_long_record_before_it_comes() -> None:
+def test_no_memory_is_allocated_for_a_long_record_before_it_arrives() -> None:
     reader = RecordReader(CipherState(SECRET))
     assert len(reader.buffer()) == SCRATCH
     reader.buffer()[:3] = b"\0\0\x10"
@@ -107,7 +107,7 @@ def test_no_memory_is_taken_for_a_long_record_before_it_comes() -> None:
     assert len(reader.buffer()) == SCRATCH - 3
 
 
-def test_a_long_record_behind_a_short_one_is_not_moved_while_it_comes() -> None:
+def test_a_long_record_behind_a_short_one_is_not_moved() -> None:
     writer, reader = RecordWriter(CipherState(SECRET)), RecordReader(CipherState(SECRET))
     target = memoryview(bytearray(SCRATCH))
     for turn in range(3):
@@ -117,7 +117,7 @@ def test_a_long_record_behind_a_short_one_is_not_moved_while_it_comes() -> None:
         assert reader.decrypt(SCRATCH) == b"head"
         assert not reader.decrypt_into(target)
         rest = reader.buffer()
-        if turn:  # the first made the buffer grow
+        if turn:  # the first turn made the buffer grow
             assert bytes(first[:SCRATCH]) == stream[:SCRATCH]
         came = len(stream) - SCRATCH
         rest[:came] = stream[SCRATCH:]
@@ -125,7 +125,7 @@ def test_a_long_record_behind_a_short_one_is_not_moved_while_it_comes() -> None:
         assert not reader.has_more
 
 
-def test_records_that_leave_together_fit_their_buffer() -> None:
+def test_joined_records_fit_the_buffer() -> None:
     writer = RecordWriter(CipherState(SECRET))
     for size in (JOINED, RECORD, 1):
         writer.add(bytes(min(size, writer.room())) if writer.room() > 0 else b"")
@@ -134,7 +134,7 @@ def test_records_that_leave_together_fit_their_buffer() -> None:
     assert len(writer.unsent) <= RECORD + JOINED + 2 * OVERHEAD
 
 
-def test_what_the_socket_has_not_taken_is_kept_as_it_is() -> None:
+def test_bytes_that_the_socket_did_not_take_are_kept() -> None:
     writer, plain = RecordWriter(CipherState(SECRET)), RecordWriter(CipherState(SECRET))
     whole = plain.encrypt(b"a message")
     record = writer.encrypt(b"a message")
@@ -146,7 +146,7 @@ def test_what_the_socket_has_not_taken_is_kept_as_it_is() -> None:
     assert bytes(writer.unsent) == plain.encrypt(b"another")
 
 
-def test_a_large_content_goes_straight_to_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_content_is_decrypted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[int] = []
     true = CipherState.decrypt_into
 

@@ -1,11 +1,11 @@
-"""Refused connections are told of a few times, then counted; who brings the most gives way first."""
+"""Refused connections are logged a few times and then counted; the host with the most gives way first."""
 
 from __future__ import annotations
 
 from telegrad._core.security.handshake import MOST_HOSTS, MOST_LINES, OTHERS, PERIOD, Refusals, host_of, to_give_way
 
 
-def test_a_host_has_a_few_lines_in_each_period_and_the_rest_is_counted() -> None:
+def test_a_host_gets_a_few_log_lines_per_period_and_a_count() -> None:
     refusals = Refusals()
     told = [refusals.should_log("h", 1.0) for _ in range(100)]
     assert told == [True] * MOST_LINES + [False] * (100 - MOST_LINES)
@@ -16,7 +16,7 @@ def test_a_host_has_a_few_lines_in_each_period_and_the_rest_is_counted() -> None
     assert refusals.left_out(1.0 + 2 * PERIOD) == []
 
 
-def test_hosts_without_end_are_counted_as_one() -> None:
+def test_hosts_above_the_limit_are_counted_together() -> None:
     refusals = Refusals()
     told = sum(refusals.should_log(f"h{number}", 1.0) for number in range(10 * MOST_HOSTS))
     assert told == MOST_HOSTS + MOST_LINES
@@ -24,7 +24,7 @@ def test_hosts_without_end_are_counted_as_one() -> None:
     assert not refusals._since
 
 
-def test_who_brings_the_most_gives_way() -> None:
+def test_the_host_with_the_most_connections_gives_way() -> None:
     assert host_of("1.2.3.4:5") == "1.2.3.4"
     assert host_of("::1:5") == "::1"
     assert host_of("this host") == "this host"

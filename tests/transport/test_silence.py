@@ -1,4 +1,4 @@
-"""When a worker counts as silent."""
+"""A worker counts as silent after its limit, if this worker ran in the meantime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 10.0
 
 
 def watch(silence: Silence, begin: float, end: float, heard: bool, late: float = 0.0) -> float | None:
-    """Look whenever it wants to, a little `late`; when it was silent first."""
+    """Look at the times that `silence` asks for, each time `late`; return the time at which it reports silence."""
     now = begin
     while now < end:
         if silence.look(now, heard):
@@ -28,7 +28,7 @@ def watch(silence: Silence, begin: float, end: float, heard: bool, late: float =
     return None
 
 
-def test_it_is_silent_after_its_limit_and_not_much_later() -> None:
+def test_silence_is_reported_soon_after_the_limit() -> None:
     chance = random.Random(1)
     for _ in range(200):
         silence = Silence(LIMIT)
@@ -42,7 +42,7 @@ def test_it_is_silent_after_its_limit_and_not_much_later() -> None:
         assert stops + LIMIT <= told < stops + 1.5 * LIMIT
 
 
-def test_one_sign_of_life_is_enough() -> None:
+def test_one_sign_of_life_within_the_limit_is_enough() -> None:
     silence = Silence(LIMIT)
     now = 0.0
     for at in range(2000):
@@ -51,16 +51,16 @@ def test_one_sign_of_life_is_enough() -> None:
     assert watch(silence, now, now + 2 * LIMIT, False) is not None
 
 
-def test_the_time_in_which_this_worker_did_not_run_does_not_count() -> None:
+def test_time_in_which_this_worker_did_not_run_does_not_count() -> None:
     silence = Silence(LIMIT)
     assert not silence.look(0, False)
-    assert not silence.look(0.6 * LIMIT, False)  # all were stopped together
+    assert not silence.look(0.6 * LIMIT, False)  # all processes were stopped for a while
     assert not silence.look(100 * LIMIT, False)
     assert not silence.look(100.05 * LIMIT, True)
     assert watch(silence, 200 * LIMIT, 202 * LIMIT, False) is not None
 
 
-def test_without_a_limit_it_is_never_silent() -> None:
+def test_without_a_limit_silence_is_never_reported() -> None:
     silence = Silence(0)
     assert not silence.look(0, False)
     assert not silence.look(1e9, False)
@@ -68,7 +68,7 @@ def test_without_a_limit_it_is_never_silent() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this platform tells nothing of other processes")
-def test_a_process_that_has_run_since_the_last_look_does_not_stand_still() -> None:
+def test_a_process_that_ran_since_the_last_look_is_not_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
             stops = Stops(busy.pid)

@@ -1,4 +1,4 @@
-"""TLS lets in whoever shows a certificate of the group's authority that is valid today, and nobody else."""
+"""TLS accepts only certificates of the group's authority that are valid today."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Authority:
         ends: datetime.timedelta = DAY,
         encryption: BestAvailableEncryption | None = None,
     ) -> TlsFiles:
-        """Those of one worker, whose certificate is valid between these times."""
+        """Return the files of a worker whose certificate is valid between these times."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, worker)])
         text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
@@ -72,7 +72,7 @@ class Authority:
 
 
 class End:
-    """One end of a connection in memory."""
+    """An end of a connection in memory."""
 
     def __init__(self, context: ssl.SSLContext, server_side: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -80,7 +80,7 @@ class End:
         self.received = b""
 
     def step(self) -> None:
-        """Get as far as the bytes at hand allow."""
+        """Process the bytes that have arrived."""
         try:
             self.tls.do_handshake()
             self.received += self.tls.read()
@@ -89,7 +89,7 @@ class End:
 
 
 def converse(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> tuple[bytes, bytes] | None:
-    """Each end sends its role to the other; what each received.
+    """Have each end send its role to the other; return the bytes that each received.
 
     Raises:
         SSLError: one end refused the other.
@@ -122,22 +122,22 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def mixed(certified: TlsFiles, trusting: Authority) -> TlsFiles:
-    """Certified by one authority, trusting another."""
+    """Return files with a certificate of one authority that trust another."""
     return TlsFiles(certified.certificate, certified.private_key, trusting.path)
 
 
-def test_workers_of_one_authority_meet(ours: Authority) -> None:
+def test_workers_of_one_authority_connect(ours: Authority) -> None:
     ends = client_context(ours.files("a")), server_context(ours.files("b"))
     assert converse(*ends) == (b"server", b"client")
 
 
-def test_nothing_older_than_tls_1_2_is_spoken(ours: Authority) -> None:
+def test_versions_before_tls_1_2_are_refused(ours: Authority) -> None:
     client, server = client_context(ours.files("a")), server_context(ours.files("b"))
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 def test_a_worker_of_another_authority_is_refused_by_both(ours: Authority, theirs: Authority) -> None:
-    """Also where the other one would take it."""
+    """Both directions fail even if the stranger trusts the authority of the group."""
     stranger = theirs.files("a")
     for files in (stranger, mixed(stranger, ours)):
         with pytest.raises(ssl.SSLCertVerificationError):
@@ -154,8 +154,8 @@ def test_a_client_without_a_certificate_is_refused(ours: Authority) -> None:
         converse(client, server_context(ours.files("b")))
 
 
-def test_a_server_that_proves_itself_and_asks_nothing_is_no_danger(ours: Authority) -> None:
-    """It is let through here, and stopped by the handshake, where it must show the key."""
+def test_a_server_that_asks_for_no_certificate_passes_tls(ours: Authority) -> None:
+    """The handshake above TLS stops it, as it does not have the key."""
     server = server_context(ours.files("b"))
     server.verify_mode = ssl.CERT_NONE
     assert converse(client_context(ours.files("a")), server) == (b"server", b"client")
@@ -174,7 +174,7 @@ def test_a_certificate_that_is_not_valid_today_is_refused(
 @pytest.mark.parametrize("make", [client_context, server_context])
 @pytest.mark.parametrize("field", TlsFiles._fields)
 @pytest.mark.parametrize("content", [None, b"", b"no certificate"], ids=["missing", "empty", "text"])
-def test_files_that_cannot_be_used_are_named(
+def test_errors_name_unusable_files(
     ours: Authority, tmp_path: pathlib.Path, make: Callable[..., Any], field: str, content: bytes | None
 ) -> None:
     path = tmp_path / "bad.pem"
@@ -195,19 +195,19 @@ def test_a_private_key_that_others_may_read_or_write_is_refused(ours: Authority,
             make(files)
 
 
-def test_a_key_of_another_certificate_is_no_key(ours: Authority) -> None:
+def test_a_key_of_another_certificate_is_refused(ours: Authority) -> None:
     files = TlsFiles(ours.files("a").certificate, ours.files("b").private_key, ours.path)
     with pytest.raises(UsageError, match=r"a\.pem.*b-key\.pem"):
         client_context(files)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(ours: Authority) -> None:
+def test_a_key_with_a_passphrase_is_refused_without_a_prompt(ours: Authority) -> None:
     files = ours.files("locked", encryption=BestAvailableEncryption(b"secret"))
     with pytest.raises(UsageError, match="passphrase"):
         client_context(files)
 
 
-def test_who_ends_a_connection_does_not_end_tls_first(ours: Authority) -> None:
+def test_shutting_a_connection_does_not_fall_back_to_plain_text(ours: Authority) -> None:
     here, there = socket.socketpair()
     with ThreadPoolExecutor(1) as other:
         accepted = other.submit(server_context(ours.files("b")).wrap_socket, there, server_side=True)

@@ -1,4 +1,4 @@
-"""What a socket takes is what was put into the outbox, whatever becomes of that memory once nobody keeps it."""
+"""The writer sends the bytes of the outbox, and keeps their memory alive until they are sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [1, 100, JOINED // 3, JOINED - 1, JOINED, RECORD - 1, RECORD, RECORD + 1
 
 
 class Keeper:
-    """Owns memory, which holds something else once it is gone."""
+    """Owns memory, which is overwritten when the owner is released."""
 
 
 def chunk(content: bytes) -> Chunk:
@@ -53,7 +53,7 @@ def received(sock: socket.socket, size: int, encrypted: bool) -> bytes:
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "records"])
 @pytest.mark.parametrize("seed", range(10))
-def test_memory_is_kept_until_it_was_read(seed: int, encrypted: bool) -> None:
+def test_memory_is_kept_alive_until_it_is_sent(seed: int, encrypted: bool) -> None:
     pick = random.Random(seed)
     contents = [pick.randbytes(pick.choice(SIZES)) for _ in range(12)]
     ours, theirs = socket.socketpair()
@@ -81,14 +81,14 @@ Steps = list[Callable[[], None]]
 
 
 def merged(one: list[Any], other: list[Any]) -> Iterator[list[Any]]:
-    """All orders of the steps of two threads."""
+    """Yield all interleavings of the steps of two threads."""
     for places in itertools.combinations(range(len(one) + len(other)), len(one)):
         first, second = iter(one), iter(other)
         yield [next(first if place in places else second) for place in range(len(one) + len(other))]
 
 
-def test_a_queue_that_two_answers_hold_up_is_released_whatever_the_order_of_their_steps() -> None:
-    """A writer keeps one act: a connection has one caller, so each act releases the same queue."""
+def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
+    """A writer keeps one callback: a connection has one caller, so each callback releases the same queue."""
     sock = socket.socket()
     writer = Writer(sock, contextlib.nullcontext(), Staging(Streams()), lambda _: None, lambda: None)
     sock.close()
@@ -104,7 +104,7 @@ def test_a_queue_that_two_answers_hold_up_is_released_whatever_the_order_of_thei
         return [lambda: acts.update({thread: writer.take_drained()}), lambda: acts[thread]()]
 
     def answering(thread: int) -> Steps:
-        """What one does that has found the connection congested."""
+        """Return the steps of a thread that finds the connection congested."""
         register = partial(setattr, writer, "drained", partial(hold_up, False))
         return [partial(hold_up, True), register, *telling(thread)]
 

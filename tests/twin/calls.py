@@ -11,7 +11,7 @@ from tests.twin.world import Stays, World
 
 
 class RRef(Stays):
-    """A value of one worker."""
+    """A reference to a value of one worker."""
 
     def __init__(self, value: Any, owner: int | None = None, error: BaseException | None = None) -> None:
         self.owner_number = self.world.here if owner is None else owner
@@ -93,7 +93,7 @@ def remote_in(world: World) -> Callable[..., Any]:
 
 
 class Stream:
-    """All items are made at once."""
+    """A stream whose items are all made at once."""
 
     def __init__(self, items: list[Any], value: Any, error: BaseException | None) -> None:
         self.items, self.end, self.error, self.value = items, value, error, None

@@ -1,4 +1,4 @@
-"""Runs programs one after the other in one group of processes, which live on."""
+"""Run programs one after the other in one group of processes that stays alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IMPORTS = compile(IMPORTS, PROGRAM, "exec")
 
 
 def load(code: bytes) -> None:
-    """Make the program's module anew: on each worker, before it runs."""
+    """Make the program's module anew on this worker, before the program runs."""
     module = types.ModuleType(PROGRAM)
     module.__dict__.update(describe=describe)
     sys.modules[PROGRAM] = module
@@ -34,7 +34,7 @@ def seen() -> Any:
 
 
 def run(names: list[str], text: str) -> dict[str, Any]:
-    """On the driver, which is the first of the workers."""
+    """Run a program on the driver, which is the first worker; return what each worker has seen."""
     import telegrad.rpc as rpc
 
     code = marshal.dumps(compile(text, PROGRAM, "exec"))
@@ -45,7 +45,7 @@ def run(names: list[str], text: str) -> dict[str, Any]:
 
 
 class Runner:
-    """A group that is made anew where a program has broken it."""
+    """A group that is made anew after a program has broken it."""
 
     def __init__(self) -> None:
         self._open: contextlib.ExitStack | None = None

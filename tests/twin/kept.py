@@ -14,7 +14,7 @@ from tests.twin.world import World
 
 
 class Publisher:
-    """Keeps the state that was published last, and each one before."""
+    """Keeps the latest published state, and the earlier ones."""
 
     world: World
 
@@ -85,7 +85,7 @@ def state_of(value: Any) -> Any:
 
 
 class Checkpoint:
-    """Keeps what was saved in memory, by folder."""
+    """Keeps saved states in memory, by folder."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -102,8 +102,8 @@ class Program(NamedTuple):
     seed: int
     names: list[str]
     definitions: list[str]
-    lines: list[str]  # of `main`, with their indentation
-    kinds: list[str]  # the parts
+    lines: list[str]  # the lines of `main`, with their indentation
+    kinds: list[str]  # the names of its parts
 
     def text(self) -> str:
         main = "\n".join(["def main():", "    pass", *("    " + line for line in self.lines)])
@@ -145,10 +145,10 @@ if __name__ == "__main__":
 
 
 class Maker:
-    """A program under way.
+    """A program that is being made.
 
-    Parts may take any of `tensors`: expressions for 3 x 3 tensors of float64 that the driver has at that line. What
-    they add there has values of about the size of one, so that long chains do not overflow.
+    Parts may take any of `tensors`: expressions for 3 x 3 tensors of float64 that the driver has at that line. Tensors
+    that they add have values of about the size of one, so that long chains do not overflow.
     """
 
     def __init__(self, seed: int, names: Sequence[str]) -> None:
@@ -158,7 +158,7 @@ class Maker:
         self.lines: list[str] = []
         self.kinds: list[str] = []
         self.tensors: list[str] = []
-        self.context = ""  # the name of its number, inside of one
+        self.context = ""  # the name of the variable with its id, inside of a context
         self.ending: list[str] = []  # lines that follow the backward pass of the context
         self._count = 0
 
@@ -201,7 +201,7 @@ class Maker:
         return name
 
     def call(self, function: str, *args: str, to: str = "") -> str:
-        """Return an expression that calls a function here or somewhere, in any of the ways."""
+        """Return an expression that calls a function on this or another worker, in any of the ways to call."""
         to = to or self.worker()
         given = "".join(f"{arg}, " for arg in args)
         ways = [
@@ -217,7 +217,7 @@ class Maker:
 Part = Callable[[Maker], None]
 ANYWHERE: list[Part] = []  # parts for lines inside and outside of contexts
 INSIDE: list[Part] = []  # parts for contexts
-OUTSIDE: list[Part] = []  # parts that open contexts of their own, or want none
+OUTSIDE: list[Part] = []  # parts that open their own contexts, or need none
 COMMON: set[str] = set()  # names of parts that torch.distributed.rpc has, too
 RARE: set[str] = set()  # names of parts that take seconds
 
@@ -235,8 +235,8 @@ def part(where: list[Part], common: bool = False, rarely: bool = False) -> Calla
 
 
 def make(seed: int, names: Sequence[str] = (), rounds: int = 0, common: bool = False) -> Program:
-    """Return the program of a seed. `common`: of parts that torch.distributed.rpc has, too."""
-    from tests.twin import parts  # each file of parts enters its own
+    """Return the program of a seed. With `common`, it uses only parts that torch.distributed.rpc has, too."""
+    from tests.twin import parts  # the import registers all parts
 
     assert parts
     maker = Maker(seed, names)

@@ -14,7 +14,7 @@ from tests.twin.world import World
 
 
 class Pipeline(nn.Module):
-    """Gives micro-batches to the stages one after the other. A model that is split is kept whole."""
+    """Passes micro-batches through the stages one after the other. A model that is split stays whole."""
 
     world: World
 

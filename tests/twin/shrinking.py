@@ -1,4 +1,4 @@
-"""Makes a program that fails smaller, until nothing can be dropped."""
+"""Reduce a failing program until no line can be dropped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tests.twin.making import Program
 
-MOST_TRIES = 400  # each takes as long as the program
+MOST_TRIES = 400  # each try runs the program
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Return a program of which each line that is left is needed to fail."""
+    """Return a program that fails, without lines that are not needed for the failure."""
     tries = 0
     size = max(1, len(program.lines) // 2)
     while tries < MOST_TRIES:

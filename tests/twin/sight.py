@@ -1,6 +1,6 @@
-"""What a program shows: each value as plain data, and how two accounts of one program are compared.
+"""Describe the values of a program as plain data, and compare two accounts of one program.
 
-`describe` needs nothing but torch, since scripts that are printed or started contain its text.
+`describe` needs only torch, since scripts that are printed or started contain its text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def describe(value: Any) -> Any:
-    """Return what can be seen of a value, as plain data that later changes do not reach."""
+    """Return the visible properties of a value as plain data, which later changes do not affect."""
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             dense = value.detach().to_dense().to(torch.complex128 if value.is_complex() else torch.float64)
@@ -23,7 +23,7 @@ def describe(value: Any) -> Any:
             flat = [*flat[:16], sum(flat), sum(abs(each) for each in flat)]
         kinds = (type(value).__name__, str(value.dtype), tuple(value.shape), str(value.layout))
         return ("tensor", *kinds, value.requires_grad, vars(value) and describe(vars(value)), flat)
-    if isinstance(value, BaseException):  # lines follow for the workers that it went through, or for what to do
+    if isinstance(value, BaseException):  # later lines name workers or give advice
         said = str(value).partition("\nOn worker ")[0].partition("\nIf that is a parameter")[0]
         return ("error", type(value).__name__, said)
     if isinstance(value, dict):
@@ -40,7 +40,7 @@ def describe(value: Any) -> Any:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Return where two accounts differ, one line for each place."""
+    """Return the differences of two accounts, one line for each place."""
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
         return [
             line
@@ -59,7 +59,7 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 
 def _close(one: Any, other: Any) -> bool:
-    """Sums are formed in another order."""
+    """Return True if numbers differ only by the order of a sum."""
     if isinstance(one, float):
         return (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
     return isinstance(one, complex) and abs(one - other) <= 1e-9 * max(1.0, abs(one))

@@ -1,10 +1,10 @@
-"""The one process: the names of Telegrad that programs use, with one namespace for each worker in the place of workers.
+"""The single process: names of Telegrad for programs, with a namespace in the place of each worker.
 
 A namespace is a module in which the text of the program was run. A call on worker k runs the function of namespace k on
-copies of its arguments; where a context is open and gradients are on, these keep their history. Functions and classes
-of the program are exchanged for those of the namespace to which they go. Each worker has its own random state.
+copies of its arguments, which keep their history if a context is open and gradients are enabled. Functions and classes
+of the program are replaced by those of the namespace to which they are sent. Each worker has its own random state.
 
-All runs on one thread: a call by `rpc_async` or `remote` has ended when its future or reference is there.
+Everything runs on one thread: a call by `rpc_async` or `remote` has ended when its future or reference is returned.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _names_of(world: World) -> dict[str, Any]:
 
 
 def run(names: list[str], text: str) -> dict[str, Any]:
-    """Run a program; what each worker has seen."""
+    """Run a program; return what each worker has seen."""
     before = random_state()
     try:
         world = World(names, text, _names_of)

@@ -1,6 +1,6 @@
-"""Programs made from seeds: what one can see of them in one process, and on workers.
+"""Programs made from seeds show the same in a single process and on workers.
 
-`TELEGRAD_SEED=... pytest tests/twin/test_twin.py` runs one. A program that differs is made smaller, and printed as a
+`TELEGRAD_SEED=... pytest tests/twin/test_twin.py` runs one of them. A program that differs is reduced, and printed as a
 script.
 """
 
@@ -50,7 +50,7 @@ class Comparing:
         return solo.run(program.names, text), self._workers.run(program.names, text)
 
     def fails_like(self, program: Program) -> Callable[[Program], bool]:
-        """Return whether a smaller program differs, and ends with the same errors in both ways."""
+        """Return a function that tells if a smaller program differs, with the same errors in both ways."""
 
         def errors(seen: dict[str, Any]) -> list[str]:
             return [error[1] for error in seen.get(program.names[0], {}).get("error", ())]
@@ -60,7 +60,7 @@ class Comparing:
         def fails(smaller: Program) -> bool:
             try:
                 both = self._run(smaller)
-            except Exception:  # a definition is missing that is needed at once
+            except Exception:  # a definition that the import needs is missing
                 return False
             return list(map(errors, both)) == wanted and bool(differences(*both))
 
@@ -92,13 +92,13 @@ def test_twenty_thousand_random_programs(comparing: Comparing, seeds: range) -> 
     comparing.check(seeds)
 
 
-def test_each_part_is_among_the_programs_that_are_run_each_time() -> None:
+def test_each_part_is_in_a_program_of_the_usual_seeds() -> None:
     kinds = Counter(kind for seed in range(200) for kind in make(seed).kinds)
     assert not {each.__name__ for each in (*ANYWHERE, *INSIDE, *OUTSIDE)} - kinds.keys()
 
 
-def test_programs_come_to_their_ends() -> None:
-    """An error that ends a program hides what would follow."""
+def test_programs_run_to_their_end() -> None:
+    """An error would hide the rest of a program."""
     for seed in range(20):
         program = make(seed)
         seen = solo.run(program.names, f"FOLDER = ''\n{program.text()}")
@@ -112,14 +112,14 @@ PLANTED = Program(
     [
         "see('other', other())",
         "see('there', rpc.rpc_sync('worker1', bump))",
-        "see('who', rpc.RRef(1).__module__)",  # differs: it is another class
+        "see('who', rpc.RRef(1).__module__)",  # differs, as the classes of references differ
         "see('here', bump())",
     ],
     ["planted"],
 )
 
 
-def test_a_program_that_differs_is_made_small(comparing: Comparing) -> None:
+def test_a_program_that_differs_is_reduced(comparing: Comparing) -> None:
     assert comparing.differences(PLANTED)
     smaller = shrink(PLANTED, comparing.fails_like(PLANTED))
     assert smaller.lines == ["see('who', rpc.RRef(1).__module__)"]
@@ -127,7 +127,7 @@ def test_a_program_that_differs_is_made_small(comparing: Comparing) -> None:
     assert "see('who'" in smaller.script()
 
 
-def test_what_is_seen_is_compared() -> None:
+def test_descriptions_differ_in_dtype_shape_value_and_kind() -> None:
     import torch
 
     one, other = torch.ones(3), torch.ones(3)

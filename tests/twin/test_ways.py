@@ -1,4 +1,4 @@
-"""A program shows the same however it was started."""
+"""A program shows the same in each way to start it."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def check(name: str, seed: int, folder: pathlib.Path) -> None:
     if way.workers and not way.beside and is_refused(seen):
         return
     found = differences(expected, seen)
-    if way.workers and not (way.beside or way.guarded):  # a number that a function binds again is sent again
+    if way.workers and not (way.beside or way.guarded):  # a global number is sent again after a function binds it again
         counting = re.findall(r"^def (\w+)\(.*\):\n    global ", program.text(), re.MULTILINE)
         found = [each for each in found if not re.search(rf"^ \w+ (?:{'|'.join(counting)})\b", each)]
     assert not found, "\n".join([f"SEED={seed}, {name}; {folder} has it", *found[:5]])
 
 
 def is_refused(seen: dict[str, Any]) -> bool:
-    """Return True if a global of the main program could not be sent, which workers that import the program make."""
+    """Return True if a global of the main program could not be sent: workers that import the program make their own."""
     return any("CannotEncode" in str(error) for error in seen[NAMES[0]].get("error", ()))
 
 
 @pytest.mark.parametrize("name", [case(name) for name in ways.WAYS])
-def test_way(name: str, tmp_path: pathlib.Path) -> None:
+def test_each_way_with_one_program(name: str, tmp_path: pathlib.Path) -> None:
     check(name, 0, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("name", ways.WAYS)
-def test_way_with_other_programs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
+def test_each_way_with_other_programs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
     check(name, seed, tmp_path)

@@ -84,7 +84,7 @@ def gradients_in(world: World) -> Callable[[int], Any]:
 
 
 class RemoteModule(nn.Module, Stays):
-    """A module that one worker has."""
+    """A module that belongs to one worker."""
 
     reference: RRef
 
@@ -143,7 +143,7 @@ def parameters_of(model: Any) -> list[Tensor]:
 
 
 def optimizer_in(world: World) -> Any:
-    """The optimizer itself, over the parameters of all workers."""
+    """Return the constructor of distributed optimizers: of torch's, over the parameters of all workers."""
 
     def make(kind: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         kept: dict[int, Tensor] = {}
@@ -162,7 +162,7 @@ def optimizer_in(world: World) -> Any:
             "step": step,
             "accumulate": accumulate,
             "clipped": lambda self, *given: Clipped(world, self, given),
-            "state_dict": lambda self: copy.deepcopy(kind.state_dict(self)),  # as docs/training.md says
+            "state_dict": lambda self: copy.deepcopy(kind.state_dict(self)),  # see docs/training.md
         }
         own = type(kind.__name__, (kind,), methods)
         groups = [

@@ -1,6 +1,6 @@
-"""Ways to start a program: as commands, each with the files that it needs.
+"""Ways to start a program: commands, each with the files that it needs.
 
-What a program defines is in its main script, or in a module beside it. The driver writes down what all have seen.
+The definitions are in the main script, or in a module beside it. The driver writes down what all workers have seen.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 
 class Way(NamedTuple):
-    ending: str  # of the script
+    ending: str  # the end of the script
     command: tuple[str, ...] = (sys.executable, "main.py")
     beside: bool = False  # the definitions are in a module beside the script
     workers: bool = False  # `telegrad worker` runs all but the driver
@@ -116,7 +116,7 @@ WAYS = {
 
 
 def run(way: Way, program: Program, folder: pathlib.Path) -> dict[str, Any]:
-    """Start a program in a way, in an empty folder; what each of its workers has seen."""
+    """Start a program in an empty folder in one of the ways; return what each worker has seen."""
     port, result = free_port(), folder / "seen"
     given = f"FOLDER, RESULT, PORT = {str(folder / 'saved')!r}, {str(result)!r}, {port}\n"
     imports = COMMON_IMPORTS if way.common else IMPORTS

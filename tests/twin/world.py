@@ -1,4 +1,4 @@
-"""The workers of a program in the one process, and how values are copied from one to another."""
+"""The workers of a program in the single process, and copying of values between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = "twin_program"  # the name of the module, in each of the namespaces
 
 
 class World:
-    """The workers of a program, and where it is just now."""
+    """The workers of a program, and the number of the current worker."""
 
     def __init__(self, names: list[str], text: str, names_of: Callable[[World], dict[str, Any]]) -> None:
         self.names = names
@@ -37,7 +37,7 @@ class World:
         self.spaces: list[dict[str, Any]] = []
         code = compile(text, PROGRAM, "exec")
         for number in range(len(names)):
-            sys.modules[PROGRAM] = module = types.ModuleType(PROGRAM)  # classes look there while they are made
+            sys.modules[PROGRAM] = module = types.ModuleType(PROGRAM)  # `class` statements need it
             space = module.__dict__
             space.update(describe=describe, **names_of(self))
             self.spaces.append(space)
@@ -46,7 +46,7 @@ class World:
 
     @contextlib.contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Be on another worker."""
+        """Make another worker the current one."""
         before = self.here
         if number == before:
             yield
@@ -62,7 +62,7 @@ class World:
             restore_random_state(self.randomness[before])
 
     def kind(self, of: Any) -> Any:
-        """Return a class that knows its world, made from one that does not."""
+        """Return a subclass that has this world as an attribute."""
         if of not in self._kinds:
             self._kinds[of] = type(of.__name__, (of,), {"world": self})
         return self._kinds[of]
@@ -72,7 +72,7 @@ class World:
         return name if isinstance(name, int) else self.names.index(name)
 
     def carry(self, value: Any, target: int) -> Any:
-        """Return a copy of a value of this worker, for another one."""
+        """Return a copy of a value of the current worker, for another worker."""
         carrier = Carrier(self, self.here)
         carrier.dump(value)
         return Arrival(self, target, carrier).load()
@@ -80,7 +80,7 @@ class World:
     def call(
         self, to: Any, function: Any, args: Iterable[Any], kwargs: dict[str, Any] | None, stay: bool = False
     ) -> Any:
-        """Run a function on a worker. `stay`: what it returns is a box on that worker, and not copied."""
+        """Run a function on a worker. With `stay`, its result is a box on that worker, and not copied."""
         target, source = self.number_of(to), self.here
         function, args, kwargs = self.carry((function, tuple(args), kwargs or {}), target)
         with self.at(target):
@@ -105,13 +105,13 @@ def restore_random_state(state: Any) -> None:
 
 
 class Stays:
-    """What is the same object wherever it is sent: it names a value of one worker."""
+    """An object that is not copied: it refers to a value of one worker."""
 
     world: World
 
 
 class Carrier(pickle.Pickler):
-    """Takes a value apart: tensors, what belongs to the program, and what stays where it is go beside the pickle."""
+    """Takes a value apart; tensors, parts of the program and objects that stay are kept beside the pickle."""
 
     def __init__(self, world: World, source: int) -> None:
         self.file = io.BytesIO()
@@ -185,7 +185,7 @@ class Arrival(pickle.Unpickler):
         return made
 
     def _copy(self, plain: Tensor) -> Tensor:
-        """Tensors that share memory still do."""
+        """Copy a tensor; copies of tensors that share memory share memory."""
         if plain.layout is not torch.strided or plain.is_conj() or plain.is_neg():
             return plain.clone()
         storage = plain.untyped_storage()

@@ -1,4 +1,4 @@
-"""Deltas are exact, small, and refused where they do not fit; other hosts get them, and whole pieces where need be."""
+"""Deltas are exact and small, and refused if they do not fit; other hosts get them, or whole pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIECE = 4096
 SIZE = 50_000
 LONG = 1 << 18  # elements
 
-Sent = list[tuple[int, int]]  # per piece: its base, and the bytes that went along
+Sent = list[tuple[int, int]]  # per piece: the version of its base, and the bytes sent
 
 
 # Rows
@@ -66,7 +66,7 @@ def test_bytes_of_deltas(dtype: torch.dtype, share: float, fewer: int) -> None:
     assert check([old], [changed(old, share)]).size * fewer <= old.nbytes
 
 
-def test_a_row_goes_in_the_encoding_that_takes_the_fewest_bytes() -> None:
+def test_a_row_is_encoded_in_the_smallest_encoding() -> None:
     torch.manual_seed(3)
     weights = torch.randn(LONG, dtype=torch.float64)
     old = weights.bfloat16()
@@ -85,7 +85,7 @@ def test_a_row_goes_in_the_encoding_that_takes_the_fewest_bytes() -> None:
         assert check(*rows, small=False).heads[0][0] == fast
 
 
-def test_small_steps_of_all_weights_take_fewer_bytes_too() -> None:
+def test_small_steps_of_all_weights_take_fewer_bytes() -> None:
     torch.manual_seed(4)
     weights = torch.randn(LONG, dtype=torch.float64)
     after = weights * (1 + 1e-4 * torch.randn(LONG, dtype=torch.float64))
@@ -103,7 +103,7 @@ def test_elements_far_apart(at: list[int]) -> None:
 
 
 def run_seed(seed: int) -> None:
-    """Random rows and changes; then random damage, as one would do who means harm."""
+    """Encode random rows and changes; then decode randomly damaged deltas, as an attacker might send them."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     old = [
@@ -172,14 +172,14 @@ def tree(seed: int = 0) -> dict[str, Tensor]:
 
 
 def nudged(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With 2% of the values changed."""
+    """Return the state with 2% of its values changed."""
     new = {name: value.clone() for name, value in state.items()}
     for value in new.values():
         value[torch.rand(value.shape) < 0.02] += 1
     return new
 
 
-def test_pieces_are_made_of_older_ones() -> None:
+def test_pieces_are_rebuilt_from_older_ones() -> None:
     layout, info, old = described(tree())
     _, _, new = described(nudged(tree()))
     _, _, other = described(tree(1))
@@ -197,7 +197,7 @@ def test_pieces_are_made_of_older_ones() -> None:
     assert torch.equal(made, new)
 
 
-def test_where_nearly_all_has_changed_nothing_is_looked_for_in_a_while() -> None:
+def test_after_large_changes_no_deltas_are_tried_for_a_while() -> None:
     layout, info, old = described(tree())
     _, _, new = described(tree(1))
     _, _, near = described(nudged(tree()))
@@ -211,13 +211,13 @@ def test_where_nearly_all_has_changed_nothing_is_looked_for_in_a_while() -> None
     assert DeltaEncoder("off").encode(layout, info, old, near) == {}
 
 
-def test_the_last_versions_are_kept() -> None:
+def test_the_deltas_of_the_last_versions_are_kept() -> None:
     cache, delta = DeltaCache(), Delta([], [torch.zeros(10, dtype=torch.uint8)])
     for number in range(2, 9):
         for piece in range(2):
             cache.keep(number, piece, delta, 100)
     assert [len(cache.between(base, 8, 1, 1000)) for base in range(8)] == [0, 0, 0, 5, 4, 3, 2, 1]
-    assert cache.between(3, 8, 1, 50) == []  # as many bytes as the piece has
+    assert cache.between(3, 8, 1, 50) == []  # deltas as large as the whole piece
     assert cache.between(7, 8, 2, 1000) == []
     assert cache.between(7, 9, 1, 1000) == []
 
@@ -253,7 +253,7 @@ def assert_is(version: Any, state: dict[str, Tensor]) -> None:
         assert torch.equal(version.state[name], value), name
 
 
-def test_other_hosts_get_what_has_changed(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+def test_other_hosts_get_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
         monkeypatch.setattr(publisher, "PIECE", PIECE)
@@ -269,13 +269,13 @@ def test_other_hosts_get_what_has_changed(monkeypatch: pytest.MonkeyPatch, sent:
             assert sum(size for _, size in sent) * 10 < whole
 
 
-def test_who_is_several_versions_behind_gets_the_changes_of_all(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+def test_a_reader_several_versions_behind_gets_all_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
         monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
         endpoint = reader._endpoint
-        hears, endpoint.take = endpoint.take, lambda *_: None  # it is deaf for a while
+        hears, endpoint.take = endpoint.take, lambda *_: None  # the reader misses some versions
         for _ in range(3):
             state |= nudged(state)
             policy.publish()
@@ -286,12 +286,12 @@ def test_who_is_several_versions_behind_gets_the_changes_of_all(monkeypatch: pyt
         assert {base for base, _ in sent} == {1}
 
 
-def test_what_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+def test_a_piece_whose_delta_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
         monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
-        reader._endpoint.memory[1][8] ^= 1  # a bit has flipped here
+        reader._endpoint.memory[1][8] ^= 1  # a flipped bit at the reader
         sent.clear()
         state |= nudged(state)
         policy.publish()
@@ -311,7 +311,7 @@ def test_a_new_layout_is_sent_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent)
         assert {base for base, _ in sent} == {0}
 
 
-def test_without_other_hosts_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_other_hosts_no_deltas_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "A") as workers:
         monkeypatch.setattr(DeltaEncoder, "encode", lambda *_: pytest.fail("looked for changes"))
         policy, (reader,) = begin(workers, {"weight": torch.ones(SIZE)})
@@ -320,7 +320,7 @@ def test_without_other_hosts_nothing_is_looked_for(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_deltas_can_be_off(monkeypatch: pytest.MonkeyPatch, sent: Sent, off: bool) -> None:
+def test_deltas_can_be_disabled(monkeypatch: pytest.MonkeyPatch, sent: Sent, off: bool) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
         policy, (reader,) = begin(workers, state, deltas="off" if off else "small")

@@ -1,4 +1,4 @@
-"""Three hosts with slow links between them: network namespaces of the test's own, shaped by `tc`."""
+"""Weights on three hosts with slow links: network namespaces of the test, shaped by `tc`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
-    """What a host sends goes at the rate of its link, and what it gets, too."""
+    """Make hosts whose links are limited in both directions."""
     with network(HOSTS, "tc") as made:
         for host, name in enumerate(made.namespaces):
             for place, link in ((made.bridge, f"cable{host}"), (name, "wire")):
@@ -98,7 +98,7 @@ def joined(hosts: Network, readers: int, deltas: Deltas) -> Iterator[list[Proces
         yield group
 
 
-def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: Network) -> None:
+def test_many_readers_on_slow_links_take_little_longer_than_a_single_one(hosts: Network) -> None:
     """Each link carries each version once."""
     with joined(hosts, READERS, "off") as group:
         one = seconds(group[0], group[1:2])
@@ -107,8 +107,8 @@ def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: Network) 
         assert all_ <= 1.5 * one
 
 
-def test_what_has_changed_takes_a_fraction_of_the_time(hosts: Network) -> None:
-    """The deltas go along the chain, too."""
+def test_deltas_take_a_fraction_of_the_time(hosts: Network) -> None:
+    """Deltas are passed along the chain of hosts, too."""
     taken = {}
     for deltas in ("off", "fast"):
         with joined(hosts, 2, deltas) as group:

@@ -1,4 +1,4 @@
-"""Versions of what several workers own: whole ones, and the parts that readers want."""
+"""Versions of tensors that several workers own: readers get whole ones, or the parts that they want."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.weights.test_weights import on
 from tests.weights.trees import published
 
 WHOLE = torch.arange(24.0).view(6, 4)
-moment = {"now": 0.0}  # what all parts of one version show
+moment = {"now": 0.0}  # the value in all parts of a version
 broken: set[str] = set()
 
 
@@ -75,12 +75,12 @@ def test_readers_get_the_parts_that_they_want(four: list[Worker]) -> None:
         assert on(four[3], readers[0].newest) is whole
         moment["now"] += 100
         policy.publish()
-    assert [*readers[2]._owners] == ["w1"]  # the other owner is left alone
+    assert [*readers[2]._owners] == ["w1"]  # the other owner is not asked
     assert on(four[3], readers[1].at_least, 4).number == 4
     assert on(four[3], readers[1].refresh).number == 4
 
 
-def test_a_part_as_it_is_owned_is_not_copied(four: list[Worker]) -> None:
+def test_a_wanted_part_that_an_owner_has_is_not_copied(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", SOURCE)
     policy.publish()
     reader = on(four[3], ShardedSubscriber, "w0", "policy", {"w": Box((2, 0), (4, 4))})
@@ -103,7 +103,7 @@ def test_a_model_with_parts_on_other_workers(four: list[Worker]) -> None:
     assert torch.equal(local.state_dict()["second.weight"], state["second.weight"].bfloat16().float())
 
 
-def test_a_version_is_there_once_all_have_published(four: list[Worker]) -> None:
+def test_a_version_is_available_once_all_owners_have_published(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", SOURCE)
     broken.add("lower")
     with pytest.raises(ValueError, match="no weights"):
@@ -128,7 +128,7 @@ def test_a_version_is_there_once_all_have_published(four: list[Worker]) -> None:
     assert version.state["bias"].tolist() == [200] * 3
 
 
-def test_what_is_owned_may_change(four: list[Worker]) -> None:
+def test_owned_parts_may_change(four: list[Worker]) -> None:
     bounds = {"at": 1}
 
     def one() -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_what_is_owned_may_change(four: list[Worker]) -> None:
     assert torch.equal(on(four[3], reader.at_least, 2).state["w"], WHOLE)
 
 
-def test_no_reader_ever_sees_two_versions_in_one(four: list[Worker]) -> None:
+def test_a_reader_never_sees_a_mix_of_versions(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", SOURCE)
     policy.publish()
     readers = [on(four[3], ShardedSubscriber, "w0", "policy") for _ in range(2)]
@@ -173,21 +173,21 @@ def test_no_reader_ever_sees_two_versions_in_one(four: list[Worker]) -> None:
     for number in range(39):
         moment["now"] += 1
         policy.publish()
-        if number % 8 == 0:  # as fast as they can is faster than anybody can read
+        if number % 8 == 0:  # without pauses, no reader could follow
             assert all(each.acquire(timeout=PATIENCE) for each in reached)
     for thread in threads:
         thread.join(PATIENCE)
     assert failures == []
 
 
-def test_what_cannot_be_published_in_parts(four: list[Worker]) -> None:
+def test_values_that_cannot_be_published_in_parts(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
 
 
-def test_what_nobody_has_cannot_be_wanted(four: list[Worker]) -> None:
+def test_a_part_without_an_owner_is_an_error(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", {"w1": upper})
     policy.publish()
     with pytest.raises(UsageError, match="no workers hold all of 'w': the part at offsets \\(2, 0\\)"):
@@ -201,7 +201,7 @@ def test_what_nobody_has_cannot_be_wanted(four: list[Worker]) -> None:
     assert "at version 0" in repr(reader)
 
 
-def test_tensors_that_torch_has_distributed() -> None:
+def test_distributed_tensors_of_torch() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Partial

@@ -1,4 +1,4 @@
-"""Which boxes to copy from whom, against brute force."""
+"""The plan of copies from owners to readers, compared with brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(tuple(start for start, _ in spans), tuple(end - start for start, end in spans))
 
 
-def test_what_several_have_comes_from_the_first() -> None:
+def test_a_part_with_several_owners_comes_from_the_first() -> None:
     whole = Part("w", box((0, 9)))
     assert {copy.owner for copy in plan({"b": [whole], "a": [whole]}, [whole])} == {"b"}
     near = {"near": [Part("w", box((3, 5)))], "far": [whole]}
@@ -29,7 +29,7 @@ def test_what_several_have_comes_from_the_first() -> None:
     ]
 
 
-def test_what_nobody_has_is_told() -> None:
+def test_missing_parts_are_an_error() -> None:
     with pytest.raises(
         UsageError, match=r"no workers hold all of 'w': the part at offsets \(3,\) with sizes \(2,\).*'a'"
     ):
@@ -54,7 +54,7 @@ def split(chance: random.Random, whole: Box) -> list[Box]:
 
 
 def run_seed(seed: int) -> None:
-    """Parts of random tensors on random owners, with replicas; whatever is wanted comes out, each element once."""
+    """Plan copies of random parts from random owners, with replicas; each wanted element is copied once."""
     chance = random.Random(seed)
     owners = [f"w{number}" for number in range(chance.randint(1, 5))]
     owned: dict[str, list[Part]] = {owner: [] for owner in owners}
@@ -80,7 +80,7 @@ def run_seed(seed: int) -> None:
 
 
 def check_overlaps(chance: random.Random) -> None:
-    """The rule is that of `torch.distributed.checkpoint`."""
+    """Compare overlaps of random boxes with those of `torch.distributed.checkpoint`."""
     shape = [chance.randint(1, 6) for _ in range(chance.randint(1, 3))]
     one, other = random_box(chance, shape), random_box(chance, shape)
     if 0 in one.sizes + other.sizes:
@@ -99,10 +99,10 @@ def check_overlaps(chance: random.Random) -> None:
         assert [at for _, _, at, _ in regions] == [*within(both, other).offsets]
 
 
-def test_whatever_is_wanted_comes_out_each_element_once() -> None:
+def test_each_wanted_element_is_copied_once() -> None:
     run_each(range(300), run_seed)
 
 
 @pytest.mark.nightly
-def test_whatever_is_wanted_comes_out_many_times() -> None:
+def test_each_wanted_element_is_copied_once_with_many_seeds() -> None:
     run_each(range(300, 10_000), run_seed)

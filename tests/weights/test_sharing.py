@@ -1,4 +1,4 @@
-"""What readers have is what was published: values, types, strides, and which tensors share memory."""
+"""Readers get the published values, types and strides, and tensors that share memory as the published ones do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _names = (f"tree{number}" for number in itertools.count())
 
 
 def in_one_process(seed: int) -> None:
-    """Several versions of one publisher, read whole, by deltas, and into other tensors."""
+    """Publish several versions; read them whole, by deltas, and into other tensors."""
     maker, layouts, reading, apart = Maker(seed), Snapshots(), Snapshots(), dict[str, Tensor]()
     torch.manual_seed(seed)
     before: tuple[Layout, Tensor] | None = None
@@ -66,7 +66,7 @@ def assert_rebuilt(layout: Layout, old: Tensor, new: Tensor) -> None:
 
 
 def assert_loaded(tree: dict[str, Any], layouts: Snapshots, apart: dict[str, Tensor]) -> None:
-    """Into tensors of their own, and into ones that share memory as those that were published do."""
+    """Load a tree into separate tensors, and into ones that share memory as the published ones do."""
     version, other = published(tree, layouts), published(tree)
     values = dict(named(version.state))
     for name, value in values.items():
@@ -123,7 +123,7 @@ def all_rows() -> dict[str, Any]:
 
 
 def test_parts_of_workers(workers: list[Worker]) -> None:
-    """One tensor under two names, in parts: readers with another layout have one tensor, too."""
+    """A tensor has two names and is owned in parts; readers get one tensor for both names."""
     with speaking_for(workers[0]):
         publisher = ShardedPublisher("parts", {"w1": first_rows, "w2": last_rows, "w3": all_rows})
         reader = on(workers[4], ShardedSubscriber, "w0", "parts")
@@ -199,7 +199,7 @@ def test_modules_that_tie_other_weights(seed: int, other: int) -> None:
 
 
 class Language(nn.Module):
-    """The embedding of whose tokens is the weight of its last layer."""
+    """A language model whose last layer uses the weight of its embedding."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
@@ -264,13 +264,13 @@ def state_here() -> dict[str, Tensor]:
 def test_a_language_model_with_tied_weights() -> None:
     model, twin = Language(50, 8), Language(50, 8)
     version = published(model.state_dict())
-    assert version._memory.numel() < model.embedding.weight.nbytes + 2 * (8 * 8 * 4 + 64) + 64  # its memory goes once
+    assert version._memory.numel() < model.embedding.weight.nbytes + 2 * (8 * 8 * 4 + 64) + 64  # stored only once
     version.load_into(twin)
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
     version.swap_into(twin)
     assert twin.head.weight is twin.embedding.weight
     with torch.no_grad():
-        model.head.weight = nn.Parameter(model.head.weight + 1)  # tied no more
+        model.head.weight = nn.Parameter(model.head.weight + 1)  # ends the tie
     with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory here"):
         published(model.state_dict()).load_into(twin)
     with pytest.raises(
@@ -304,7 +304,7 @@ def test_extra_state_of_modules(value: Any) -> None:
         version.swap_into(twin)
 
 
-def test_modules_whose_weights_are_made_of_others() -> None:
+def test_modules_with_parametrized_weights() -> None:
     for wrap in (parametrizations.weight_norm, parametrizations.spectral_norm, torch.nn.utils.weight_norm):
         model, twin = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))
         model(torch.ones(1, 4))
@@ -322,7 +322,7 @@ def test_lazy_modules() -> None:
     assert torch.equal(twin.weight, model.weight)
 
 
-def test_modules_that_have_no_memory_or_another_type() -> None:
+def test_modules_on_the_meta_device_or_of_another_type() -> None:
     model = nn.BatchNorm1d(3)
     version = published(model.state_dict())
     with pytest.raises(InvalidArgument, match="is on the meta device"):
@@ -336,7 +336,7 @@ def test_modules_that_have_no_memory_or_another_type() -> None:
     assert torch.equal(frozen.weight, model.weight)
 
 
-def test_a_version_that_may_have_been_written_to_is_read_itself() -> None:
+def test_a_version_whose_state_was_read_is_loaded_from_that_state() -> None:
     layout, memory = filled(Snapshots(), {"w": torch.ones(3), "t": torch.ones(2, 3).t()})
     target = {"w": torch.zeros(3), "t": torch.zeros(3, 2)}
     Version(1, layout, memory).load_into(target)  # makes the plan
@@ -362,21 +362,21 @@ def test_dictionaries_in_dictionaries() -> None:
     with pytest.raises(InvalidArgument, match=r"only in it: critic\.bias"):
         version.load_into({"actor": models["actor"].state_dict()})
     layouts = Snapshots()
-    for number in range(3):  # by a plan that the last one made, or not
+    for number in range(3):  # with the plan of the previous version, or a new one
         nn.init.constant_(models["actor"].weight, number)
         for each in (dict(models["actor"].named_parameters()), models["actor"].state_dict()):
             published(each, layouts).load_into(twins["actor"])
             assert twins["actor"].weight.unique().tolist() == [number]
 
 
-# What a publisher notices
+# Changes that a publisher notices
 
 
 class Labelled(dict):  # type: ignore[type-arg]
     label = 0
 
 
-def test_what_changes_beside_the_tensors() -> None:
+def test_changes_of_attributes_beside_the_tensors() -> None:
     layouts = Snapshots()
     weights: Any = Labelled(w=torch.ones(2))
     for weights.label in range(3):
@@ -390,7 +390,7 @@ def test_what_changes_beside_the_tensors() -> None:
     assert [type(key) for key in published({True: torch.ones(1)}, layouts).state] == [bool]
 
 
-def test_what_was_refused_is_refused_again() -> None:
+def test_a_refused_tree_is_refused_again() -> None:
     layouts, memory = Snapshots(), torch.zeros(16, dtype=torch.uint8)
     published({"a": torch.ones(2), "b": torch.ones(2)}, layouts)
     split = torch.from_numpy(memory.numpy()[2:10]).view(torch.float32)
@@ -404,7 +404,7 @@ def test_what_was_refused_is_refused_again() -> None:
     )
 
 
-def test_memory_that_is_gone() -> None:
+def test_tensors_whose_memory_was_freed() -> None:
     layouts = Snapshots()
     for size in (4, 1_000_000):
         weights = {"w": torch.ones(size)}
@@ -449,7 +449,7 @@ def test_tensors_that_share_memory_are_rounded_together() -> None:
     assert state["row"][5] == state["turned"][5, 1] == state["columns"][1, 1] == 9
 
 
-def test_tensors_of_several_types_in_one_memory_are_left_alone() -> None:
+def test_tensors_of_several_types_that_share_memory_are_not_rounded() -> None:
     weight = torch.randn(4, dtype=torch.complex64)
     for tree in (
         {"w": weight, "real": weight.real},
@@ -458,7 +458,7 @@ def test_tensors_of_several_types_in_one_memory_are_left_alone() -> None:
         assert_equal(published(tree, rounding=BF16).state, tree)
 
 
-def test_a_type_for_one_name_of_what_has_two() -> None:
+def test_a_dtype_for_only_one_name_of_shared_memory_is_refused() -> None:
     def only_the_head(name: str, _: Tensor) -> torch.dtype | None:
         return BF16 if name == "head" else None
 
@@ -481,7 +481,7 @@ def test_a_type_for_one_name_of_what_has_two() -> None:
         (torch.float64, BF16),
         (torch.float32, BF16),
         (torch.bfloat16, BF16),
-        (torch.float16, torch.float16),  # takes no more bytes
+        (torch.float16, torch.float16),  # not larger than bfloat16
         (torch.float8_e4m3fn, torch.float8_e4m3fn),
         (torch.complex64, torch.complex64),
         (torch.int64, torch.int64),
@@ -490,12 +490,12 @@ def test_a_type_for_one_name_of_what_has_two() -> None:
     ],
     ids=str,
 )
-def test_a_type_rounds_what_is_larger(own: torch.dtype, published: torch.dtype) -> None:
+def test_a_dtype_rounds_only_larger_floating_types(own: torch.dtype, published: torch.dtype) -> None:
     assert publish_dtype(BF16, "weight", torch.zeros(3, dtype=own)) is published
     assert publish_dtype(None, "weight", torch.zeros(3, dtype=own)) is own
 
 
-def test_a_function_chooses_by_name() -> None:
+def test_a_function_chooses_the_dtype_by_name() -> None:
     def only_weights(name: str, tensor: torch.Tensor) -> torch.dtype | None:
         return BF16 if name.endswith("weight") else None
 

@@ -1,4 +1,4 @@
-"""TorchRL's collectors read what a trainer publishes. Needs TorchRL: pip install 'telegrad[torchrl]'."""
+"""TorchRL's collectors get the weights that a trainer publishes. Needs TorchRL: pip install 'telegrad[torchrl]'."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def weight(collector: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-def test_collectors_have_the_weights_once_they_were_sent(trainer: Trainer, strategy: str) -> None:
+def test_collectors_have_the_weights_after_send(trainer: Trainer, strategy: str) -> None:
     scheme = begin(trainer, strategy=strategy)
     for value in (1.0, 2.0):
         nn.init.constant_(trainer.policy.weight, value)
@@ -136,7 +136,7 @@ def test_collectors_have_the_weights_once_they_were_sent(trainer: Trainer, strat
         scheme.send()
 
 
-def test_weights_can_be_given(trainer: Trainer) -> None:
+def test_send_takes_weights(trainer: Trainer) -> None:
     scheme = begin(trainer)
     scheme.send(nn.utils.skip_init(nn.Linear, 3, 2).requires_grad_(False).apply(lambda it: nn.init.ones_(it.weight)))
     assert weight(trainer.collector_rrefs[0]).unique().tolist() == [1.0]
@@ -149,7 +149,7 @@ def test_a_context_without_remote_collectors_is_refused() -> None:
         TelegradWeightSyncScheme().init_on_sender(model_id="policy", context=nn.Linear(1, 1), num_workers=1)
 
 
-def test_it_stands_where_the_scheme_of_rpc_does(tmp_path: Any) -> None:
+def test_the_scheme_replaces_that_of_torch_rpc(tmp_path: Any) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "telegrad", str(program), str(free_port())]

@@ -1,7 +1,7 @@
-"""Random trees through each way in which weights are published, and each in which they are read.
+"""Random trees, published and read in each way that there is.
 
-A reader has the published values, or the publisher is told that it cannot publish them. No reader sees what another one
-writes to its version.
+A reader gets the published values, or the publisher gets an error. No reader sees the writes of another one to its
+version.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _holders: dict[str, Holder] = {}
 
 
 class Holder(nn.Module):
-    """Has the tensors of a tree as parameters and buffers, which it may be given anew."""
+    """A module that holds the tensors of a tree as parameters and buffers."""
 
     def __init__(self, key: str = "") -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def check(version: Any, wanted: Any, is_here: bool, seed: int) -> None:
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
         assert torch.equal(bits(found[name]), bits(value)), name
     own = {name: torch.zeros_like(bare(value).contiguous()) for name, value in values.items()}
-    for _ in range(2):  # by a new plan, then by the same
+    for _ in range(2):  # with a new plan, and with the same again
         version.load_into(own)
     assert all(torch.equal(bits(own[name]), bits(value)) for name, value in values.items())
     if is_here and all("." not in name for name in values):
@@ -104,7 +104,7 @@ def check(version: Any, wanted: Any, is_here: bool, seed: int) -> None:
         module.hold(published(wanted).state)
         version.swap_into(module)
         assert all(torch.equal(bits(value), bits(values[name])) for name, value in module.state_dict().items())
-        assert_shared_alike(module.state_dict(), published(wanted).state, seed)  # which writes there
+        assert_shared_alike(module.state_dict(), published(wanted).state, seed)  # the check writes to the module
 
 
 REFUSED: list[Callable[[], Tensor]] = [
@@ -117,7 +117,7 @@ REFUSED: list[Callable[[], Tensor]] = [
 
 
 def one_feed(workers: list[Worker], seed: int) -> None:
-    """A few versions, some of them refused, to readers on the learner's host and on two others, who also write."""
+    """Publish a few versions, some of them refused, to readers on three hosts, which also write to them."""
     rng, maker, name = random.Random(seed), Maker(seed), next(_feeds)
     torch.manual_seed(seed)
     way = rng.choice([*HERE, "remote", "reference", "pipeline"])
@@ -138,11 +138,9 @@ def one_feed(workers: list[Worker], seed: int) -> None:
             with pytest.raises(InvalidArgument, match="cannot be published"):
                 source.publish({**tree, "t0": rng.choice(REFUSED)()})
         number, wanted = source.publish(tree)
-        wanted = published(wanted).state  # as it is now
+        wanted = published(wanted).state  # the state at this moment
         if step == 1:
-            readers.pop(
-                rng.randrange(len(readers))
-            ).close()  # perhaps the one from which others of its host get versions
+            readers.pop(rng.randrange(len(readers))).close()  # possibly the source of the other readers of its host
             wait_until(lambda: len(source.publisher.subscribers) == len(readers))
             add()
         for reader in readers:

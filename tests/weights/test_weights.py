@@ -1,4 +1,4 @@
-"""Publishers and subscribers of real workers: in this process, on one host or on what is taken for several."""
+"""Publishers and subscribers of real workers: in this process, on one host, or on several simulated hosts."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def on(worker: Worker, act: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 @contextlib.contextmanager
 def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Worker]]:
-    """A worker of each host, which reach one another over TCP only."""
+    """Make a worker on each simulated host; they connect over TCP only."""
     here = threading.local()
 
     def of_rank(rank: int) -> dict[str, Any]:
-        here.host = f"host {hosts[rank]}"  # each worker is started by a thread of its own
+        here.host = f"host {hosts[rank]}"  # each worker starts on a thread of its own
         return {}
 
     monkeypatch.setattr("telegrad._core.start.cluster.host_identity", lambda: here.host)
@@ -111,7 +111,7 @@ def test_newest_at_least_and_refresh() -> None:
         for number in range(1, 5):
             current_state = state(number)
             assert publisher.publish() == number
-            assert on(learner, rpc.rpc_sync, "w1", int) == 0  # what was published before a call is known then
+            assert on(learner, rpc.rpc_sync, "w1", int) == 0  # after a call, the earlier versions are known
             bound = number % 3
             assert number_in(reader.refresh(max_behind=bound)) >= number - bound
             assert reader.behind <= bound
@@ -128,7 +128,7 @@ def test_newest_at_least_and_refresh() -> None:
             assert number_in(waiting.result(PATIENCE)) == 6
 
 
-def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_of_it_is_late(
+def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hear = SubscriberEndpoint.take
@@ -149,7 +149,7 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
             assert number_in(reader.refresh()) == number
 
 
-def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_version() -> None:
+def test_refresh_waits_for_pending_messages() -> None:
     held = threading.Event()
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "numbers", {"number": torch.zeros(1)})
@@ -179,7 +179,7 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
         found = arrange(layouts, tree, *args)
         if len(tree) == 1:
             begun.set()
-            over.wait(0.5)  # the other thread publishes meanwhile where nothing keeps it from that
+            over.wait(0.5)  # without a lock, the other thread would publish now
         return found
 
     def publish_first() -> int:
@@ -200,8 +200,8 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
         assert_equal(Subscriber("w0", "numbers").newest().state, {"b": torch.ones(2, 2), "c": torch.ones(5)})
 
 
-def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, and none left out up to the bound; others do not wait for that."""
+def test_iterating_gives_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions arrive in order, none is left out within the bound, and other readers do not wait."""
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "p", Numbered(), keep=4)
         reader = on(actor, Subscriber, "w0", "p")
@@ -224,7 +224,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
             assert last.result(PATIENCE) == "the end"
 
 
-def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None:
+def test_a_publisher_waits_for_a_slow_reader_only_if_asked_to() -> None:
     with agents(3) as (learner, actor, slow):
         publisher = on(learner, Publisher, "p", Numbered())
         reader, sleeper = (on(worker, Subscriber, "w0", "p") for worker in (actor, slow))
@@ -243,7 +243,7 @@ def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None
             assert [number_in(each.result(PATIENCE)) for each in taken] == [31, 31]
 
 
-def test_memory_of_old_versions_is_used_again() -> None:
+def test_memory_of_old_versions_is_reused() -> None:
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "p", Numbered(500_000))
         reader = on(actor, Subscriber, "w0", "p")
@@ -268,7 +268,7 @@ def _lent(worker: Worker) -> int:
         return pool.lent + len(pool._common)
 
 
-def test_swapped_in_place_and_what_is_written_there_is_ones_own() -> None:
+def test_swapped_weights_are_in_place_and_private() -> None:
     with agents(3) as (learner, actor, other):
         model, twin = nn.Linear(400, 300), nn.Linear(400, 300)
         publisher = on(learner, Publisher, "p", model)
@@ -285,8 +285,8 @@ def test_swapped_in_place_and_what_is_written_there_is_ones_own() -> None:
         torch.testing.assert_close(theirs.state["weight"], model.state_dict()["weight"])
 
 
-def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the second of a host either, upon which its others rely once the first has left."""
+def test_writes_to_a_lent_version_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for the second reader of a host, too, which is the source once the first has left."""
     with on_hosts(monkeypatch, "A", "B", "B", "B") as (learner, *others):
         publisher = on(learner, Publisher, "p", {"weight": torch.zeros(1, 50_000)})
         model = nn.Linear(50_000, 1, bias=False)
@@ -303,7 +303,7 @@ def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.
         wait_until(lambda: len(publisher.subscribers) == 1)
         late = on(others[2], Subscriber, "w0", "p")
         assert late.newest().state["weight"].max() == 0
-        assert readers[1].newest().state["weight"].min() == 7  # its own
+        assert readers[1].newest().state["weight"].min() == 7  # its own write
         publisher.publish()
         assert readers[1].at_least(2).state["weight"].max() == late.at_least(2).state["weight"].max() == 0
 
@@ -311,7 +311,7 @@ def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.
 # Mistakes
 
 
-def test_what_is_said_of_mistakes() -> None:
+def test_messages_of_mistakes() -> None:
     with agents(2) as (learner, actor):
         model = nn.Linear(3, 2)
         publisher = on(learner, Publisher, "policy", model)
@@ -342,7 +342,7 @@ def test_what_is_said_of_mistakes() -> None:
             reader.at_least(2)
 
 
-def test_a_subscriber_may_come_first() -> None:
+def test_a_subscriber_may_start_before_its_publisher() -> None:
     with agents(2) as (learner, actor), ThreadPoolExecutor(1) as pool:
         early = pool.submit(on, actor, Subscriber, "w0", "late")
         wait_until(lambda: learner.attached(WeightsService).changed._waiters)  # type: ignore[attr-defined]
@@ -351,7 +351,7 @@ def test_a_subscriber_may_come_first() -> None:
         assert number_in(early.result(PATIENCE).newest()) == 1
 
 
-def test_a_learner_that_is_lost() -> None:
+def test_readers_of_a_lost_publisher_get_an_error() -> None:
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "p", state(1))
         reader = on(actor, Subscriber, "w0", "p")
@@ -406,10 +406,10 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
         wait_until(lambda: publisher.versions == [publisher.version])
 
 
-def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
+def test_a_request_to_a_closing_subscriber_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its memory has gone; whoever asked is sent to another source."""
+    """The subscriber's memory is freed, and the reader that asked gets another source."""
     hear = SubscriberEndpoint.take
 
     def late(endpoint: SubscriberEndpoint, sender: EndpointAddress, message: Any, tensors: Any) -> None:

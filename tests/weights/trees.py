@@ -1,4 +1,4 @@
-"""Random trees of tensors that share memory in random ways, and what it means for two of them to be the same."""
+"""Random trees of tensors that share memory in random ways, and assertions that two trees are the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Maker:
     def _base(self) -> Tensor:
         rows, columns = self._random.choice([(1, 4), (6, 8), (40, 16)])
         dtype = self._random.choice(TYPES)
-        most = 2 if dtype is torch.bool else 256  # other bytes are no truth values
+        most = 2 if dtype is torch.bool else 256  # bools are 0 or 1
         raw = torch.randint(0, most, (rows, columns * dtype.itemsize), dtype=torch.uint8)
         return torch.from_numpy(raw.numpy()).view(dtype) if self._random.random() < 0.2 else raw.view(dtype)
 
@@ -123,7 +123,7 @@ VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
 ]
 
 
-_layouts: WeakKeyDictionary[Snapshots, Layout] = WeakKeyDictionary()  # the last that a reader was told
+_layouts: WeakKeyDictionary[Snapshots, Layout] = WeakKeyDictionary()  # the last layout that a reader received
 
 
 def filled(layouts: Snapshots, tree: Any) -> tuple[Layout, Tensor]:
@@ -134,7 +134,7 @@ def filled(layouts: Snapshots, tree: Any) -> tuple[Layout, Tensor]:
 
 
 def published(tree: Any, layouts: Snapshots | None = None, rounding: Rounding = None) -> Version:
-    """A version as a reader has it, who knows the layout if the last version from `layouts` had it, too."""
+    """Return a version as a reader gets it, who knows the layout if the previous version from `layouts` had it."""
     layouts = layouts or Snapshots(rounding)
     layout, memory = filled(layouts, tree)
     known = _layouts.get(layouts)
@@ -149,7 +149,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
-    """Values, types and strides are the same, bit by bit, and all else in the trees."""
+    """Assert that values, types, strides and everything else in the trees are the same, bit by bit."""
     mine, theirs = dict(named(found)), dict(named(wanted))
     assert [*mine] == [*theirs]
     assert _without(found) == _without(wanted)
@@ -168,7 +168,7 @@ def keeps_strides(tensor: Tensor) -> bool:
 
 
 def assert_shared_alike(found: Any, wanted: Any, seed: int) -> None:
-    """What is written to an element of either is seen in the same tensors of both."""
+    """Assert that a write to an element of either tree shows in the same tensors of both."""
     rng = random.Random(seed)
     mine, theirs = dict(named(found)), dict(named(wanted))
     for name, tensor in theirs.items():
@@ -176,7 +176,7 @@ def assert_shared_alike(found: Any, wanted: Any, seed: int) -> None:
             index = tuple(rng.randrange(length) for length in tensor.shape)
             for each in (tensor, mine[name]):
                 element = bare(each)[index].reshape(1).view(torch.uint8)
-                element.bitwise_xor_(1)  # which makes a truth value of one, too
+                element.bitwise_xor_(1)  # valid for bools, too
             for other, value in theirs.items():
                 assert torch.equal(bits(mine[other]), bits(value)), (name, index, other)
 

@@ -1,4 +1,4 @@
-"""What workers do with one another, on a platform that has less."""
+"""Workers that call each other, on a platform that lacks what Windows lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reading() -> float:
 
 
 def call(group: LocalGroup) -> None:
-    for name in group:  # no thread waits for the answer, so the one that leads must hear of the new connection
+    for name in group:  # no thread waits for the answer, so the leader must notice the new connection
         answered = threading.Event()
         rpc.rpc_async(name, int).then(lambda _, heard=answered: heard.set())  # type: ignore[misc]
         assert answered.wait(30)
@@ -75,7 +75,7 @@ def lose(name: str) -> None:
 
 
 def local() -> None:
-    """Workers that this process starts."""
+    """Run calls and training on workers that this process starts."""
     with telegrad.local(["a", "b"]) as group:
         assert not any(hasattr(os, name) for name in ("fork", "memfd_create", "getuid"))
         assert not rpc.rpc_sync("a", hasattr, (os, "fork"))
@@ -86,7 +86,7 @@ def local() -> None:
 
 
 def joining(rank: str, port: str) -> None:
-    """Two that meet, in a group of fixed size and then in a dynamic one, whose store outlives who has served it."""
+    """Join a group of fixed size and then a dynamic one, whose store outlives the worker that served it."""
     options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{port}")
     rpc.init_rpc(f"w{rank}", rank=int(rank), world_size=2, rpc_backend_options=options)
     assert rpc.rpc_sync(f"w{1 - int(rank)}", pow, (2, 3)) == 8

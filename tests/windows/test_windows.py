@@ -1,4 +1,4 @@
-"""What Windows lacks is taken away in fresh interpreters, by the folder `without`: workers get along."""
+"""Workers run in fresh interpreters from which the folder `without` has removed what Windows lacks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_local_workers(tmp_path: pathlib.Path) -> None:
     check(start(tmp_path, str(HERE / "program.py"), "local"))
 
 
-def test_workers_that_meet(tmp_path: pathlib.Path) -> None:
+def test_workers_that_join_over_a_store(tmp_path: pathlib.Path) -> None:
     port = str(free_port())
     for process in [start(tmp_path, str(HERE / "program.py"), "joining", rank, port) for rank in "01"]:
         check(process)
@@ -76,14 +76,14 @@ print("done")
 """
 
 
-def test_who_sleeps_hears_of_a_new_connection(tmp_path: pathlib.Path) -> None:
+def test_a_sleeping_poller_notices_a_new_connection(tmp_path: pathlib.Path) -> None:
     check(start(tmp_path, "-c", POLLER))
 
 
 @pytest.mark.parametrize(
     ("command", "code", "said"), [("run", 1, "it needs Linux or macOS"), ("why", 2, "from outside on Linux only")]
 )
-def test_commands_that_need_more_say_so(tmp_path: pathlib.Path, command: str, code: int, said: str) -> None:
+def test_commands_that_need_unix_say_so(tmp_path: pathlib.Path, command: str, code: int, said: str) -> None:
     process = start(tmp_path, "-m", "telegrad", command)
     _, err = process.communicate(timeout=PATIENT)
     assert process.returncode == code
@@ -91,7 +91,7 @@ def test_commands_that_need_more_say_so(tmp_path: pathlib.Path, command: str, co
     assert "Traceback" not in err
 
 
-def test_torchs_store_has_the_form_that_is_built_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_on_windows_does_not_use_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     tcp_store: Any = runpy.run_path(str(pathlib.Path(tcp.__file__)))["_store"]
     monkeypatch.undo()

@@ -1,9 +1,9 @@
-"""What workers of this release say to each other, kept for later ones: `python -m tests.wire.recording` writes frames/.
+"""Record what workers of this release send, for tests of later ones: `python -m tests.wire.recording` writes frames/.
 
-A folder has what workers of one version of the protocol said: each file is what crossed one TCP connection in one
-direction, behind the handshake, and what it means as text. Until that version is released, the folder is removed and
-written anew where something changes; after that never: workers of that release go on saying this. What is defined here
-is named in it, and stays as well.
+The folder of a protocol version has a file for each direction of each TCP connection: the bytes behind the handshake,
+and their meaning as text. Until that version is released, the folder is removed and written anew when something
+changes. Afterwards it never changes: workers of that release go on sending these bytes. Recorded frames name the
+functions and classes of this module, so these stay as well.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ INCARNATIONS = {"w0": "0" * 16, "w1": "1" * 16}
 Streams = dict[str, bytearray]
 
 
-# What the workers are told to do
+# The calls of the workers
 
 
 class Counter:
@@ -76,7 +76,7 @@ def count(upto: int) -> Iterator[int]:
 
 
 def nothing(*args: Any) -> None:
-    """Takes anything."""
+    """Accept any arguments."""
 
 
 kept: list[Any] = []
@@ -94,7 +94,7 @@ def Counter10() -> Counter:  # noqa: N802 - as a class
 
 
 def plain() -> None:
-    """Calls and references, which need nobody but the callee."""
+    """Make calls and references, which involve no worker but the callee."""
     rpc.rpc_sync("w1", operator.add, (2, 3))
     rpc.rpc_sync("w1", sorted, ([3, 1, 2],), {"reverse": True})
     rpc.rpc_sync("w1", torch.add, (torch.ones(2, 2), torch.arange(2)), {"alpha": 2})
@@ -119,7 +119,7 @@ def plain() -> None:
 
 
 def training() -> None:
-    """A step of distributed autograd."""
+    """Run one step of distributed autograd."""
     weight = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id:
         remote = rpc.remote("w1", torch.mul, (weight, 2.0))
@@ -129,7 +129,7 @@ def training() -> None:
 
 
 def more() -> None:
-    """Streams, groups, and calls that are made again."""
+    """Use streams, groups, and calls that are retried."""
     list(rpc.rpc_stream("w1", count, (3,)))
     everybody = rpc.group()
     everybody.rpc_sync(operator.add, (1, 2))
@@ -152,9 +152,9 @@ STORIES: dict[str, Callable[[], None]] = {each.__name__: each for each in (plain
 
 @contextlib.contextmanager
 def overheard() -> Iterator[Streams]:
-    """What comes to workers that are started inside."""
+    """Record the bytes that arrive at the workers which are started inside."""
     streams: Streams = {}
-    links: dict[int, Link] = {}  # by their readers
+    links: dict[int, Link] = {}  # keyed by the id of their reader
     begin, advance = Link.__init__, FrameReader.advance
 
     def noted(link: Link, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +174,7 @@ def overheard() -> Iterator[Streams]:
 
 @contextlib.contextmanager
 def two_workers(**options: Any) -> Iterator[list[Worker]]:
-    """Of these incarnations; this thread is of the first."""
+    """Start two workers with fixed incarnations; the current worker of this thread is the first."""
     begin = Agent.__init__
 
     def begun(agent: Agent, name: str, *args: Any) -> None:
@@ -195,7 +195,7 @@ def two_workers(**options: Any) -> Iterator[list[Worker]]:
 
 @contextlib.contextmanager
 def reading() -> Iterator[Agent]:
-    """An agent that knows all kinds of messages, which some parts only bring as they are first used."""
+    """Return an agent that knows all kinds of messages: some parts register theirs at their first use."""
     with two_workers() as workers:
         more()
         yield workers[0].agent
@@ -208,7 +208,7 @@ def record(story: Callable[[], None]) -> Streams:
 
 
 def ends(spoken: VersionRange = PROTOCOL) -> tuple[Initiator, Acceptor]:
-    """Of the handshake whose bytes are kept."""
+    """Return both ends of the recorded handshake."""
     a, b = (Hello(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
     keys, stream_id = Keyring([KEY.encode()]), StreamId("connection", 1)
     return (
@@ -218,7 +218,7 @@ def ends(spoken: VersionRange = PROTOCOL) -> tuple[Initiator, Acceptor]:
 
 
 def handshake() -> list[str]:
-    """What both ends say, in turn."""
+    """Return the messages of both ends, in turn."""
     a, b = ends()
     said = [a.start()]
     for end in (b, a, b, a, b):
@@ -227,7 +227,7 @@ def handshake() -> list[str]:
 
 
 def entries() -> dict[str, str]:
-    """What stands in a store, or in a directory."""
+    """Return the entries of a store and of a directory."""
     devices = Devices(1, {"w1": {"cuda:0": "cuda:0"}}, ("cuda:0",))
     member = Member("w0", 0, INCARNATIONS["w0"], "program", "host", "socket", ("127.0.0.1", 29500), devices, "actor")
     return {
@@ -241,7 +241,7 @@ def entries() -> dict[str, str]:
 
 
 def messages(stream: bytes) -> list[Message]:
-    """The frames of a stream, their memory in bytes."""
+    """Return the frames of a stream; their blobs are bytes."""
 
     def allocate(size: int, device: int, striped: bool) -> tuple[torch.Tensor, Iterator[memoryview]]:
         assert not striped
@@ -263,15 +263,15 @@ def messages(stream: bytes) -> list[Message]:
 
 
 def meaning(message: Message, agent: Agent) -> str:
-    """A message in one line, read as the code of `agent` reads it."""
+    """Return a message as one line, decoded with the kinds that `agent` knows."""
     body: Any = message.body
     carried: list[Any] = []
-    if message.flags & HAS_REFERENCES:  # what was put behind last is taken first
+    if message.flags & HAS_REFERENCES:  # the last attachment comes first
         body, behind = split(body)
         carried.append(pickle.loads(behind))
     if message.flags & HAS_GRAPH:
         body, behind = split(body)
-        carried.append(struct.unpack_from("<QQ", behind))  # a context, and the number of the message in it
+        carried.append(struct.unpack_from("<QQ", behind))  # the id of the context and the number of the message
     if message.kind == CALL and message.flags & HAS_CALL_CONTEXT:
         body, behind = split(body)
         carried.append(pickle.loads(behind))
@@ -298,7 +298,7 @@ def meanings(stream: bytes, agent: Agent) -> str:
 
 
 def write(folder: pathlib.Path, agent: Agent) -> None:
-    folder.mkdir(parents=True)  # what is there stays
+    folder.mkdir(parents=True)  # an existing recording is not overwritten
     (folder / "handshake.json").write_text(json.dumps(handshake(), indent=1) + "\n")
     (folder / "store.json").write_text(json.dumps(entries(), indent=1) + "\n")
     for name, story in STORIES.items():
@@ -308,6 +308,6 @@ def write(folder: pathlib.Path, agent: Agent) -> None:
 
 
 if __name__ == "__main__":
-    recording = importlib.import_module("tests.wire.recording")  # what is named in frames is not of the main program
+    recording = importlib.import_module("tests.wire.recording")  # frames must not name functions of `__main__`
     with recording.reading() as agent:
         recording.write(recording.FOLDER / str(PROTOCOL.newest), agent)

@@ -1,4 +1,4 @@
-"""Exceptions survive the journey, and tell where they come from."""
+"""Exceptions keep their type, text and attributes when they are sent, and name the worker that raised them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OwnText(Exception):
 
 
 class Mangling(Exception):
-    """Its own rules give back something else."""
+    """An exception whose `__reduce__` returns wrong arguments."""
 
     def __init__(self, number: int | str) -> None:
         super().__init__(f"number {number}")
@@ -65,7 +65,7 @@ class Slotted(Exception):
 
 
 class InPieces(Exception):
-    """Has rules of its own."""
+    """An exception with a `__reduce__` of its own."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_type_text_and_attributes(error: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, OSError, TimeoutError, AttributeError, *TELEGRAD])
-def test_the_very_type(kind: type[BaseException]) -> None:
+def test_a_built_in_exception_keeps_its_exact_type(kind: type[BaseException]) -> None:
     back = journey(kind("text"))
     assert type(back) is kind
     assert back.args == ("text",)
@@ -157,7 +157,7 @@ def test_the_very_type(kind: type[BaseException]) -> None:
     assert type(journey(back, "w2")) is kind
 
 
-def test_attributes_of_the_very_type() -> None:
+def test_a_built_in_exception_keeps_its_attributes() -> None:
     back = journey(FileNotFoundError(errno.ENOENT, "gone", "a", None, "b"))
     assert (back.errno, back.strerror, back.filename, back.filename2) == (errno.ENOENT, "gone", "a", "b")
     again = journey(back, "w2")
@@ -169,7 +169,7 @@ def test_attributes_of_the_very_type() -> None:
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_constructors_that_want_something_else(hops: int) -> None:
+def test_exceptions_whose_constructors_take_other_arguments(hops: int) -> None:
     for error in (KeywordOnly(code=3), OwnText(1, 2), Mangling(5), Slotted(4), InPieces("a", "b"), Odd(2, "x")):
         back = error
         for _ in range(hops):
@@ -181,16 +181,16 @@ def test_constructors_that_want_something_else(hops: int) -> None:
 
 
 @pytest.mark.parametrize("error", [Frozen(3), Frozen("text"), FrozenAndFinal(3)], ids=repr)
-def test_a_type_that_forbids_changes(error: Frozen | FrozenAndFinal) -> None:
+def test_an_exception_that_forbids_new_attributes(error: Frozen | FrozenAndFinal) -> None:
     back = journey(journey(error), "w2")
     assert isinstance(back, type(error))
     assert (back.args, back.code, back.text) == (error.args, error.code, "by default")
     told = "".join(traceback.format_exception(type(back), back, None))
     assert told.index("'w2'") < told.index("'w1'")
-    assert ("'w2'" in str(back)) == (type(error) is Frozen)  # a final type has a cause that tells
+    assert ("'w2'" in str(back)) == (type(error) is Frozen)  # the worker is named by the cause of a final type
 
 
-def test_a_rebuilt_one_can_be_copied_and_pickled() -> None:
+def test_a_rebuilt_exception_can_be_copied_and_pickled() -> None:
     for error in (ValueError("x"), OwnText(1, 2), OSError(2, "gone", "file"), Slotted(4)):
         back = journey(error)
         for twin in (copy.copy(back), pickle.loads(pickle.dumps(back))):
@@ -199,19 +199,19 @@ def test_a_rebuilt_one_can_be_copied_and_pickled() -> None:
             assert str(twin).startswith(str(error))
 
 
-def test_types_are_made_once() -> None:
+def test_the_type_of_a_rebuilt_exception_is_made_once() -> None:
     assert type(journey(OwnText(1, 2))) is type(journey(OwnText(3, 4)))
     assert type(journey(OwnText(1, 2))).__module__ == OwnText.__module__
 
 
-def test_notes_travel_and_are_told_once() -> None:
+def test_notes_are_sent_and_not_repeated() -> None:
     error: Any = ValueError("x")
     error.__notes__ = ["a note"]
     back = journey(error)
     assert back.__notes__ == ["a note"]
 
 
-def test_tensors_in_it() -> None:
+def test_tensors_in_an_exception() -> None:
     error: Any = ValueError("x")
     error.small, error.large = torch.ones(3), torch.arange(10_000)
     back = journey(error)
@@ -219,7 +219,7 @@ def test_tensors_in_it() -> None:
     assert torch.equal(back.large, error.large)
 
 
-def test_a_type_that_is_not_importable_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_the_caller_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("gone_errors")
     exec("class Gone(Exception): pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "gone_errors", module)
@@ -232,28 +232,28 @@ def test_a_type_that_is_not_importable_there(monkeypatch: pytest.MonkeyPatch) ->
     assert "'w1'" in str(back)
 
 
-def test_a_type_that_has_no_name() -> None:
+def test_an_exception_of_a_local_class() -> None:
     class Local(Exception):
         pass
 
     assert type(journey(Local("text"))).__name__ == "Local"
 
 
-def test_an_exception_of_the_main_program_is_that_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_the_main_program_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     exec("class Mine(Exception): pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert type(journey(main.Mine("text"))) is main.Mine
 
 
-def test_a_type_that_allows_no_heirs() -> None:
+def test_an_exception_type_that_cannot_be_subclassed() -> None:
     back = journey(Final(1, 2))
     assert type(back) is Final
     assert "'w1'" in "".join(traceback.format_exception(type(back), back, None))
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_groups(hops: int) -> None:
+def test_exception_groups(hops: int) -> None:
     error = builtins.ExceptionGroup("several", [ValueError("a"), KeywordOnly(code=3), Unsendable("c")])
     back = error
     for _ in range(hops):
@@ -265,18 +265,18 @@ def test_groups(hops: int) -> None:
     assert "'w1'" in str(back)
 
 
-def test_what_cannot_be_read_is_told() -> None:
+def test_a_description_that_cannot_be_decoded_becomes_a_remote_error() -> None:
     assert type(rebuild(b"nonsense")) is errors.RemoteError
 
 
-def test_two_hops_tell_both_workers_in_order() -> None:
+def test_an_error_over_two_hops_names_both_workers_in_order() -> None:
     for error in (ValueError("x"), OwnText(1, 2)):
         text = str(journey(journey(error, "inner"), "outer"))
         assert text.index("'outer'") < text.index("'inner'")
         assert isinstance(journey(journey(error, "inner"), "outer"), type(error))
 
 
-def test_what_cannot_be_pickled_in_it() -> None:
+def test_attributes_that_cannot_be_pickled_are_left_out() -> None:
     error: Any = ValueError("x")
     error.lock = threading.Lock()
     error.code = 5
@@ -287,8 +287,8 @@ def test_what_cannot_be_pickled_in_it() -> None:
     assert "lock" in str(journey(ValueError(threading.Lock())))
 
 
-def test_lines_that_only_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a notebook's cell."""
+def test_source_lines_that_only_the_caller_has_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example are lines of a notebook's cell."""
     source = "def deeper():\n    raise ValueError('text')\n\ndef step():\n    deeper()\n"
     space: dict[str, Any] = {}
     exec(compile(source, "<cell 1>", "exec"), space)
@@ -306,7 +306,7 @@ def test_lines_that_only_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(rebuild(describe(rebuild(data), "w2"))).count("deeper()") == 1
 
 
-def test_causes_are_told() -> None:
+def test_the_text_contains_the_causes() -> None:
     try:
         raise KeyError("first")
     except KeyError as cause:
@@ -316,7 +316,7 @@ def test_causes_are_told() -> None:
 
 
 def chained(how: str, count: int) -> BaseException:
-    """The last of many exceptions, each of which has to do with the one before."""
+    """Return the last of `count` exceptions, each linked with its predecessor."""
     last: Any = ValueError("number 0")
     first = last
     for number in range(1, count):
@@ -339,7 +339,7 @@ def chained(how: str, count: int) -> BaseException:
 
 @pytest.mark.parametrize("how", ["cause", "context", "circle", "nested", "group"])
 @pytest.mark.parametrize("count", [150, 20_000])
-def test_of_many_exceptions_that_followed_from_one_another_the_last_are_told(how: str, count: int) -> None:
+def test_a_long_chain_of_exceptions_is_cut_to_the_last_ones(how: str, count: int) -> None:
     last = chained(how, 900 if how == "nested" and count > 900 else count)
     before = process_time()
     made = rebuild(describe(last, "w1"))
@@ -370,18 +370,18 @@ def test_long_names_are_cut_in_messages() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_what_ends_a_process_there_does_not_end_this_one(error: BaseException) -> None:
+def test_an_exception_that_ends_a_process_arrives_as_a_remote_error(error: BaseException) -> None:
     back = journey(error)
     assert type(back) is errors.RemoteError
     assert type(error).__name__ in str(back)
 
 
-def test_a_text_that_fails() -> None:
+def test_an_exception_whose_str_raises() -> None:
     back = journey(BadText())
     assert type(back).__name__ == "BadText"
 
 
-def test_endless_texts() -> None:
+def test_very_long_texts_are_cut() -> None:
     back = journey(ValueError("x" * 5 * LONGEST_TEXT))
     assert back.args == ("x" * 5 * LONGEST_TEXT,)
     assert len(str(back)) < 7 * LONGEST_TEXT
@@ -394,14 +394,14 @@ def test_endless_texts() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("once"), OwnText(1, 2), KeyError("once")], ids=repr)
-def test_printed_once(error: KeyError | OwnText | ValueError) -> None:
+def test_a_traceback_prints_the_remote_part_once(error: KeyError | OwnText | ValueError) -> None:
     back = journey(error)
     text = "".join(traceback.format_exception(type(back), back, back.__traceback__))
     assert text.count("On worker 'w1'") == 1
     assert text.count("raise error") == 1
 
 
-def test_an_exception_with_more_than_may_be_sent_is_told_of_without_it() -> None:
+def test_arguments_that_are_too_large_to_be_sent_are_left_out() -> None:
     for large in (b"x" * (2 * LARGEST), "é" * LARGEST, [b"x" * (2 * LARGEST)]):
         back = rebuild(describe(ValueError("bad", large), "w1"))
         assert isinstance(back, ValueError)
@@ -434,7 +434,7 @@ HIDDEN = ["__dict__", "__notes__", *dir(BaseException)]
 
 @pytest.mark.parametrize("raised", [KeyError, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("name", [*HIDDEN, "metaclass"])
-def test_an_exception_whose_attributes_cannot_be_read_is_told(name: str, raised: type[BaseException]) -> None:
+def test_an_exception_whose_attributes_cannot_be_read_is_described(name: str, raised: type[BaseException]) -> None:
     error = Nameless("x") if name == "metaclass" else hides(name, raised)
     there = readable(error)
     assert first_line(there)
@@ -450,9 +450,9 @@ class Bomb(Exception):
         return (sys.exit, ("as it is rebuilt",))
 
 
-def test_an_exception_that_ends_who_rebuilds_it() -> None:
+def test_an_exception_whose_constructor_exits_the_process() -> None:
     assert "w1" in str(rebuild(describe(Bomb("x"), "w1")))
 
 
-def test_a_line_of_a_log_is_cut() -> None:
+def test_first_line_cuts_a_long_text() -> None:
     assert len(first_line(ValueError("x" * 10**6))) < 10_000

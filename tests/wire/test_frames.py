@@ -1,4 +1,4 @@
-"""Frames are cut from any stream of bytes; what stands in them around the memory of tensors."""
+"""Frames are read from a stream in any pieces, and keep the parts around the memory of tensors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
 
 
 def read(stream: bytes, cuts: list[int], apart: bool = False) -> list[Message]:
-    """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once.
+    """Feed `stream` in pieces of the given sizes, cyclically; the rest after many pieces goes in at once.
 
-    With `apart`, a piece before which no frame has begun is not written to the reader's buffer.
+    With `apart`, a piece that begins outside of a frame does not go through the reader's buffer.
     """
     reader, at, turn = FrameReader(allocate, attach, lambda *_: None), 0, 0
     frames: list[Message] = []
@@ -59,7 +59,7 @@ def read(stream: bytes, cuts: list[int], apart: bool = False) -> list[Message]:
 
 
 def written(frame: Message) -> bytes:
-    """The bytes of a frame; blobs are bytes in the stream, or (number, size, device) elsewhere."""
+    """Return the bytes of a frame; a blob is bytes in the stream, or (number, size, device) for shared memory."""
     table = b"".join(
         ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob), len(blob) % 2 - 1)
         for blob in frame.blobs
@@ -114,14 +114,14 @@ def test_numbers(numbers: list[int]) -> None:
 
 
 @given(st.binary(), st.binary())
-def test_what_stands_behind_a_body_is_found_again(body: bytes, attachments: bytes) -> None:
+def test_attachments_behind_a_body_are_split_off(body: bytes, attachments: bytes) -> None:
     loaded = append(body, attachments)
     for received in (loaded, memoryview(loaded)):
         found, behind = split(received)
         assert (bytes(found), bytes(behind)) == (body, attachments)
 
 
-def test_bodies_can_be_loaded_twice() -> None:
+def test_a_body_can_have_two_attachments() -> None:
     inner, outer = split(append(append(b"body", b"first"), b"second"))
     assert bytes(outer) == b"second"
     assert [bytes(part) for part in split(inner)] == [b"body", b"first"]

@@ -1,4 +1,4 @@
-"""A name is given only where it leads back to the very same thing."""
+"""A function is named only if its name leads back to the same object."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Heir(Holder):
 
 
 class Sly:
-    """Calls itself equal to whatever it is asked about."""
+    """An object that equals every other object."""
 
     __module__ = __name__
     __qualname__ = "sly"
@@ -113,7 +113,7 @@ sly = Sly()
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A main program of its own."""
+    """Replace the main program by a module of the test."""
     module = types.ModuleType("__main__")
     exec("def f(): return 5\nclass C: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
@@ -168,7 +168,7 @@ def test_names_lead_back(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=alike)
-def test_class_methods_lead_to_their_equal(function: Callable[..., Any]) -> None:
+def test_names_of_class_methods_lead_to_an_equal_method(function: Callable[..., Any]) -> None:
     assert resolve(named(function, False)) == function
 
 
@@ -192,16 +192,16 @@ def test_an_inherited_class_method_keeps_its_class() -> None:
     ],
     ids=alike,
 )
-def test_what_has_no_name(thing: Any) -> None:
+def test_objects_without_a_name(thing: Any) -> None:
     assert name_of(thing, True) is None
 
 
-def test_one_that_equals_all_does_not_get_into_the_cache() -> None:
+def test_an_object_that_equals_every_object_does_not_use_the_cache() -> None:
     assert name_of(sly, True) == f"{__name__}:sly"
     assert name_of(Sly(), True) is None
 
 
-def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_keeps_its_functions_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_names, "_CACHED", 3)
     monkeypatch.setattr(function_names, "_names", {})
     for _ in range(2):
@@ -211,13 +211,13 @@ def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch: pytest.Monkey
             assert function in function_names._names
 
 
-def test_a_patched_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_resolves_to_a_patched_function(monkeypatch: pytest.MonkeyPatch) -> None:
     name = named(plain, True)
     monkeypatch.setattr(sys.modules[__name__], "plain", min)
     assert resolve(name) is min
 
 
-def test_a_module_is_imported_if_need_be(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_not_imported_yet_is_imported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "found_late.py").write_text("def f(): return 7")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -225,7 +225,7 @@ def test_a_module_is_imported_if_need_be(tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "found_late")
 
 
-def test_an_import_that_python_refuses_to_one_of_two_threads_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_with_a_deadlock_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def refuse_once(name: str) -> ModuleType:
@@ -239,7 +239,7 @@ def test_an_import_that_python_refuses_to_one_of_two_threads_is_made_again(monke
     assert tried == ["parcel", "parcel"]
 
 
-def test_a_module_that_is_withheld_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolving_waits_for_a_module_that_is_none_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in (lambda: resolve("withheld:ones"), lambda: function_names._verified(torch.ones, "withheld", "ones")):
         monkeypatch.setitem(sys.modules, "withheld", None)
         back = threading.Timer(0.02, sys.modules.__setitem__, ("withheld", torch))
@@ -248,14 +248,14 @@ def test_a_module_that_is_withheld_for_a_moment_is_waited_for(monkeypatch: pytes
         back.join()
 
 
-def test_a_module_that_is_withheld_for_good_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_stays_none_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_names, "WITHHELD", 0.01)
     monkeypatch.setitem(sys.modules, "withheld", None)
     with pytest.raises(errors.FunctionNotFound, match=r"None in sys\.modules"):
         resolve("withheld:ones")
 
 
-def test_a_module_that_another_thread_imports_is_waited_for(
+def test_resolving_waits_for_an_import_of_another_thread(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -290,13 +290,13 @@ def test_a_module_that_another_thread_imports_is_waited_for(
         ("__main__:not_there_at_all", "top level of the main program"),
     ],
 )
-def test_what_is_missing_is_named(name: str, text: str) -> None:
+def test_the_error_names_the_missing_part(name: str, text: str) -> None:
     with pytest.raises(errors.FunctionNotFound, match=text) as caught:
         resolve(name)
     assert caught.value.__cause__ is not None
 
 
-def test_a_module_that_fails_to_import_says_why(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_why_an_import_failed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -305,7 +305,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path: pathlib.Path, monkeypa
 
 
 @pytest.mark.parametrize("module", ["__main__", "__mp_main__"])
-def test_the_main_program_is_named_only_to_its_like(main: ModuleType, module: str) -> None:
+def test_functions_of_the_main_program_have_a_name_only_in_the_same_program(main: ModuleType, module: str) -> None:
     main.f.__module__ = main.C.__module__ = module  # as in a spawned child
     for thing, name in ((main.f, "__main__:f"), (main.C, "__main__:C")):
         assert name_of(thing, True) == name
@@ -315,13 +315,13 @@ def test_the_main_program_is_named_only_to_its_like(main: ModuleType, module: st
 
 @pytest.fixture
 def unread(main: ModuleType) -> Iterator[ModuleType]:
-    """The main module, whose file is read again, as is the real one's afterwards."""
+    """Have the file of the main module read again, and that of the real one afterwards."""
     program.cache_clear()
     yield main
     program.cache_clear()
 
 
-def test_the_program_is_known_by_its_file(unread: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_programs_are_compared_by_the_content_of_their_file(unread: ModuleType, tmp_path: pathlib.Path) -> None:
     prints = []
     for folder, content in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         path = tmp_path / folder / "script.py"
@@ -331,16 +331,16 @@ def test_the_program_is_known_by_its_file(unread: ModuleType, tmp_path: pathlib.
         program.cache_clear()
         prints.append(program())
         path.unlink()
-        assert program() == prints[-1]  # not read again
-    assert prints[0] == prints[1] != prints[2]  # the same program elsewhere on another host
+        assert program() == prints[-1]  # the cached value
+    assert prints[0] == prints[1] != prints[2]  # equal content in another folder is the same program
 
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_a_prompt_is_no_program(unread: ModuleType, file: str | None) -> None:
+def test_an_interactive_session_has_no_program(unread: ModuleType, file: str | None) -> None:
     unread.__file__ = file
     assert program() == ""
 
 
-def test_a_child_runs_the_same_program(workers: list[Process]) -> None:
+def test_a_child_process_has_the_program_of_its_parent(workers: list[Process]) -> None:
     workers[0].begin(program)
     assert workers[0].end() == program()

@@ -1,4 +1,4 @@
-"""Large values that are no tensors: what arrives is what pickle alone gives, and no step holds the interpreter."""
+"""Large values other than tensors arrive as by plain pickle, and no step holds the interpreter for long."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ANY = settings(max_examples=30, deadline=None, suppress_health_check=list(Health
 
 
 def sharing(value: Any) -> list[int]:
-    """Which of the parts of a value are one object, in the order in which they appear."""
+    """Number the distinct objects inside of a value, in the order of their appearance."""
     numbers: dict[int, int] = {}
     found: list[int] = []
 
@@ -73,7 +73,7 @@ def test_any_value(value: Any) -> None:
 
 @ANY
 @given(st.lists(LEAVES, min_size=1, max_size=3))
-def test_what_is_one_object_stays_one(leaves: list[Any]) -> None:
+def test_shared_objects_stay_shared(leaves: list[Any]) -> None:
     value = [leaves, [*leaves, *leaves], {"all": tuple(leaves)}, Record("x", leaves)]
     alone = pickle.loads(pickle.dumps(value, 5))
     if not any(isinstance(leaf, float | int | str) and not isinstance(leaf, OwnText) for leaf in leaves):
@@ -85,13 +85,13 @@ def test_what_is_one_object_stays_one(leaves: list[Any]) -> None:
     assert all(one is other for one, other in zip(back, back[len(leaves) :], strict=False) if isinstance(one, list))
 
 
-def test_one_large_text_twice_arrives_as_one() -> None:
+def test_a_large_text_that_is_used_twice_arrives_as_one_object() -> None:
     text = "é" * LARGE
     first, second, record = journey([text, text, Record(text, [text])])
     assert first is second is record.name is record.content[0]
 
 
-def test_what_holds_itself() -> None:
+def test_containers_that_contain_themselves() -> None:
     ring: list[Any] = list(range(10_000))
     ring += [DATA[:LARGE], ring]
     back = journey(ring)
@@ -122,7 +122,7 @@ def test_what_holds_itself() -> None:
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, int) else type(value).__name__,
 )
-def test_what_is_large_travels_beside_the_pickle(value: Any, blobs: int | None) -> None:
+def test_large_parts_are_sent_beside_the_pickle(value: Any, blobs: int | None) -> None:
     ways: list[Any] = [value, ((value,), {}), ((), {"key": value})]
     for each in ways:
         body, tensors, *_ = encode(each, True)
@@ -132,7 +132,7 @@ def test_what_is_large_travels_beside_the_pickle(value: Any, blobs: int | None) 
     assert alike(journey(value), value)
 
 
-def test_bytes_and_texts_are_not_copied_here() -> None:
+def test_the_sender_does_not_copy_bytes_and_texts() -> None:
     text = "x" * LARGE
     (blob,) = encode([DATA], True).tensors
     assert blob.data_ptr() == address_of(memoryview(DATA))
@@ -140,24 +140,24 @@ def test_bytes_and_texts_are_not_copied_here() -> None:
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_memory_lives_as_long_as_it_is_on_its_way() -> None:
+def test_blobs_keep_the_memory_of_their_value_alive() -> None:
     value = [DATA[:LARGE] + b"end", "x" * LARGE + "end"]
     blobs = encode(value, True).tensors
     del value
     assert [bytes(blob[-3:].tolist()) for blob in blobs] == [b"end", b"end"]
 
 
-def test_what_changes_later_is_sent_as_it_was() -> None:
+def test_later_changes_of_a_value_are_not_sent() -> None:
     data, elements = bytearray(DATA[:LARGE]), array.array("b", DATA[:LARGE])
     body, tensors, *_ = encode([data, elements], True)
     data[:4] = elements[:4] = array.array("b", b"else")
-    data += b"more"  # which is refused while others use the memory of a bytearray
+    data += b"more"  # refused if the memory of the bytearray were exported
     elements.append(1)
     back = decode(body, tensors)
     assert back == [DATA[:LARGE], array.array("b", DATA[:LARGE])]
 
 
-def test_what_arrives_is_independent() -> None:
+def test_received_values_do_not_share_the_received_memory() -> None:
     body, tensors, *_ = encode([bytearray(DATA[:LARGE]), DATA[:LARGE], "x" * LARGE, io.BytesIO(DATA[:LARGE])], True)
     received = [tensor.clone() for tensor in tensors]
     back = decode(body, received)
@@ -169,7 +169,7 @@ def test_what_arrives_is_independent() -> None:
     file.write(b"else")
 
 
-def test_texts_arrive_as_python_makes_them() -> None:
+def test_received_texts_have_the_form_of_ordinary_texts() -> None:
     for text in ("x" * LARGE, "é" * LARGE, "日" * LARGE, "a" * LARGE + "\U0001f600", "a" * LARGE + "\udc80"):
         back = journey(text)
         plain = "".join(list(text))
@@ -179,7 +179,7 @@ def test_texts_arrive_as_python_makes_them() -> None:
         assert sys.getrefcount(back) == sys.getrefcount(plain)
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_a_text_that_is_not_valid_utf_8_is_refused() -> None:
     body, (blob,), *_ = encode("é" * LARGE, True)
     for wrong in (b"\xff" * 9, b"\xc3", b"a" * PIECE + b"\x80\x80", b"\x80" * 2 * PIECE):
         with pytest.raises(CannotDecode, match="utf-8"):
@@ -188,7 +188,7 @@ def test_what_is_no_text_is_refused() -> None:
         decode(encode([DATA[:LARGE]], True).body, [blob[:100]])
 
 
-def test_an_array_of_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_of_a_machine_with_another_byte_order(monkeypatch: pytest.MonkeyPatch) -> None:
     values = array.array("i", range(LARGE))
     body, tensors, *_ = encode(values, True)
     other = array.array("i", values)
@@ -203,7 +203,7 @@ def test_an_array_of_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("many", [10, 20_000])
-def test_errors_are_the_same(many: int) -> None:
+def test_errors_of_large_values_are_those_of_small_ones(many: int) -> None:
     with pytest.raises(CannotEncode, match=r"argument 0\[\d+\] .*cannot be sent"):
         encode((([*range(many), threading.Lock()],), {}), True)
     with pytest.raises(CannotEncode, match="no"):
@@ -212,8 +212,8 @@ def test_errors_are_the_same(many: int) -> None:
         encode([*range(many), Failing(RuntimeError("odd"))], True)
 
 
-def test_a_part_that_others_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a dict changes as it is pickled, it is pickled in one piece."""
+def test_a_dict_that_changes_while_it_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict that changes between two pieces is pickled again in one piece."""
     table: dict[int, Any] = dict.fromkeys(range(100_000), ())
     more = iter(range(100_000, 200_000))
     write = segments.SegmentWriter.write
@@ -228,8 +228,8 @@ def test_a_part_that_others_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert back == table
 
 
-def test_a_container_that_others_change() -> None:
-    """Whatever others do meanwhile, a large container of atoms is sent as it was at one moment."""
+def test_a_container_that_another_thread_changes() -> None:
+    """A large container of atoms is sent in a state that it had at one moment."""
     table = {number: number for number in range(20_000)}
     numbers = [0] * 200_000
     stop = threading.Event()
@@ -259,7 +259,7 @@ def test_a_container_that_others_change() -> None:
 
 @pytest.mark.parametrize("kind", [dict.fromkeys, set])
 def test_a_container_that_changes_between_two_pieces(kind: Callable[..., Any]) -> None:
-    """As another thread does it, but each time."""
+    """The test makes the change that another thread would make by chance."""
     table = kind(range(3 * MANY))
     pieces = _pieces(table)
     assert next(pieces) == [*range(MANY)]
@@ -281,7 +281,7 @@ def test_a_container_that_changes_between_two_pieces(kind: Callable[..., Any]) -
     ids=lambda value: type(value).__name__,
 )
 def test_no_step_takes_more_than_a_piece(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done while the interpreter is held: pieces of text and frames; all else is copied by `copy`."""
+    """The interpreter is held for pieces of text and of frames; `copy` copies everything else."""
     written: list[int] = []
     read: list[int] = []
     write, next_ = segments.SegmentWriter.write, segments.SegmentReader.read
@@ -317,8 +317,8 @@ def test_no_step_takes_more_than_a_piece(value: Any, monkeypatch: pytest.MonkeyP
     ],
     ids=["bytes", "bytearray", "ascii", "text", "array", "file", "numbers", "lists"],
 )
-def test_other_threads_run_meanwhile(make: Any) -> None:
-    """Though nobody may take the interpreter away, as it is given away."""
+def test_other_threads_run_while_a_large_value_is_pickled(make: Any) -> None:
+    """The switch interval is endless, so the thread that pickles has to release the interpreter itself."""
     interval, stop, turns = sys.getswitchinterval(), threading.Event(), [0]
 
     def take_turns() -> None:
@@ -341,7 +341,7 @@ def test_other_threads_run_meanwhile(make: Any) -> None:
         thread.join()
     assert alike(back, [value])
     assert decoded > encoded
-    if isinstance(value, bytearray | list | array.array):  # all others are not copied
+    if isinstance(value, bytearray | list | array.array):  # the other types are not copied by the sender
         assert encoded > before
 
 

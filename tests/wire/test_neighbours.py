@@ -1,4 +1,4 @@
-"""Workers of neighbouring releases are understood: the older by what they said, which is kept in frames/."""
+"""Workers understand those of neighbouring releases, whose recorded frames are in frames/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.wire import recording
 from tests.wire.recording import FOLDER, INCARNATIONS, ends, meaning, messages
 
 RELEASES = sorted(int(folder.name) for folder in FOLDER.iterdir())
-FIRST = 8  # that was ever released
+FIRST = 8  # the first version that was ever released
 STREAMS = sorted(FOLDER.rglob("*.bin"))
 
 
@@ -28,7 +28,7 @@ def reader() -> Iterator[Agent]:
         yield agent
 
 
-def test_each_version_that_is_spoken_was_recorded() -> None:
+def test_each_supported_version_was_recorded() -> None:
     assert list(range(PROTOCOL.oldest, PROTOCOL.newest + 1)) == RELEASES, (
         "before a release: python -m tests.wire.recording; what is not spoken any more can go"
     )
@@ -36,7 +36,7 @@ def test_each_version_that_is_spoken_was_recorded() -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_what_was_said_is_read_as_it_was_meant(stream: pathlib.Path, reader: Agent) -> None:
+def test_recorded_frames_decode_to_their_recorded_meaning(stream: pathlib.Path, reader: Agent) -> None:
     found = [meaning(message, reader) for message in messages(stream.read_bytes())]
     assert found == stream.with_suffix(".txt").read_text().splitlines()
 
@@ -70,7 +70,7 @@ def test_an_older_store_is_understood(version: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "read"), [("member", Member.from_json), ("arrival", Arrival.from_json), ("formed", Formed.from_json)]
 )
-def test_what_a_later_version_adds_to_an_entry_is_left_alone(kind: str, read: Callable[[str], object]) -> None:
+def test_fields_that_a_later_version_adds_to_an_entry_are_ignored(kind: str, read: Callable[[str], object]) -> None:
     entry = recording.entries()[kind]
     assert read(json.dumps([*json.loads(entry), "more"])) == read(entry)
 
@@ -78,12 +78,12 @@ def test_what_a_later_version_adds_to_an_entry_is_left_alone(kind: str, read: Ca
 @pytest.mark.parametrize(
     ("version", "newest"), [*((each, each) for each in RELEASES), (PROTOCOL.newest, PROTOCOL.newest + 1)]
 )
-def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, newest: int) -> None:
-    """A caller that only knows its lines, by itself or as one that knows the next version, too."""
+def test_recorded_calls_get_the_recorded_answers(version: int, newest: int) -> None:
+    """The caller supports its own version alone, or the next one, too."""
     folder = FOLDER / str(version)
-    calls = (folder / "plain-calls-of-w0.bin").read_bytes()[: -PREFIX.size]  # but for its farewell
+    calls = (folder / "plain-calls-of-w0.bin").read_bytes()[: -PREFIX.size]  # without its goodbye
     wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
-    # One thread serves the calls, in the order in which they come: they add to one counter.
+    # A single thread serves the calls in their order, since they increment one counter.
     with recording.two_workers(num_worker_threads=1) as workers, knock(workers[1]) as sock:
         me = Hello("w0", 0, INCARNATIONS["w0"], "another program")
         end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=VersionRange(version, newest))
@@ -106,6 +106,6 @@ def hear(visitor: Visitor, count: int) -> list[Message]:
 
 
 def in_short(answer: Message, agent: Agent) -> str:
-    """Without the text of errors, which is that of whoever raises them."""
+    """Describe an answer without the text of an error, which depends on the code that raises it."""
     line = meaning(answer, agent)
     return line.partition("(")[0].replace('"', "'") if answer.kind == FAILURE else line

@@ -1,4 +1,4 @@
-"""Values survive the journey, as calls take them; functions by name or by value; errors say what to do."""
+"""Values arrive as they were sent, functions by name or by value, and errors say what to do."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Tagged(torch.Tensor):
 
 
 class Rereadable(io.TextIOWrapper):
-    """A file that says by itself how it is pickled."""
+    """A file with a `__reduce__` of its own."""
 
     def __reduce__(self) -> Any:
         return io.StringIO, (self.read(),)
 
 
 def open_things() -> dict[str, Any]:
-    """One of each kind that only the process which made it can use."""
+    """Return an object of each kind that only the process which opened it can use."""
     first, _ = multiprocessing.Pipe()
     own = tempfile.NamedTemporaryFile
     return {
@@ -89,7 +89,7 @@ def open_things() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", open_things())
-def test_what_is_open_in_this_process_cannot_be_sent(name: str) -> None:
+def test_open_resources_of_this_process_cannot_be_sent(name: str) -> None:
     thing = open_things()[name]
 
     def holds() -> Any:
@@ -102,12 +102,12 @@ def test_what_is_open_in_this_process_cannot_be_sent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a text file", "a file that is written", "one with a name", "a temporary file"])
-def test_an_open_file_is_told_what_to_send_instead(name: str) -> None:
+def test_the_error_for_an_open_file_advises_to_send_its_path(name: str) -> None:
     with pytest.raises(errors.CannotEncode, match=r"argument 0.*Send its path and open it there"):
         encode(((open_things()[name],), {}), True)
 
 
-def test_files_in_memory_and_the_standard_streams_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_memory_and_standard_streams_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert journey(io.StringIO("some")).read() == "some"
     assert journey(io.BytesIO(b"some")).read() == b"some"
     with open(__file__, "rb") as file, open(os.devnull, "w") as out:
@@ -124,7 +124,7 @@ class Wrapper(torch.Tensor):
     def __new__(cls, inner: torch.Tensor) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    inner: Any  # which is a method of tensors
+    inner: Any  # `torch.Tensor` has a method of that name
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
@@ -159,7 +159,7 @@ compiled = torch.compile(plain, backend="eager")
 
 
 class Own(torch.Tensor):
-    """A subclass with rules of its own."""
+    """A subclass with a `__reduce_ex__` of its own."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[torch.Tensor]]:
         return _own, (self.as_subclass(torch.Tensor) * 2,)
@@ -170,7 +170,7 @@ def _own(tensor: torch.Tensor) -> Own:
 
 
 class Dispatching(torch.Tensor):
-    """A subclass without memory that does not tell what it is made of."""
+    """A subclass without memory that does not implement `__tensor_flatten__`."""
 
     inner: Any
 
@@ -188,7 +188,7 @@ class Dispatching(torch.Tensor):
 
 
 class Weight(nn.Parameter):
-    """A parameter of another type."""
+    """A subclass of `nn.Parameter`."""
 
 
 class Stubborn:
@@ -208,7 +208,7 @@ class Holder:
         return cls()
 
 
-def test_tensors_are_lifted_once_each() -> None:
+def test_each_tensor_is_sent_once() -> None:
     tensor = torch.ones(3)
     body, tensors, *_ = encode({"a": tensor, "b": [tensor, torch.zeros(2)]}, True)
     assert [t.tolist() for t in tensors] == [[1, 1, 1], [0, 0]]
@@ -263,8 +263,8 @@ def test_leaves_arrive_as_leaves() -> None:
     assert decode(*encode(weight, True)[:3]).note == "kept"
 
 
-def test_a_history_given_on_the_way_is_kept() -> None:
-    """The rooms above put their own tensors in the slots: gradients must reach them."""
+def test_the_graph_of_a_received_tensor_is_kept() -> None:
+    """Distributed autograd replaces the tensors; gradients must reach the replacements."""
     for tensor in (nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Tagged), torch.ones(2)):
         received = torch.ones(2, requires_grad=True)
         (back,) = decode(encode([tensor], True).body, [received * 2])
@@ -273,8 +273,8 @@ def test_a_history_given_on_the_way_is_kept() -> None:
         assert received.grad.tolist() == [2, 2]
 
 
-def test_what_shares_memory_is_lifted_as_such() -> None:
-    """Not copied on the way into the slots: `pack` sees what belongs together."""
+def test_tensors_that_share_memory_are_extracted_without_copies() -> None:
+    """`pack` must see that they belong together."""
     parameter = nn.Parameter(torch.ones(4))
     value = [parameter, parameter.data, parameter.untyped_storage(), parameter.detach().as_subclass(Tagged)]
     assert len({tensor.data_ptr() for tensor in encode(value, True).tensors}) == 1
@@ -314,14 +314,14 @@ def test_large_arrays_are_not_copied() -> None:
     assert back.sum() == 1
 
 
-def test_large_buffers_stand_behind_the_tensors() -> None:
+def test_large_buffers_follow_the_tensors() -> None:
     body, tensors, *_ = encode([numpy.ones(10_000), torch.zeros(2), numpy.arange(10_000), numpy.arange(3)], True)
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.uint8, torch.uint8]
     ones, zeros, numbers, few = decode(body, tensors)
     assert (ones.sum(), zeros.tolist(), numbers[-1], few.tolist()) == (10_000, [0, 0], 9999, [0, 1, 2])
 
 
-def test_a_read_only_array_stays_so() -> None:
+def test_a_read_only_array_stays_read_only() -> None:
     array = numpy.ones(10_000)
     array.flags.writeable = False
     assert not journey(array).flags.writeable
@@ -343,7 +343,7 @@ def test_methods() -> None:
     assert journey([[3, 1, 2].index])[0](2) == 2
 
 
-def test_the_main_program_goes_by_name_only_to_its_like(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_main_program_is_named_only_to_workers_of_the_same_program(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     exec("def f(): return 5\nclass C: pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -391,7 +391,7 @@ def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             decode(body, [])
 
 
-def test_code_with_attributes_that_are_names_of_modules() -> None:
+def test_code_whose_attributes_have_names_of_torch_modules() -> None:
     class Local:
         def __init__(self) -> None:
             self.ops, self.classes = 1, torch.ones(2)
@@ -419,7 +419,7 @@ def test_compiled_modules() -> None:
     assert torch.equal(back(torch.ones(2)), module(torch.ones(2)))
 
 
-def test_odd_values() -> None:
+def test_unusual_values() -> None:
     ring: list[Any] = [1]
     ring.append(ring)
     back = journey(ring)
@@ -435,7 +435,7 @@ def test_odd_values() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, -(1 << 80), 2.5, "text \udc80", b"bytes", True, 1j, torch.ones(2)], ids=str)
-def test_one_thing(value: Any) -> None:
+def test_values_that_are_not_in_a_container(value: Any) -> None:
     back = journey(value)
     assert type(back) is type(value)
     assert back is value or bool((back == value).all() if isinstance(value, torch.Tensor) else back == value)
@@ -461,7 +461,7 @@ def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert list(back_kwargs) == list(kwargs)
 
 
-def test_one_tensor_given_twice_arrives_as_one() -> None:
+def test_a_tensor_that_is_given_twice_arrives_as_one_tensor() -> None:
     tensor = torch.ones(2)
     assert len(encode(((tensor, tensor), {}), True).tensors) == 1
     (first, second), more = journey(((tensor, tensor), {"again": tensor}))
@@ -472,7 +472,7 @@ def test_the_empty_call_is_constant() -> None:
     assert encode(((), {}), True).body is encode(((), {}), False).body
 
 
-def test_large_containers_cost_nothing_for_each_element(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_elements_of_containers_call_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(pickling._Pickler, "reducer_override", lambda self, obj: asked.append(obj))
     value = [list(range(10_000)), {str(n): (n, 0.5, None) for n in range(10_000)}, {1, 2}, b"x" * 100_000]
@@ -544,7 +544,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
     ],
     ids=alike,
 )
-def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
+def test_the_error_names_the_part_that_cannot_be_sent(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send|Create it|To send)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
@@ -557,13 +557,13 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
 )
 @pytest.mark.parametrize("same_program", [False, True])
 def test_a_view_of_memory_is_refused_as_pickle_does(value: Any, same_program: bool) -> None:
-    """It would arrive as bytes."""
+    """A memoryview would arrive as bytes."""
     with pytest.raises(errors.CannotEncode, match=r"memoryview\) cannot be sent: .* Send bytes\(view\)"):
         encode(value, same_program)
 
 
-def test_what_a_function_of_the_main_program_uses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a name, which leads nowhere in another program."""
+def test_the_error_names_a_variable_that_a_function_of_the_main_program_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function has a name, which cannot be resolved in another program."""
     program: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
     exec("def use():\n    return lock", program)
     monkeypatch.setattr(sys.modules["__main__"], "use", program["use"], raising=False)
@@ -571,7 +571,7 @@ def test_what_a_function_of_the_main_program_uses_is_named(monkeypatch: pytest.M
         encode((program["use"], (), {}), False)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("gone_module")
     exec("class Thing: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "gone_module", module)
@@ -582,7 +582,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(body, [])
 
 
-def test_what_cannot_be_rebuilt_says_why() -> None:
+def test_the_error_says_why_a_value_cannot_be_rebuilt() -> None:
     with pytest.raises(errors.CannotDecode, match="cannot be rebuilt"):
         decode(b"\x80\x05garbage", [])
     values: list[Any] = [[torch.ones(1), torch.ones(1)], ((torch.ones(1), torch.ones(1)), {})]
@@ -600,7 +600,7 @@ class Mute(Exception):
 
 
 class Raises:
-    """Raises as it is rebuilt."""
+    """An object that raises when it is rebuilt."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -614,7 +614,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("now"), GeneratorExit(), Mute()], ids=repr)
-def test_a_value_that_raises_anything_as_it_is_rebuilt_ends_nobody(error: BaseException) -> None:
+def test_any_exception_of_a_rebuilt_value_is_a_decoding_error(error: BaseException) -> None:
     body = encode(Raises(error), True).body
     with pytest.raises(errors.CannotDecode, match=f"cannot be rebuilt: {type(error).__name__}") as caught:
         decode(body, [])
@@ -657,7 +657,7 @@ def odd(n): return n != 0 and even(n - 1)
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A main program of its own."""
+    """Replace the main program by a module of the test."""
     module = types.ModuleType("__main__")
     exec(MAIN, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
@@ -714,7 +714,7 @@ def test_records(value: Pair | Record, same_program: bool) -> None:
     assert torch.equal(back.second, value.second)
 
 
-def test_what_is_one_stays_one() -> None:
+def test_enum_members_keys_and_ordered_dictionaries() -> None:
     assert journey([Color.RED])[0] is Color.RED
     key = torch.ones(1)
     table, same = journey([{key: "found"}, key])
@@ -724,7 +724,7 @@ def test_what_is_one_stays_one() -> None:
     assert list(ordered) == ["b", "a"]
 
 
-def test_a_tensor_that_holds_itself() -> None:
+def test_a_tensor_with_an_attribute_that_contains_it() -> None:
     tensor: Any = torch.ones(2)
     tensor.held = [tensor]
     back = journey(tensor)
@@ -732,7 +732,7 @@ def test_a_tensor_that_holds_itself() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_an_array_and_a_tensor_of_one_memory_stay_together(size: int) -> None:
+def test_an_array_and_a_tensor_that_share_memory_still_share_it(size: int) -> None:
     array = numpy.zeros(size)
     there, tensor, part = journey([array, torch.from_numpy(array), torch.from_numpy(array[1:3])])
     tensor[2] = 7
@@ -752,9 +752,9 @@ def test_named_results_and_packed_sequences() -> None:
 def test_the_main_program_by_name_and_by_value(main: ModuleType, same_program: bool) -> None:
     heir = main.Heir()
     sent = encode([main.factorial, main.even, heir, main.Color.RED], same_program)
-    assert bool(sent.tensors) != same_program  # what a class uses comes along with it
+    assert bool(sent.tensors) != same_program  # a class by value brings the tensors that it uses
     factorial, even, heir, red = journey([main.factorial, main.even, heir, main.Color.RED], same_program)
-    assert factorial is main.factorial  # however it travels, it comes to the same program
+    assert factorial is main.factorial  # the receiver is the same program in both cases
     assert (factorial(5), even(4), heir.value(), red.name) == (120, True, 5001, "RED")
 
 
@@ -763,14 +763,14 @@ class Refusing:
         raise Mute
 
 
-def test_what_refuses_to_be_pickled_is_named() -> None:
+def test_the_error_names_an_object_that_refuses_to_be_pickled() -> None:
     with pytest.raises(
         errors.CannotEncode, match=r"argument 0 \(.*Refusing\) cannot .*: \(its text could not be formatted\)"
     ):
         journey(((Refusing(),), {}))
 
 
-def test_what_is_nested_without_end_is_refused() -> None:
+def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -778,7 +778,7 @@ def test_what_is_nested_without_end_is_refused() -> None:
         journey(deep)
 
 
-def test_a_tensor_without_memory_is_refused_wherever_it_is() -> None:
+def test_a_tensor_without_memory_inside_of_containers_is_refused() -> None:
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
     with pytest.raises(errors.CannotEncode, match="freed"):

@@ -1,4 +1,4 @@
-"""Exceptions of any size cost those who describe and rebuild them little, and keep their type where that can be."""
+"""Exceptions of any size are described and rebuilt quickly, and keep their type where possible."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from telegrad.errors import RemoteError
 
 MANY = 1_000_000
 TEXT = "x" * (64 << 20)
-MOST = 0.05  # seconds: without a bound, each of these takes more, and most of them 0.2 to 2 s
+MOST = 0.05  # seconds; without a limit of the size, most of these take 0.2 to 2 s
 
 
 class Plain:
-    """What is pickled with all its attributes."""
+    """An object that is pickled with all its attributes."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -92,9 +92,9 @@ LARGE: dict[str, Callable[[], BaseException]] = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_one_of_any_size_is_described_in_milliseconds(kind: str) -> None:
+def test_an_exception_of_any_size_is_described_in_milliseconds(kind: str) -> None:
     error = LARGE[kind]()
-    describe(ValueError("first"), "w1")  # imports what is needed
+    describe(ValueError("first"), "w1")  # for its imports, which are not measured
     start = thread_time()
     line, told = first_line(error), describe(error, "w1", "f")
     made = rebuild(told)
@@ -110,7 +110,7 @@ def test_one_of_any_size_is_described_in_milliseconds(kind: str) -> None:
         assert type(error).__name__ in str(made)
 
 
-def test_the_beginning_and_the_end_of_a_long_text_are_told() -> None:
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
     made = rebuild(describe(ValueError("first" + TEXT + "last"), "w1"))
     shown = made.args[0]
     assert shown.startswith("first")
@@ -118,7 +118,7 @@ def test_the_beginning_and_the_end_of_a_long_text_are_told() -> None:
     assert len(shown) == LONGEST_TEXT + len("\n[...]\n")
 
 
-def test_of_a_large_container_the_first_elements_and_the_number_are_told() -> None:
+def test_a_large_container_is_shown_by_its_first_elements_and_its_length() -> None:
     assert text_of(ValueError([*range(MANY)])) == f"<list of {MANY}: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...>"
     assert brief({"a": [TEXT]}).startswith("<dict of 1: ")
     assert text_of(ValueError("a", [0] * MANY)).startswith("('a', <list of 1000000: 0, ")
@@ -142,7 +142,7 @@ def test_of_a_large_container_the_first_elements_and_the_number_are_told() -> No
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_text_of_a_small_one_is_its_own(error: Exception) -> None:
+def test_a_small_exception_keeps_its_text(error: Exception) -> None:
     assert text_of(error) == str(error)
 
 
@@ -172,33 +172,33 @@ def around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(st.sampled_from(range(len(LEAVES))).map(leaf), around, max_leaves=3))
-def test_what_is_large_is_found_wherever_it_is(value: Any) -> None:
+def test_large_parts_are_found_inside_of_any_value(value: Any) -> None:
     assert is_large(value)
     assert len(brief(value)) <= LONGEST_TEXT + 10
     assert len(describe(ValueError(value), "w1")) < LARGEST
 
 
 @given(SMALL)
-def test_what_is_small_is_not_called_large(value: Any) -> None:
+def test_small_values_are_not_shortened(value: Any) -> None:
     assert not is_large(value)
     assert brief(value) == repr(value)
 
 
-def test_what_goes_round_in_a_circle_is_measured() -> None:
+def test_circular_values_and_repeated_parts_are_measured() -> None:
     circle: list[Any] = []
     circle.append([circle] * 5)
     assert not is_large(circle)
     assert is_large(["x" * 600] * 2 + ["y" * 600], 1_000)
-    assert not is_large(["x" * 600] * 100, 1_500)  # a pickle has it once
+    assert not is_large(["x" * 600] * 100, 1_500)  # a pickle has a repeated object once
 
 
-def test_a_story_with_many_places_where_a_frame_may_be_named_is_read_in_milliseconds() -> None:
+def test_a_traceback_with_many_unfinished_frames_is_read_in_milliseconds() -> None:
     start = thread_time()
     with_lines('File "' + '", line 1, in ' * 4_000 + "\n  x")
     assert thread_time() - start < MOST
 
 
-def test_a_description_that_is_larger_than_any_is_not_read() -> None:
+def test_a_description_above_the_size_limit_is_not_read() -> None:
     made = rebuild(pickle.dumps((None, "ValueError", "x" * 3 * LARGEST), 5))
     assert isinstance(made, RemoteError)
     assert len(str(made)) < 1_000

@@ -1,4 +1,4 @@
-"""Tensors survive the journey, and only what is needed travels."""
+"""Tensors arrive as they were sent, and only their used memory is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cluster import PATIENCE
 
 
 def journey(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Pack, copy the blobs as a wire would, unpack."""
+    """Pack the tensors, copy their blobs as a transport does, and unpack them."""
     meta, blobs = pack(tensors)
     assert all(blob.dtype == torch.uint8 and blob.dim() == 1 and blob.is_contiguous() for blob in blobs)
     return unpack(meta, [blob.clone() for blob in blobs])
@@ -149,7 +149,7 @@ def test_small_views_of_one_storage_stay_together() -> None:
     assert tail.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_only_the_viewed_part_travels() -> None:
+def test_only_the_viewed_part_is_sent() -> None:
     base = torch.zeros(1_000_000)
     assert carried(base[10:20]) < 1000
     assert carried(base[:2000], base[-2000:]) < 17_000
@@ -164,7 +164,7 @@ def test_a_column_keeps_its_stride() -> None:
     assert back.stride() == column.stride()
 
 
-def test_large_memory_is_aliased_and_built_in_place() -> None:
+def test_large_memory_is_not_copied() -> None:
     source = torch.arange(ROOM)
     meta, (blob,) = pack([source])
     assert isinstance(blob, torch.Tensor)
@@ -173,7 +173,7 @@ def test_large_memory_is_aliased_and_built_in_place() -> None:
     assert back.data_ptr() == source.data_ptr()
 
 
-def test_what_is_not_large_travels_inside_while_there_is_room() -> None:
+def test_small_tensors_are_packed_inline_while_there_is_room() -> None:
     half, small = torch.arange(ROOM // 8, dtype=torch.int32), torch.ones(SMALL // 4 - 1)
     assert not pack([half, half.clone()])[1]
     meta, (blob,) = pack([half, half.clone(), half.clone(), small])
@@ -181,10 +181,10 @@ def test_what_is_not_large_travels_inside_while_there_is_room() -> None:
     back = unpack(meta, [blob])
     assert all(map(torch.equal, back, [half, half, half, small]))
     half.fill_(0)
-    assert back[0][-1] == ROOM // 8 - 1  # it has memory of its own
+    assert back[0][-1] == ROOM // 8 - 1  # unpacked tensors do not share the memory of the sender
 
 
-def test_blobs_may_begin_anywhere() -> None:
+def test_blobs_may_begin_at_any_address() -> None:
     source = torch.arange(10_000)
     meta, (blob,) = pack([source])
     assert isinstance(blob, torch.Tensor)
@@ -208,7 +208,7 @@ def test_strides_of_single_elements(shape: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_in_other_modes(mode: type[Any]) -> None:
+def test_tensors_of_inference_mode_and_other_modes(mode: type[Any]) -> None:
     parameter = torch.ones(5, requires_grad=True)
     with mode():
         made, large = torch.ones(5) * 2, torch.ones(5000)
@@ -221,7 +221,7 @@ def test_in_other_modes(mode: type[Any]) -> None:
     assert torch.equal(journey(made)[0], made)
 
 
-def test_another_default_device_changes_nothing() -> None:
+def test_the_default_device_has_no_effect() -> None:
     tensors = [
         torch.ones(3),
         torch.empty(0),
@@ -235,7 +235,7 @@ def test_another_default_device_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=False))
 
 
-def test_the_source_is_left_alone() -> None:
+def test_the_sent_tensor_does_not_change() -> None:
     leaf = torch.ones(5000, requires_grad=True)
     result = (leaf * 2)[::2]
     before = result.grad_fn, result._version, leaf._version, result.untyped_storage().nbytes()
@@ -263,13 +263,13 @@ def test_memory_that_was_freed(size: int, offset: int) -> None:
         pack([tensor])
 
 
-def test_one_memory_under_two_storages() -> None:
+def test_two_storages_over_the_same_memory() -> None:
     array = numpy.arange(1000.0)
     whole, part = torch.from_numpy(array), torch.from_numpy(array[100:200])
     back = journey(whole, part)
     back[0].zero_()
     assert not back[1].any()
-    halves = torch.from_numpy(array[:600]), torch.from_numpy(array[400:])  # no storage holds both
+    halves = torch.from_numpy(array[:600]), torch.from_numpy(array[400:])  # no storage contains both
     assert all(torch.equal(a, b) for a, b in zip(journey(*halves), halves, strict=True))
 
 
@@ -291,13 +291,13 @@ def test_sparse_tensors_keep_requires_grad() -> None:
     assert back.is_leaf
 
 
-def test_what_this_torch_does_not_know() -> None:
+def test_a_dtype_that_this_torch_does_not_have() -> None:
     meta, blobs = pack([torch.ones(1)])
     with pytest.raises(errors.CannotDecode, match="same version of torch"):
         unpack(meta.replace(b"float32", b"float99"), [blob for blob in blobs if isinstance(blob, torch.Tensor)])
 
 
-def test_what_has_no_memory_of_its_own() -> None:
+def test_fake_tensors_cannot_be_sent() -> None:
     with FakeTensorMode():
         fakes = torch.ones(3), torch.ones(3000)
     for fake in fakes:
@@ -334,12 +334,12 @@ def views(draw: Callable[..., Any]) -> torch.Tensor | None:
 def test_any_views(tensors: list[Tensor] | list[torch.Tensor]) -> None:
     for back, tensor in zip(journey(*tensors), tensors, strict=True):
         assert torch.equal(back, tensor)
-        assert back.stride() == tensor.stride() or tensor.is_contiguous()  # where each stride does
+        assert back.stride() == tensor.stride() or tensor.is_contiguous()  # other strides may be contiguous, too
 
 
 @st.composite
 def parts_of_one(draw: Callable[..., Any]) -> tuple[torch.Tensor, list[Callable[..., Any]]]:
-    """Views of one storage, as functions of it."""
+    """Draw views of one storage, as functions of the storage."""
     size = draw(st.sampled_from([16, 3000]))
     takes = []
     for _ in range(draw(st.integers(2, 4))):
@@ -350,7 +350,7 @@ def parts_of_one(draw: Callable[..., Any]) -> tuple[torch.Tensor, list[Callable[
 
 
 @given(parts_of_one())
-def test_a_change_is_seen_where_it_would_be_at_home(
+def test_writes_to_received_views_have_the_effect_that_they_have_at_the_sender(
     drawn: tuple[Tensor, list[Callable[..., Any]]] | tuple[torch.Tensor, list[Callable[..., Any]]],
 ) -> None:
     base, takes = drawn
@@ -378,7 +378,7 @@ def test_parts_of_complex_numbers_stay_together(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 9000])
-def test_what_arrives_is_like_any_tensor(size: int) -> None:
+def test_received_tensors_behave_like_any_tensor(size: int) -> None:
     (back,) = journey(torch.ones(size))
     assert copy.deepcopy(back).add_(1).sum() == 2 * size
     assert torch.equal(pickle.loads(pickle.dumps(back)), back)
@@ -388,7 +388,7 @@ def test_what_arrives_is_like_any_tensor(size: int) -> None:
     assert back.grad.sum() == 2 * size
 
 
-def test_only_one_element_travels_of_an_expanded_leaf() -> None:
+def test_only_one_element_of_an_expanded_leaf_is_sent() -> None:
     leaf = torch.ones(1, requires_grad=True)
     (back,) = journey(leaf.expand(100_000))
     assert carried(leaf.expand(100_000)) < 1000
@@ -404,7 +404,7 @@ def test_memory_is_writable() -> None:
     assert len(memory(torch.empty(0, dtype=torch.uint8))) == 0
 
 
-def test_memory_does_not_depend_on_what_others_set_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_ignores_changes_of_ctypes_prototypes(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = ctypes.pythonapi.PyMemoryView_FromMemory
     monkeypatch.setattr(shared, "argtypes", (ctypes.c_char_p, ctypes.c_ssize_t, ctypes.c_int))
     assert memory(torch.ones(4, dtype=torch.uint8)).tolist() == [1, 1, 1, 1]
@@ -431,5 +431,5 @@ for tensor in tensors:
 """
 
 
-def test_torch_does_not_warn_of_what_crosses() -> None:
+def test_torch_does_not_warn_about_sent_tensors() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", WARNED], check=True, timeout=PATIENCE)

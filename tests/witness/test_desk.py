@@ -1,4 +1,4 @@
-"""What programs of a host are told by sockets that are named like those of workers, whoever has made them."""
+"""Commands read the state of workers from sockets of the host, which anybody can create with the same names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answers(line: bytes) -> Talk:
 
 def drips(sock: socket.socket) -> None:
     sock.recv(1 << 16)
-    while not select.select([sock], [], [], 0.05)[0]:  # until the asker has gone
+    while not select.select([sock], [], [], 0.05)[0]:  # until the reader closes the connection
         sock.sendall(b" ")
 
 
@@ -64,7 +64,7 @@ def is_silent(sock: socket.socket) -> None:
 
 @contextlib.contextmanager
 def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Iterator[tuple[DebugAddress, list[bytes]]]:
-    """A socket that this user has named like a worker of `user`, and what was asked there."""
+    """Listen on a socket of this user that has the name of a worker of `user`; yield its address and the requests."""
     place = DebugAddress(
         f"{debug_server.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user
     )
@@ -99,7 +99,7 @@ def account(**fields: Any) -> dict[str, Any]:
 
 
 def as_user(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
-    """Have this process take itself for one of another user, so that its own sockets are foreign to it."""
+    """Have this process take itself for one of another user, so that its own sockets are foreign."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getuid", lambda: user)
 
@@ -108,7 +108,7 @@ def as_user(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
 
 
 @pytest.mark.parametrize("talk", [answers(json.dumps(account()).encode() + b"\n"), floods, drips, is_silent])
-def test_sockets_of_another_user_are_passed_over(
+def test_sockets_of_another_user_are_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, talk: Talk
 ) -> None:
     as_user(monkeypatch, OTHER)
@@ -121,13 +121,13 @@ def test_sockets_of_another_user_are_passed_over(
 
 
 def test_a_socket_that_changes_hands_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with worker(floods, user=OTHER) as (place, heard):  # it was another process's as it was found
+    with worker(floods, user=OTHER) as (place, heard):  # found as the socket of another user
         (told,) = ask_all([place], ACCOUNT).values()
     assert isinstance(told, PermissionError)
     assert not heard
 
 
-def test_a_socket_of_another_user_whose_queue_is_full_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_of_another_user_with_a_full_queue_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     as_user(monkeypatch, OTHER)
     address = f"\0{debug_server.PREFIX}/{OTHER}/{os.getpid()}/-1/0/w9"
     with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def test_a_socket_of_another_user_whose_queue_is_full_is_passed_over(monkeypatch
         assert places() == []
 
 
-def test_a_worker_whose_queue_is_full_is_found_and_asked() -> None:
+def test_a_worker_with_a_full_queue_is_found_and_asked() -> None:
     queue = contextlib.ExitStack()
     with socket.socket(socket.AF_UNIX) as listening, queue:
         address = f"{debug_server.PREFIX}/{ME}/{os.getpid()}/-1/0/full"
@@ -168,7 +168,7 @@ def fill(address: str, stack: contextlib.ExitStack) -> None:
             sock.connect(address)
 
 
-def test_names_of_any_bytes_harm_nobody() -> None:
+def test_socket_names_of_any_bytes_are_harmless() -> None:
     own = f"{debug_server.PREFIX}/{ME}/{os.getpid()}/-1/0"
     odd = [b"\xff\xfe", b"\nforged", f"{own}/\x1b[31m".encode(), f"{own}/a\nb".encode(), f"{own}x/b/c/d".encode()]
     odd += [f"{debug_server.PREFIX}/{ME}/{'9' * 50}/-1/0/w".encode(), f"{debug_server.PREFIX}/{ME}/x/y/z/w".encode()]
@@ -184,7 +184,7 @@ def test_names_of_any_bytes_harm_nobody() -> None:
 
 
 @pytest.mark.skipif(not is_root(), reason="only root can be another user, and look at others")
-def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_finds_workers_only_under_names_of_their_own_user(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
 
     def serve() -> None:
@@ -194,7 +194,7 @@ def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypa
             sock.bind(f"\0{debug_server.PREFIX}/{user}/{os.getpid()}/-1/0/of{user}")
             sock.listen()
             socks.append(sock)
-        if not os.fork():  # which has the sockets, and goes on
+        if not os.fork():  # the child inherits the sockets and continues
             os.read(reading, 1)
             os._exit(0)
 
@@ -210,7 +210,7 @@ def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypa
         os.close(writing)
 
 
-def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_does_not_answer_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     served = DebugServer("w9", -1, lambda topic, _: asked.append(topic))
     try:
@@ -234,7 +234,7 @@ def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
         served.close()
 
 
-def test_nobody_binds_the_name_of_a_worker_first() -> None:
+def test_names_of_workers_are_unpredictable() -> None:
     names = set()
     for _ in range(2):
         served = DebugServer("w9", -1, lambda *_: None)
@@ -261,7 +261,7 @@ def test_nobody_binds_the_name_of_a_worker_first() -> None:
         (b'{"worker": "w9"}\n', "account has no busy"),
     ],
 )
-def test_what_no_worker_tells_is_refused(line: bytes, why: str) -> None:
+def test_invalid_answers_are_refused(line: bytes, why: str) -> None:
     with worker(answers(line)) as (place, _):
         (told,) = ask_all([place], ACCOUNT).values()
     assert isinstance(told, Malformed)
@@ -269,7 +269,7 @@ def test_what_no_worker_tells_is_refused(line: bytes, why: str) -> None:
     assert why in str(told)
 
 
-def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_the_process_of_a_malformed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with worker(answers(b"[]\n")) as (place, _):
         monkeypatch.setattr(debug_server, "places", lambda: [place])
         (group,) = groups_here().values()
@@ -292,7 +292,7 @@ def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("or all processes of its user" in str(each) for each in told if not isinstance(each, str))
 
 
-def test_all_answers_together_have_one_limit_of_time() -> None:
+def test_all_answers_share_a_time_limit() -> None:
     with contextlib.ExitStack() as stack:
         asked = [stack.enter_context(worker(drips, number=number))[0] for number in range(8)]
         asked += [stack.enter_context(worker(is_silent, number=number + 8))[0] for number in range(8)]
@@ -303,14 +303,14 @@ def test_all_answers_together_have_one_limit_of_time() -> None:
     assert len(told) == 16
 
 
-def test_more_workers_than_there_are_descriptors_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_beyond_the_limit_of_descriptors_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug_server, "AT_ONCE", 2)
     with contextlib.ExitStack() as stack:
         asked = [stack.enter_context(worker(answers(b'"x"\n'), number=number))[0] for number in range(9)]
         assert ask_all(asked, DUMP, None, 30.0) == dict.fromkeys(asked, "x")
 
 
-# Texts, and forms
+# Texts and formats
 
 
 def controls(text: str) -> list[str]:
@@ -378,7 +378,7 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(places_in(TOLD)) - 1), PLAIN)
 @example(0, "\xa0")
-def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
+def test_decoded_answers_can_be_explained(number: int, value: Any) -> None:
     told = copy.deepcopy(TOLD)
     container, key = places_in(told)[number]
     container[key] = value

@@ -1,4 +1,4 @@
-"""Events: who listens hears them, and the last are kept."""
+"""Listeners receive events, and the recorder keeps the last ones."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "note", None)
 
 
-def test_nobody_listens_at_first(alone: None) -> None:
+def test_there_is_no_listener_at_first(alone: None) -> None:
     assert events.note is None
 
 
-def test_all_who_listen_hear_and_no_longer_once_removed(alone: None) -> None:
+def test_each_listener_receives_events_until_its_removal(alone: None) -> None:
     first: list[Event] = []
     second: list[Event] = []
     one, other = first.append, second.append
     events.add(one)
-    assert events.note is one  # nothing in between
+    assert events.note is one  # without a wrapper
     events.add(other)
     assert events.note is not None
     events.note((RAN, 1.0, 2.0))
@@ -39,7 +39,7 @@ def test_all_who_listen_hear_and_no_longer_once_removed(alone: None) -> None:
     assert (first, second) == ([(RAN, 1.0, 2.0)], [(RAN, 1.0, 2.0), (RAN, 2.0, 3.0)])
 
 
-def test_the_last_are_kept(alone: None) -> None:
+def test_the_last_events_are_kept(alone: None) -> None:
     kept = Recorder()
     kept.begin()
     kept.begin()  # another worker of this process
@@ -58,7 +58,7 @@ def fail() -> None:
     raise ValueError("as asked")
 
 
-def test_calls_are_told_of_at_both_ends(pair: list[Worker]) -> None:
+def test_calls_are_recorded_at_both_ends(pair: list[Worker]) -> None:
     begin = recorder.events()[-1][2] if recorder.events() else 0.0
     pair[0].agent.call("w1", abs, (-1,), None)
     with pytest.raises(ValueError, match="as asked"):

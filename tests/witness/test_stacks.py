@@ -1,4 +1,4 @@
-"""The stacks of all threads."""
+"""Reading the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from telegrad.reporting.stacks import all_stacks
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_garbage_is_collected_while_the_interpreter_tells_frames(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_garbage_is_collected_while_stacks_are_read(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     told = sys._current_frames
 

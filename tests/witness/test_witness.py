@@ -1,4 +1,4 @@
-"""What workers tell of themselves: to each other, to programs of their host, and to files."""
+"""Workers report their state to each other, to programs of their host, and in files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ inside = threading.Semaphore(0)
 
 def wait_here() -> None:
     inside.release()
-    gate.wait(PATIENCE)  # here it stands
+    gate.wait(PATIENCE)  # the line that reports show
 
 
 def ask_back(times: int) -> None:
@@ -74,7 +74,7 @@ def promise() -> torch.futures.Future[None]:
 
 @pytest.fixture
 def held(pair: list[Worker]) -> Iterator[Callable[..., list[WorkerState]]]:
-    """Begins calls from `w0` to `w1`, and tells what both workers say once so many are inside."""
+    """Begin calls from `w0` to `w1`; return the states of both workers once all calls run."""
     gate.clear()
     futures: list[Any] = []
 
@@ -92,7 +92,7 @@ def held(pair: list[Worker]) -> Iterator[Callable[..., list[WorkerState]]]:
         future.wait()
 
 
-def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callable[..., list[WorkerState]]) -> None:
+def test_both_ends_report_a_call_with_its_current_line(held: Callable[..., list[WorkerState]]) -> None:
     caller, callee = held(wait_here)
     assert (caller["worker"], caller["phase"], caller["size"]) == ("w0", MEMBER, 2)
     assert caller["group"] == callee["group"] != ""
@@ -109,12 +109,12 @@ def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callabl
     assert json.loads(json.dumps(caller)) == caller
 
 
-def test_who_waits_for_which_call_is_read_from_the_stacks(
+def test_the_threads_that_wait_for_calls_are_found_by_their_stacks(
     held: Callable[..., list[WorkerState]], pair: list[Worker]
 ) -> None:
     told = held(ask_back, 2)
     while sum(call["thread"] is not None for account in told for call in account["calls_out"]) < 2:
-        told, _ = introspection_of(pair[0]).look()  # a thread has sent its call, and does not wait yet
+        told, _ = introspection_of(pair[0]).look()  # a thread may have sent its call without waiting yet
     accounts = {account["worker"]: account for account in told}
     (inner,) = accounts["w1"]["calls_out"]
     (waits,) = [call for call in accounts["w1"]["calls_in"] if call["thread"] == inner["thread"]]
@@ -124,12 +124,12 @@ def test_who_waits_for_which_call_is_read_from_the_stacks(
     assert back[0]["thread"] in [call["thread"] for call in accounts["w0"]["calls_out"]]
 
 
-def test_a_call_whose_function_has_returned_a_future_goes_on(
+def test_a_call_whose_function_returned_a_future_is_unfinished(
     held: Callable[..., list[WorkerState]], pair: list[Worker]
 ) -> None:
     _, callee = held(promise)
     while [call["state"] for call in callee["calls_in"]] != [UNFINISHED]:
-        assert [call["state"] for call in callee["calls_in"]] == [RUNNING]  # it has not returned yet
+        assert [call["state"] for call in callee["calls_in"]] == [RUNNING]  # the function has not returned yet
         _, callee = introspection_of(pair[0]).look()[0]
 
 
@@ -146,10 +146,10 @@ def test_calls_without_a_slot_are_queued() -> None:
         gate.set()
         for future in futures:
             future.wait()
-        assert inside.acquire(timeout=PATIENCE)  # the third
+        assert inside.acquire(timeout=PATIENCE)  # the third call
 
 
-def test_of_many_calls_that_are_alike_some_are_listed() -> None:
+def test_only_some_of_many_equal_calls_are_listed() -> None:
     gate.clear()
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
@@ -168,7 +168,7 @@ def test_of_many_calls_that_are_alike_some_are_listed() -> None:
             assert inside.acquire(timeout=PATIENCE)
 
 
-def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
+def test_a_timeout_error_has_the_current_line_of_the_callee(pair: list[Worker]) -> None:
     gate.clear()
     for call in (
         lambda: pair[0].agent.call("w1", wait_here, None, None, 0.1),
@@ -192,15 +192,15 @@ def ask_for_a_promise() -> str:
     return ""
 
 
-def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands() -> None:
-    """In a process of its own: a thread that another test has left behind could be the one, too."""
+def test_a_timeout_error_of_an_unfinished_call_has_the_line_of_its_thread() -> None:
+    """The call runs in a process of its own, as a thread of an earlier test could be mistaken for the thread."""
     with processes(1) as (alone,):
         told = alone.run(ask_for_a_promise)
     said = r"still be running there: for \d\.\d s so far, at .*test_witness.py:\d+ in keep: `gate\.wait"
     assert re.search(said, told), told
 
 
-def test_a_pass_tells_who_owes_it_something(pair: list[Worker]) -> None:
+def test_a_backward_pass_reports_the_workers_that_it_waits_for(pair: list[Worker]) -> None:
     gate.clear()
     leaf = torch.ones(2, requires_grad=True)
 
@@ -214,7 +214,7 @@ def test_a_pass_tells_who_owes_it_something(pair: list[Worker]) -> None:
     training.start()
     assert inside.acquire(timeout=PATIENCE)
     while (owing := [each["owing"] for each in introspection_of(pair[0]).account()["passes"]]) == [["w0"]]:
-        pass  # it has not said yet that its own part is done
+        pass  # its own part is not reported as done yet
     assert owing == [["w1"]]
     waits = [thread["wait"] for thread in introspection_of(pair[0]).account()["threads"] if thread["wait"] is not None]
     assert [(wait["what"], wait["on"]) for wait in waits] == [("backward", ["w1"])]
@@ -232,15 +232,15 @@ def hooked(value: torch.Tensor) -> torch.Tensor:
 
 
 def hold_interpreter() -> None:
-    re.match(r"(a+)+$", "a" * 60 + "b")  # longer than anybody waits
+    re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than any test
 
 
 def listen() -> None:
-    """Nothing more."""
+    """Do nothing."""
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
-def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_at() -> None:
+def test_a_group_is_found_from_outside_with_its_silent_workers() -> None:
     with group(3) as members:
         pids = {member.name: member.pid for member in members}
         mine = next(iter(each for each in groups_here().values() if _has(each, pids)))
@@ -250,7 +250,7 @@ def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_a
         os.kill(pids["worker1"], signal.SIGSTOP)
         members[2].begin(hold_interpreter)
         accounts, silent = mine.look()
-        while "worker2" not in silent:  # it was quick
+        while "worker2" not in silent:  # the worker answered before it hung
             accounts, silent = mine.look()
         assert [account["worker"] for account in accounts] == ["worker0"]
         assert "is stopped" in silent["worker1"]
@@ -270,12 +270,12 @@ def _own_look() -> dict[str, str]:
     return dict(OwnGroup(introspection_of(current.joined())).look().silent)
 
 
-def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
+def test_an_ended_process_is_reported_as_ended(workers: list[Process]) -> None:
     assert inspect(1 << 22, -1) == "its process has ended"
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
-def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_renamed_while_joining_is_always_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
     close = debug_server.DebugServer.close
 
@@ -294,7 +294,7 @@ def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypa
     witness.close()
 
 
-def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
+def test_unknown_addresses_and_topics_have_no_answer(pair: list[Worker]) -> None:
     place = next(each for each in debug_server.places() if each.pid == os.getpid() and each.worker == "w1")
     nobody = DebugAddress(place.address + "x", 0, -1, "", os.geteuid())
     told = debug_server.ask_all([place, nobody], "account")
@@ -307,7 +307,7 @@ def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="there is no such signal")
-def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
+def test_a_signal_writes_a_dump(tmp_path: pathlib.Path) -> None:
     with group(2) as members:
         members[1].run(_write_to, str(tmp_path))
         members[1].kill(signal.SIGUSR2)
@@ -317,10 +317,10 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
         assert json.loads(path.read_text())["reason"] == "received SIGUSR2"
         (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
-        assert members[1].run(os.getpid) == members[1].pid  # it goes on
+        assert members[1].run(os.getpid) == members[1].pid  # the worker goes on
 
 
-def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
+def test_a_signal_with_a_handler_of_the_program_is_left_alone() -> None:
     with processes(1) as (program,):
         program.run(_use_signal)
         program.run(init, 0, 1, free_port())
@@ -328,7 +328,7 @@ def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
         program.run(_heard)
 
 
-def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> None:
+def test_a_signal_does_not_end_a_program_that_joined_on_another_thread() -> None:
     with processes(1) as (program,):
         program.run(_join_on_a_thread, free_port())
         program.kill(signal.SIGUSR2)
@@ -337,7 +337,7 @@ def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
 @pytest.mark.parametrize("on_a_thread", [False, True])
-def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -> None:
+def test_a_handler_that_the_program_sets_later_is_left_alone(on_a_thread: bool) -> None:
     with processes(1) as (program,):
         program.run(_join_on_a_thread if on_a_thread else _join, free_port())
         before = program.run(_stacks_file)
@@ -394,10 +394,10 @@ def _heard() -> None:
 heard: list[bool] = []
 
 
-def test_what_a_worker_is_at_is_written_down(
+def test_dumps_contain_the_state_and_events_of_workers(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert introspection_of(pair[0]).dump() is None  # since tests write none
+    assert introspection_of(pair[0]).dump() is None  # tests disable dumps
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
     monkeypatch.setattr(dump, "KEPT", 2)
     paths = in_threads(*[introspection_of(worker).dump for worker in pair])
@@ -416,7 +416,7 @@ def test_what_a_worker_is_at_is_written_down(
     assert newest.name != last.name
 
 
-def test_what_cannot_be_written_is_said_once(
+def test_a_dump_that_cannot_be_written_is_logged_once(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -428,7 +428,7 @@ def test_what_cannot_be_written_is_said_once(
     assert "could not be written" in introspection_of(pair[0])._answer(DUMP, None)
 
 
-def test_a_dump_without_descriptors_says_what_to_do(
+def test_a_dump_without_descriptors_logs_advice(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -442,9 +442,7 @@ def test_a_dump_without_descriptors_says_what_to_do(
     assert "ulimit -n 4096" in record.getMessage()
 
 
-def test_of_a_file_that_cannot_be_written_whole_nothing_stays(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partly_written_dump_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Half(io.BytesIO):
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -467,7 +465,7 @@ def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]
     try:
         threads = {each["name"]: each for each in introspection_of(pair[0]).account()["threads"]}
         assert threads["of a library"]["at"] is None
-        at = threads["MainThread"]["at"]  # of who asks, too
+        at = threads["MainThread"]["at"]  # the thread that asks has a line, too
         assert at is not None
         assert at["function"] == "test_threads_of_libraries_stand_at_no_line_of_the_program"
     finally:
@@ -475,9 +473,7 @@ def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]
         library.join()
 
 
-def test_a_timeout_has_a_file_written(
-    pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_writes_a_dump(pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     written = threading.Event()
     reasons: list[str] = []
@@ -497,9 +493,9 @@ def test_a_timeout_has_a_file_written(
     assert reasons == [f"a call of {__name__}.wait_here on worker 'w1' ran out of time"]
 
 
-def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: pathlib.Path) -> None:
+def test_a_file_above_the_size_limit_is_not_read(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
-        file.truncate(200 << 30)  # of zeros, which take no room
+        file.truncate(200 << 30)  # a sparse file
     with pytest.raises(UsageError, match="it is larger than 32 MiB"):
         DumpFiles([path])

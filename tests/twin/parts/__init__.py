@@ -1,4 +1,4 @@
-"""The kinds of things that programs do, by subject."""
+"""Parts of programs, by subject."""
 
 from tests.twin.parts import calls, gradients, hard, models, objects, pipelines, state, values, weights
 

@@ -1,4 +1,4 @@
-"""Calls of each kind, over one worker and several, and what they raise."""
+"""Calls of each kind, over one or several workers, and their errors."""
 
 from __future__ import annotations
 

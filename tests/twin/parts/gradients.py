@@ -1,4 +1,4 @@
-"""What distributed autograd goes through: Functions, hooks, views, in-place writes, sparse gradients."""
+"""Distributed autograd through Functions, hooks, views, in-place writes and sparse gradients."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def {f}(a):
 
 @part(INSIDE, common=True)
 def not_used(m: Maker) -> None:
-    """What is sent and not used gets no gradient."""
+    """Send a tensor that is not used, so that it gets no gradient."""
     f, g = m.fresh("f"), m.fresh("g")
     m.define(f"def {f}(a, b):\n    unused = leaf({m.number()}) * b\n    return a * 0.5, unused")
     m.gain(m.call(f, m.tensor(), f"{m.tensor()} * 1.0") + "[0]")
@@ -289,7 +289,7 @@ def numbers_with_history(m: Maker) -> None:
 
 @part(INSIDE)
 def retained_gradient(m: Maker) -> None:
-    """`retain_grad` of a tensor in the middle."""
+    """Use `retain_grad` of a tensor in the middle of a graph."""
     f, kept = m.fresh("f"), m.fresh("KEPT")
     m.define(
         f"""{kept} = []

@@ -1,4 +1,4 @@
-"""What autograd and optimizers meet seldom: second orders, failures in backward, several optimizers at once."""
+"""Rare uses of autograd and optimizers: second orders, failures in backward, several optimizers at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def second_order(m: Maker) -> None:
     seed = m.draw.randrange(1000, 1_000_000)
     m.define(f"def {f}(x):\n    return (x * leaf({seed})).tanh()")
     m.define(f"def {g}(number):\n    return (autograd.get_gradients(number)[leaf({seed})] ** 2).sum()")
-    m.define(  # torch leaves the graph of the first pass on the sum of both
+    m.define(  # torch keeps the graph of the first pass at the sum of both
         f"""def second_{g}(number):
     try:
         see('{g}', autograd.get_gradients(number)[leaf({seed})].detach())
@@ -112,7 +112,7 @@ see('norm', {clipped}.norm)"""
 
 @part(OUTSIDE)
 def kept_gradients(m: Maker) -> None:
-    """Gradients of several contexts in one step."""
+    """Step with the gradients of several contexts."""
     model, looks = models(m)
     optimizer, c = m.fresh("optimizer"), m.fresh("c")
     m.line(f"{optimizer} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
@@ -230,7 +230,7 @@ def subclass_with_history(m: Maker) -> None:
 
 @part(INSIDE)
 def gradients_of_given_tensors(m: Maker) -> None:
-    """`telegrad.autograd.grad`, on the driver and elsewhere, and torch's own on one worker."""
+    """Use `telegrad.autograd.grad` on the driver and elsewhere, and torch's own on one worker."""
     f, g, x = m.fresh("f"), m.fresh("g"), m.fresh()
     m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).tanh()")
     m.define(
@@ -250,9 +250,9 @@ def gradients_of_given_tensors(m: Maker) -> None:
 
 @part(INSIDE)
 def gradients_of_what_is_there(m: Maker) -> None:
-    """Through whatever the parts before have made.
+    """Differentiate through tensors of earlier parts.
 
-    What these see then is not compared: other workers run functions that lead to none of the inputs, too.
+    The records of those parts are not compared then: workers also run functions that lead to none of the inputs.
     """
     output, inputs = m.tensors[-1], dict.fromkeys([m.tensor(), m.tensor()])
     options = "grad_outputs=draw(1), retain_graph=True, allow_unused=True"

@@ -34,7 +34,7 @@ MODULES = ["nn.Linear, (3, 3)", "nn.LayerNorm, (3,)", "nn.Bilinear, (3, 3, 3)", 
 
 
 def layer(m: Maker) -> str:
-    """Define a module of the program, which sees what it is given and gets."""
+    """Define a module class that records its inputs and outputs."""
     cls = m.fresh("Layer")
     act = m.choose("torch.tanh", "torch.sin", "nn.functional.softplus")
     m.define(
@@ -113,7 +113,7 @@ def module_sent_by_value(m: Maker) -> None:
 
 
 def models(m: Maker) -> tuple[str, list[str]]:
-    """Make a model over several workers; its name, and what its parts say of themselves."""
+    """Make a model over several workers; return its name, and expressions that describe its parts."""
     model, parts = m.fresh("model"), []
     for _ in range(m.draw.randrange(1, 4)):
         cls, each = layer(m), m.fresh("layer")

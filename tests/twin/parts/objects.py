@@ -1,4 +1,4 @@
-"""Objects of the program and of Python that travel: functions, dataclasses, enums, arrays."""
+"""Objects that are sent, of the program and of Python: functions, dataclasses, enums, arrays."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def an_object_twice(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def objects_that_are_kept(m: Maker) -> None:
-    """A reference to an object of the program whose methods change it, used by several workers."""
+    """Use a reference to an object of the program, whose methods change it, on several workers."""
     cls, r, f = m.fresh("Store"), m.fresh("r"), m.fresh("f")
     m.define(
         f"""class {cls}:

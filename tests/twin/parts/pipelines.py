@@ -7,7 +7,7 @@ from tests.twin.parts.models import OPTIMIZERS, layer
 
 
 def steps(m: Maker, model: str) -> None:
-    """Train a pipeline, and look at its outputs in evaluation."""
+    """Train a pipeline, and record its outputs in evaluation mode."""
     optimizer, c = m.fresh("optimizer"), m.fresh("c")
     m.line(f"{optimizer} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
     for _ in range(m.draw.randrange(1, 4)):
@@ -27,7 +27,7 @@ def steps(m: Maker, model: str) -> None:
 
 
 def by_hand(m: Maker, places: list[str]) -> str:
-    """Make a pipeline with a stage on each of some workers."""
+    """Make a pipeline with a stage on each of the given workers."""
     model, stages = m.fresh("model"), []
     for place in places:
         cls, stage = layer(m), m.fresh("stage")
@@ -87,7 +87,7 @@ def pipeline_of_a_recorded_model(m: Maker) -> None:
     )
     m.line(f"torch.manual_seed({m.number()})\n{model} = {cls}()")
     workers = [m.draw.choice(m.names) for _ in range(2)]
-    chunks = m.choose("1", "2") if norm == "LayerNorm" else "1"  # one sample cannot be normalized with itself
+    chunks = m.choose("1", "2") if norm == "LayerNorm" else "1"  # a batch of a single sample cannot be normalized
     how = f"at=['{m.choose('norm', 'last')}'], chunks={chunks}, example=draw({m.number()}, 4, 3)"
     m.line(f"{pipeline} = Pipeline.split({model}, {workers}, {how})")
     steps(m, pipeline)

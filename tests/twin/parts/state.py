@@ -1,4 +1,4 @@
-"""What stays on a worker from call to call: globals, classes of the program, random numbers."""
+"""State that stays on a worker between calls: globals, classes of the program, random numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Takes away what Windows lacks, from this interpreter and from all that it starts; found by `PYTHONPATH`.
+"""Remove what Windows lacks from this interpreter and from all that it starts; found by `PYTHONPATH`.
 
-Python runs this before all else, so whoever asks later whether a name is there hears no. The platform keeps its name:
-the standard library and torch would load what only Windows has. SIGKILL stays, too: `subprocess` wants it here.
+Python runs this before anything else, so later checks for a removed name fail. The platform keeps its name, since the
+standard library and torch would load modules that exist on Windows only. SIGKILL stays, since `subprocess` needs it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ABSENT = {
 }
 MODULES = ["fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "readline"]
 FOLDERS = ("/proc/", "/dev/shm")
-TICK = 1 / 64  # seconds: as Python before 3.13 reads the clock there
+TICK = 1 / 64  # seconds, the resolution of the clock in Python before 3.13
 
 
 class _Absent:
-    """Stands before a method of a class that cannot be changed."""
+    """A descriptor that hides a method of a class that cannot be changed."""
 
     def __get__(self, *_: object) -> Any:
         raise AttributeError
@@ -48,7 +48,7 @@ def _socketpair(*_: int) -> tuple[socket.socket, socket.socket]:
 
 
 def _is_absent(path: object) -> bool:
-    return str(path).startswith(FOLDERS) and not str(path).startswith("/proc/self/fd")  # which `subprocess` reads
+    return str(path).startswith(FOLDERS) and not str(path).startswith("/proc/self/fd")  # `subprocess` reads that
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -60,7 +60,7 @@ _dup, _close, _read, _monotonic = os.dup, os.close, os.read, time.monotonic
 
 
 def _no_socket(descriptor: int) -> int:
-    """Sockets are no files there."""
+    """Refuse sockets, which are not files on Windows."""
     if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return descriptor
@@ -80,8 +80,8 @@ os.dup = lambda fd, /: _dup(_no_socket(fd))
 os.close = lambda fd: _close(_no_socket(fd))
 os.read = lambda fd, length, /: _read(_no_socket(fd), length)
 time.monotonic = lambda: _monotonic() // TICK * TICK
-del sys.modules["selectors"]  # whoever imports it finds what is left
-_atfork: Any = types.ModuleType("torch.multiprocessing._atfork")  # which asks for the platform
+del sys.modules["selectors"]  # the next import makes it without the removed names
+_atfork: Any = types.ModuleType("torch.multiprocessing._atfork")  # torch's module checks the platform
 _atfork.register_after_fork = id
 sys.modules[_atfork.__name__] = _atfork
 sys.addaudithook(_refuse)
