@@ -6,8 +6,9 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from telegrad._core.agent.incoming import Caller
+from telegrad._core.agent.incoming import Caller, Incoming
 from telegrad._core.transport.link import Link
+from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.cluster import wait_until
 
@@ -31,6 +32,16 @@ def link_to(worker: Worker, name: str) -> Link:
 def callers_of(worker: Worker) -> list[Caller]:
     """Return the callers that are connected to a worker."""
     return [link._on_messages.args[0] for link in accepted(worker)]  # type: ignore[attr-defined]
+
+
+def calls_of(worker: Worker) -> list[Incoming]:
+    """The calls that a worker runs or has queued."""
+    return [call for caller in callers_of(worker) for call in [*caller.calls.values()]]
+
+
+def wait_for_calls(count: int) -> None:
+    """Wait until the worker of this process runs or has queued so many calls."""
+    wait_until(lambda: len(calls_of(current.here())) == count)
 
 
 def cut(worker: Worker) -> None:

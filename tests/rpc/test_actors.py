@@ -14,7 +14,7 @@ import torch
 from telegrad import errors
 from telegrad._core.worker.actors import _Queue
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents_here, group, next_turn
+from tests.cluster import PATIENCE, agents_here, group, next_turn, wait_until
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -292,8 +292,7 @@ def test_a_call_back_of_a_call_without_a_wait_gets_its_turn() -> None:
     asker = make_asker()
     for _ in range(5):
         asker.rpc_sync().leave_behind("w2")
-    while asker.rpc_sync().get() < 5:
-        pass
+    wait_until(lambda: asker.rpc_sync().get() == 5)
 
 
 def test_a_method_that_returns_a_future_lets_other_calls_run() -> None:

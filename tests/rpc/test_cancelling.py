@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -18,12 +19,13 @@ import torch
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
+from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, agents_here, group, next_turn, wait_until
-from tests.links import callers_of, link_to
+from tests.links import calls_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -528,11 +530,6 @@ def keep_reference(reference: RRef[Any]) -> None:
     kept_references.append(reference)
 
 
-def calls_of(worker: Worker) -> list[Any]:
-    """Return the calls that a worker runs or has queued."""
-    return [call for caller in callers_of(worker) for call in [*caller.calls.values()]]
-
-
 def unwanted(worker: Worker) -> list[Any]:
     """Return those of a worker's calls that it knows to be cancelled."""
     return [call for call in calls_of(worker) if call.cancelled]
@@ -553,10 +550,12 @@ def test_the_creation_of_a_value_can_be_cancelled() -> None:
     assert not reference.future().cancel()
 
 
-def test_dropping_a_reference_does_not_cancel_its_creation() -> None:
+def test_dropping_a_reference_does_not_cancel_its_creation(five: list[Worker]) -> None:
     reference = remote("w1", hold)
     story.wait_for("hold begins")
     del reference
+    five[0].references.flush()
+    assert rpc_sync("w1", abs, (-1,)) == 1  # after all that the drop has sent
     story.gate.set()
     story.wait_for("hold ends False")
 
@@ -604,21 +603,20 @@ async def chain_of_coroutines(path: list[str], limit: float) -> tuple[float | No
     return rpc.time_left(), current.agent().name
 
 
-def hold_elsewhere(to: str) -> None:
-    rpc_sync(to, hold, timeout=0)
-
-
 @functions.must_finish
 def left_of_what_must_finish() -> float | None:
     return rpc.time_left()
 
 
-def late(to: str) -> None:
-    wait_until(lambda: rpc.time_left() == 0)
-    try:
-        rpc_sync(to, hold)
-    except (CallTimeout, CallCancelled) as error:
-        story.tell(f"{type(error).__name__}: {error}")
+def outlive(path: list[str]) -> None:
+    """At the end of a path of calls, make calls until the time is over, and after that."""
+    if path[1:]:
+        rpc_sync(path[0], outlive, (path[1:],), timeout=100)
+    for _ in range(2):
+        try:
+            rpc_sync(path[0], hold, timeout=0)
+        except CallTimeout as error:
+            story.tell(f"{error}")
 
 
 @pytest.fixture(scope="module")
@@ -645,34 +643,21 @@ def test_nested_calls_have_the_time_that_is_left(function: Callable[..., Any], t
     assert rpc_sync("w2", function, ([], 0), timeout=5) == (None, "w2")
 
 
-def test_an_error_names_the_call_whose_limit_it_was(timed: list[Worker]) -> None:
+@pytest.mark.parametrize("path", [["w2"], ["w2", "w1"]], ids=["nested", "nested twice"])
+def test_an_error_names_the_call_whose_limit_it_was(
+    path: list[str], timed: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PendingCall, "send_cancel", lambda _: None)  # which may end a nested call before its limit does
     current.enter(timed[0])
-    future = rpc_async("w1", hold_elsewhere, ("w2",), timeout=0.3)
     with pytest.raises(CallTimeout):
-        future.wait()
-    rpc_async("w1", late, ("w2",), timeout=0.1)
-    wait_until(lambda: any("late by worker" in event for event in story.events))
-
-
-def test_a_nested_call_ends_with_the_limit_of_its_caller(timed: list[Worker]) -> None:
-    current.enter(timed[0])
-    with pytest.raises(CallTimeout, match=r"what was left of the 0.2 s of the call of .*hold_elsewhere by worker 'w0'"):
-        rpc_sync("w1", hold_with_a_shorter_limit, ("w2",), timeout=5)
-
-
-def hold_with_a_shorter_limit(to: str) -> None:
-    rpc_sync(to, by_its_limit, timeout=5)
-
-
-def by_its_limit() -> None:
-    from telegrad._core.calls import call_context
-
-    here = call_context._current.get()
-    assert here is not None
-    with call_context.entered(
-        here._replace(until=time.monotonic() + 0.1, whose="the 0.2 s of the call of hold_elsewhere by worker 'w0'")
-    ):
-        rpc_sync("w1", hold)
+        rpc_sync("w1", outlive, (path,), timeout=0.2)
+    wait_until(lambda: len(story.events) == 3)
+    story.gate.set()
+    story.wait_for("hold ends False")
+    _, during, after, _ = story.events
+    whose = r"the 0\.2 s of the call of [\w.]+\.outlive by worker 'w0'"
+    assert re.search(rf"what was left of {whose}\): [\w.]+\.hold on worker '{path[-1]}'", during)
+    assert re.search(rf"hold on worker '{path[-1]}' was not called: no time was left of {whose}", after)
 
 
 # Gradients

@@ -577,11 +577,11 @@ def kill_directory() -> None:
 holders: list[DirectoryLease] = []  # of this process
 
 
-def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> dict[str, int]:
+def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "", yields: str = "") -> dict[str, int]:
     """Make steps as `train` does; return the last state.
 
     `fatal`: this worker dies as soon as it has decided that generation. `kills`: "with" has the directory die with it,
-    "often" kills the directory three times.
+    "often" kills the directory three times. `yields`: this worker comes to a later generation after that event.
     """
     hold, swap = DirectoryLease.hold, EmbeddedDirectory.swap
 
@@ -590,9 +590,12 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
         holders.append(self)
 
     def die(self: EmbeddedDirectory, key: str, *arguments: Any) -> Swap:
+        last = json.loads(arguments[0])[1][0] if key.startswith(COME) and arguments[0] else 0  # its last generation
+        if last and yields:
+            wait_until((pathlib.Path(folder) / yields).exists)
         found = swap(self, key, *arguments)
         if key.startswith(COME):
-            (pathlib.Path(folder) / f"come {name}").touch()
+            (pathlib.Path(folder) / f"come {name} {last}").touch()
         if key == GENERATION and found.done and json.loads(arguments[0])[0] == fatal:
             if kills:
                 kill_directory()
@@ -645,10 +648,10 @@ def test_the_first_worker_dies_once_it_has_formed_a_generation(place: str, tmp_p
     """The first worker serves the store, keeps the directory and decides; the others form the next generation."""
     with processes(4) as made:
         made[0].begin(work, place, "w0", str(tmp_path), 1, kills)
-        wait_until((tmp_path / "come w0").exists)
+        wait_until((tmp_path / "come w0 0").exists)
         for number, process in enumerate(made[1:3], 1):
             process.begin(work, place, f"w{number}", str(tmp_path))
-        made[0].join()
+        assert made[0].join() == -signal.SIGKILL
         wait_for_generation(tmp_path, 2, 2)
         made[3].begin(work, place, "w3", str(tmp_path))
         wait_for_generation(tmp_path, 3, 3)
@@ -662,17 +665,15 @@ def test_the_first_worker_dies_once_it_has_formed_a_later_generation(
 ) -> None:
     with processes(4) as made:
         made[0].begin(work, place, "w0", str(tmp_path), 2, kills)
-        wait_until((tmp_path / "come w0").exists)
-        made[1].begin(work, place, "w1", str(tmp_path))
-        wait_for_generation(tmp_path, 1, 2)
-        for number, process in enumerate(made[2:], 2):
-            process.begin(work, place, f"w{number}", str(tmp_path))
-            wait_until((tmp_path / f"come w{number}").exists)
-        wait_until(lambda: made[0].join(0) is not None or any(number > 1 for number, *_ in records(tmp_path)))
-        if made[0].join(0) is None:  # another has decided
-            made[0].kill()
-        wait_for_generation(tmp_path, 3, 3)
-        end_and_check(tmp_path, made[1:])
+        wait_until((tmp_path / "come w0 0").exists)
+        for number, process in enumerate(made[1:3], 1):
+            process.begin(work, place, f"w{number}", str(tmp_path), 0, "", "come w0 1")  # the first that comes decides
+        wait_for_generation(tmp_path, 1, 3)
+        made[2].kill()
+        assert made[0].join() == -signal.SIGKILL
+        made[3].begin(work, place, "w3", str(tmp_path))
+        wait_for_generation(tmp_path, 3, 2)
+        end_and_check(tmp_path, made[1::2])
 
 
 @pytest.mark.timeout(150)

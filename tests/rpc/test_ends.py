@@ -23,7 +23,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import Future, rpc_async
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, wait_until
-from tests.rpc.members import error_of
+from tests.rpc.members import error_of, names
 
 Outcome = tuple[type[Exception] | None, str]
 
@@ -225,7 +225,8 @@ def test_a_lost_worker_is_logged_once() -> None:
         for _ in range(3):
             with contextlib.suppress(errors.PeerError):
                 rpc.rpc_sync("worker1", int)
-        wait_until(said)  # the calls may fail a moment before
+        wait_until(lambda: names() == ["worker0"])  # a line may come until then
+        rpc.shutdown()
         return said()
 
     with group(2) as made:

@@ -308,7 +308,8 @@ def test_an_error_that_cannot_reach_its_caller_is_logged(caplog: pytest.LogCaptu
         cut(callee)
         may_fail.set()
         said = "fails_later, called by worker 'w0', whose connection is lost, raised ValueError: boom"
-        wait_until(lambda: f"telegrad: worker 'w1': {__name__}.{said}" in caplog.messages)
+        told = ("telegrad", logging.WARNING, f"telegrad: worker 'w1': {__name__}.{said}")
+        wait_until(lambda: told in caplog.record_tuples)
         del made
 
 

@@ -27,6 +27,7 @@ from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
+from tests.links import wait_for_calls
 from tests.rpc.members import call, join
 
 ONE_SECOND = 1.0
@@ -150,10 +151,9 @@ def test_shutdown_without_a_worker_that_died(victim: int) -> None:
 def test_calls_to_a_killed_worker_fail_at_once() -> None:
     with group(3) as made:
         made[0].begin(error_of, call, "worker1", time.sleep, (PATIENCE,))
-        made[1].run(int)
         made[2].run(call, "worker0", int, ())
         made[2].begin(in_flight)
-        made[2]._pipe.poll(1)
+        made[1].run(wait_for_calls, 2)
         killed = time.monotonic()
         made[1].kill()
         for process in (made[0], made[2]):

@@ -10,7 +10,6 @@ import pathlib
 import random
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
 from tests.cluster import group, processes, run_all, wait_until
-from tests.rpc.members import join
+from tests.rpc.members import error_of, join
 
 come: list[str] = []
 
@@ -212,12 +211,9 @@ def test_workers_that_withdrew_are_named_only_if_no_others_are_missing() -> None
 # In processes
 
 
-def kill_and_wait(victim: int) -> tuple[str, str]:
-    try:
-        rpc.group().barrier("x", timeout=0)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def misses(name: str) -> None:
+    kept = current.here().attached(CollectiveManager)._meetings
+    wait_until(lambda: [meeting.missing for each in kept.values() for meeting in each] == [[name]])
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -225,22 +221,18 @@ def test_a_worker_that_dies_before_it_arrives_is_named(victim: int) -> None:
     with group(3) as made:
         others = [process for rank, process in enumerate(made) if rank != victim]
         for process in others:
-            process.begin(kill_and_wait, victim)
-        made[victim].run(time.sleep, 0.3)
+            process.begin(error_of, lambda: rpc.group().barrier("x", timeout=0))
+        made[victim].run(rpc.rpc_sync, "worker0", misses, (f"worker{victim}",))  # that one tracks the arrivals
         made[victim].kill()
         for process in others:
             kind, said = process.end()
-            assert kind == "PeerLost"
+            assert kind is errors.PeerLost
             assert f"worker 'worker{victim}'" in said
 
 
-def meet_a_stopped_worker() -> tuple[str, str]:
+def meet_a_stopped_worker() -> None:
     collectives.PATIENCE = 0.2
-    try:
-        rpc.group().barrier("stopped", timeout=1.0)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    rpc.group().barrier("stopped", timeout=1.0)
 
 
 def has_meetings(count: int) -> None:
@@ -250,11 +242,11 @@ def has_meetings(count: int) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_a_barrier_times_out_while_the_worker_that_tracks_it_is_stopped() -> None:
     with group(3, silence=0) as made:
-        made[1].begin(meet_a_stopped_worker)
+        made[1].begin(error_of, meet_a_stopped_worker)
         made[0].run(has_meetings, 1)
         made[0].kill(signal.SIGSTOP)
         assert made[1].end() == (
-            "CallTimeout",
+            errors.CallTimeout,
             "barrier 'stopped' of the group (everybody): after 1 s worker 'worker0', which tracks the arrivals, does "
             "not answer. `python -m telegrad why` shows what they are doing; a longer timeout= waits longer",
         )

@@ -41,6 +41,14 @@ def fresh() -> None:
     seen.clear()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left(five: list[Worker]) -> Iterator[None]:
+    """Check that the tests leave no calls or references behind."""
+    yield
+    gc.collect()
+    wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
+
+
 def event(name: str) -> threading.Event:
     return events.setdefault(name, threading.Event())
 
@@ -799,9 +807,3 @@ def echo_large(n: int) -> float:
 
 def test_large_tensors_between_processes(workers: list[Process]) -> None:
     assert workers[0].run(echo_large, 40) == sum(range(40))
-
-
-@here_w0
-def test_no_calls_or_references_are_left(five: list[Worker]) -> None:
-    gc.collect()
-    wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))

@@ -152,10 +152,8 @@ def test_the_failure_of_an_own_future_with_a_callback_is_not_logged(log: Heard) 
     assert not log.said
 
 
-def test_the_failed_creation_of_an_unused_reference_is_logged(log: Heard, five: list[Worker]) -> None:
-    reference = remote("w1", fail)
-    assert five[0].references.counts()["pending_creations"] <= 1
-    del reference
+def test_the_failed_creation_of_an_unused_reference_is_logged(log: Heard) -> None:
+    remote("w1", fail)
     assert log.told.wait(PATIENCE)
     (said,) = log.said
     assert f"{__name__}.fail on worker 'w1' failed" in said
