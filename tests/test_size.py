@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 60_361,
     "lines of the core": 38_091,
-    "lines of the tests": 82_709,
+    "lines of the tests": 82_714,
     "files of the package": 264,
     "words of the glossary": 80,
     "global statements": 5,
