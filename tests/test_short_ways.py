@@ -156,7 +156,7 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
 MOST = {
     call: (Length(42, 19, 33), Length(42, 15, 28)),
     remote: (Length(150, 34, 105), Length(160, 46, 110)),
-    backward: (Length(340, 50, 198), Length(240, 41, 135)),
+    backward: (Length(340, 50, 195), Length(240, 41, 135)),
 }
 
 

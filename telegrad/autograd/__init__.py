@@ -330,9 +330,10 @@ def _begin(
     step: Step | None,
 ) -> tuple[DrivenPass, FusedStep | None]:
     check_context_id(context_id)
-    checks.flag("retain_graph", retain)
-    checks.flag("create_graph", create)
-    checks.one_of("mode", mode, ("smart", "fast"))
+    if retain is not False or create is not False or type(mode) is not str or mode != "smart":
+        checks.flag("retain_graph", retain)
+        checks.flag("create_graph", create)
+        checks.one_of("mode", mode, ("smart", "fast"))
     if timeout is not None:
         checks.seconds("timeout", timeout)
     check_step(step)

@@ -137,7 +137,8 @@ class Layout:
     """The memory layout of a tree, and of each tree that differs from it only in the values of its tensors."""
 
     def __init__(self, number: int, description: bytes) -> None:
-        self.number, self.description = number, description
+        self.number: int = number
+        self.description: bytes = description
         self.size: int
         self.slots: list[tuple[int, int, int]]
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
@@ -390,8 +391,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     """Return the tree without its tensors, as bytes, and the tensors."""
-    # if not imported, there are no DTensors
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # without it there are none
     try:
         values = [*named(tree)]
     except RecursionError:

@@ -3,9 +3,8 @@
 A caller limits itself to 32,768 calls in flight, except for calls that it makes while it serves others. The limits here
 are higher and hold for any caller, so a well-behaved program never meets them:
 
-1. If `most_calls` calls of a caller (`Settings.most_waiting`) are unanswered, or `most_bytes` of its data
-   (`most_waiting_bytes`) have not begun, its connection is not read. Its further messages wait on its side, which slows
-   it down without an error.
+1. If `most_calls` (`Settings.most_waiting`) calls of a caller are unanswered, or `most_bytes` (`most_waiting_bytes`)
+   of its data have not begun, its connection is not read. Its further messages wait on its side, without an error.
 2. If AHEAD of its calls have not begun, its connection is not read until half of them have, or for READ_ON seconds.
    Quick calls end sooner than that, so few of them wait here at a time. Otherwise tens of thousands of calls would be
    created and freed repeatedly. Each time the garbage collector would visit all objects of the process (0.1 s), while

@@ -359,8 +359,7 @@ def _lines(traceback_: TracebackType | None) -> str:
 
 
 def _is_shown(frame: FrameType) -> bool:
-    code = frame.f_code
-    return debugging() or not (code.co_filename.startswith(_INTERNALS) or code.co_name in _MODULE_CALLS)
+    return debugging() or not (frame.f_code.co_filename.startswith(_INTERNALS) or frame.f_code.co_name in _MODULE_CALLS)
 
 
 def fold(error: BaseException) -> None:
