@@ -104,7 +104,7 @@ def test_both_ends_report_a_call_with_its_current_line(held: Callable[..., list[
     thread = next(each for each in callee["threads"] if each["number"] == came["thread"])
     assert thread["at"] is not None
     assert thread["at"]["function"] == "wait_here"
-    assert thread["at"]["text"] == "gate.wait(PATIENCE)  # here it stands"
+    assert thread["at"]["text"] == "gate.wait(PATIENCE)  # the line that reports show"
     assert thread["at"]["file"].endswith("test_witness.py")
     assert json.loads(json.dumps(caller)) == caller
 
