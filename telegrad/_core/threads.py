@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from telegrad.errors import UsageError
 
 LONGEST_START = 60.0  # seconds for a new thread to begin
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+LAST_WAIT = 0.25  # seconds for a late answer of a store, as the program ends
 
 log = logging.getLogger("telegrad")
 T = TypeVar("T")
@@ -78,6 +80,32 @@ def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: flo
         run(*args)
     else:
         thread.join(patience)
+
+
+def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call to a store of torch, which for a stopped server waits forever, without Ctrl-C.
+
+    Raises:
+        TimeoutError: there was no answer within `patience` seconds; the thread is abandoned.
+    """
+    found: list[Any] = []
+    failed: list[Exception] = []
+    done = threading.Event()
+
+    def call() -> None:
+        try:
+            found.append(function(*args))
+        except Exception as error:
+            failed.append(error)
+        done.set()
+
+    run_in_thread("telegrad-store", call)
+    if not done.wait(patience):
+        atexit.register(done.wait, LAST_WAIT)  # a thread that leaves torch while the interpreter ends aborts it
+        raise TimeoutError("it does not answer")
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 class Here(threading.local):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores import raw_stores, stores
+from telegrad._core.stores import raw_stores, sealed_store, stores
 from telegrad._core.stores.raw_stores import reach_tcp
 from telegrad._core.stores.sealed_store import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore
@@ -373,6 +373,24 @@ def test_the_error_of_a_lost_store_has_one_line() -> None:
     with pytest.raises(errors.RendezvousError, match="the store was lost") as caught:
         KeyValueStore(joined.store).read("a")
     assert "\n" not in str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_lost_and_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, over = [], threading.Event()
+
+    class Stopped:
+        def compare_set(self, *args: str) -> NoReturn:
+            calls.append(args)
+            over.wait()
+            raise RuntimeError
+
+    monkeypatch.setattr(sealed_store, "ANSWER", 0.05)
+    board = KeyValueStore(sealed(Stopped()))
+    for _ in range(2):
+        with pytest.raises(errors.StoreLost, match="it does not answer"):
+            board.read("a")
+    over.set()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])

@@ -26,6 +26,8 @@ from telegrad._core.directory.directory import Swap
 from telegrad._core.joining import form_generations
 from telegrad._core.joining.form_generations import DirectoryLease
 from telegrad._core.joining.quorum import COME, GENERATION
+from telegrad._core.stores import sealed_store
+from telegrad._core.stores.address import knock
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad.reporting.introspection import introspection_of
@@ -534,6 +536,7 @@ SILENCE = 1.0
 
 def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[Any, ...]:
     """Make steps in a group that waits for other workers for far longer than the test does."""
+    sealed_store.ANSWER = SILENCE
     times = {"rpc_timeout": 10 * PATIENCE, "silence": SILENCE, "heartbeat": SILENCE}
     return train(place, name, folder, least, 3, rank=int(name.removeprefix("w")), **times)
 
@@ -543,12 +546,19 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[
 def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
     tcp: str, tmp_path: pathlib.Path, rank: int, least: int
 ) -> None:
-    """If the others are too few, they wait in the directory until the stopped worker joins them by itself."""
+    """If the others are too few, they wait in the directory until the stopped worker joins them by itself.
+
+    That worker serves the store, which does not answer either.
+    """
     names = [f"w{number}" for number in range(3)]
     others = [name for name in names if name != names[rank]]
+    address = ("127.0.0.1", int(tcp.rpartition(":")[2]))
     with processes(3) as made:
+        made[rank].begin(train_with_silence, tcp, names[rank], str(tmp_path), least)
+        wait_until(lambda: knock(address, SILENCE))
         for name, process in zip(names, made, strict=True):
-            process.begin(train_with_silence, tcp, name, str(tmp_path), least)
+            if name in others:
+                process.begin(train_with_silence, tcp, name, str(tmp_path), least)
         for name in names:
             wait_for_steps(tmp_path, name, 3, 3)
         made[rank].kill(signal.SIGSTOP)

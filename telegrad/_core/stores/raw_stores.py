@@ -15,7 +15,6 @@ torch's stores that `SealedStore` calls.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import logging
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from telegrad._core.host.private_files import UnsafePath, refuse_foreign
 from telegrad._core.sockets import family_of, socket_address, text_of
 from telegrad._core.stores.address import is_address, listening_address, spelled
-from telegrad._core.threads import Thread
+from telegrad._core.threads import wait_for_torch
 from telegrad.errors import StoreLost, StoreUnreachable, StoreUntrusted
 
 LOCKED = 20.0  # seconds for the lock, which others hold for less than a millisecond
@@ -243,27 +242,14 @@ def check_is_store(host: str, port: int, patience: float) -> None:
 
 
 def meet_tcp(host: str, port: int, patience: float) -> Any:
-    """Return the store there, or the error. In a thread: for a stopped store, torch waits forever, without Ctrl-C."""
-    found: list[Any] = []
+    """Return the store there, or the error."""
     try:
         check_is_store(host, port, patience)
+        return wait_for_torch(patience, reach_tcp, host, port, datetime.timedelta(seconds=patience))
+    except RuntimeError as error:
+        return TimeoutError("it does not answer") if "timed out" in str(error) else error
     except OSError as error:
         return error
-
-    def meet() -> None:
-        allowed = datetime.timedelta(seconds=patience)
-        try:
-            found.append(reach_tcp(host, port, allowed))
-        except RuntimeError as error:
-            found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
-
-    meeting = Thread(target=meet, name="telegrad-store")
-    meeting.start()
-    meeting.join(patience)
-    if not found:
-        atexit.register(meeting.join, PROBE)  # a thread that leaves torch while the interpreter ends aborts it
-        return TimeoutError("it does not answer")
-    return found[0]
 
 
 def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:

@@ -42,7 +42,7 @@ from telegrad._core.directory.directory import (
 )
 from telegrad._core.progress import poll_intervals
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.threads import Background
+from telegrad._core.threads import Background, wait_for_torch
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
 _FORMAT = "tg1"
@@ -55,6 +55,7 @@ LONGEST_HINT = 6  # digits
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
 REFUSED = "telegrad/refused"  # a hint: the number of workers refused because of another key
 GONE = "gone"  # returned instead of the mark if no store answers
+ANSWER = 10.0  # seconds for an answer of the store
 LOOK = 1.0  # seconds between checks of the key file
 PATIENCE = 1.0  # seconds for the thread to end
 
@@ -129,17 +130,21 @@ class SealedStore:
         self.raw = store
         self.keys = keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
+        self._is_silent = False  # a call was not answered in time: others would wait behind it
         # The highest serial number seen, by group and place. No lock: if two threads write concurrently, the lower
         # number may remain, and one older value would be accepted.
         self._seen: dict[tuple[str, str], int] = {}
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the store. Raises StoreLost if the store is gone."""
+        """Call a method of the store. Raises StoreLost if the store is gone, or does not answer."""
         try:
-            return getattr(self.raw, method)(*args)
+            if self._is_silent:
+                raise TimeoutError("it does not answer")
+            return wait_for_torch(ANSWER, getattr(self.raw, method), *args)
         except TelegradError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
+            self._is_silent = isinstance(error, TimeoutError)
             raise StoreLost(
                 f"the store was lost ({short(error)}): the worker that serves it has ended or cannot be reached, see "
                 "its log; or another program, without the group's key, has corrupted the content of the store"
@@ -191,9 +196,9 @@ class SealedStore:
 
     def _places(self) -> Iterable[str]:
         """Return the places in the store; only the seen ones if it cannot list them or has too many."""
-        with contextlib.suppress(AttributeError, RuntimeError, UnicodeDecodeError):
-            if self.raw.num_keys() <= _MOST_PLACES:
-                return [place for place in self.raw.list_keys() if place.startswith(_OWN)]
+        with contextlib.suppress(AttributeError, StoreLost, UnicodeDecodeError):
+            if self.call("num_keys") <= _MOST_PLACES:
+                return [place for place in self.call("list_keys") if place.startswith(_OWN)]
         return [place for _, place in list(self._seen)]
 
     def look_up(self, group: str, place: str) -> tuple[Opened, str]:
