@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting import QUEUED, ThreadState
+from telegrad.reporting import QUEUED, CallOut, ThreadState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -177,8 +177,14 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
     if (waiter := group.waiters.get(node)) is not None:
         return [f"{who(group, waiter)} waits for {what}{lasting(age)}{where}", *lines_of(group.threads[waiter])]
     ago = f" {seconds(age)} ago" if age else ""
-    alone = ", and no thread waits for it" if out is not None and out["thread"] is None else ""
+    alone = ", and no thread waits for it" if out is not None and not _is_awaited(group, node, out) else ""
     return [f"{node.worker} called {what}{ago}{where}{alone}"]
+
+
+def _is_awaited(group: GroupIndex, call: Node, out: CallOut) -> bool:
+    """Return True if a thread may wait for this call: one that waits for several waits for them one by one."""
+    own = (group.calls_out[each] for each in group.calls_of[call.worker])
+    return any(each["thread"] is not None and each["function"] == out["function"] for each in own)
 
 
 def stacks(group: GroupIndex, threads: Iterable[Node]) -> dict[str, list[str]]:

@@ -151,7 +151,7 @@ def test_a_worker_that_connects_to_one_that_leaves_early_learns_why(amid: str, m
         ending = b.agent.layers.references if amid.startswith("before") else connections.listener
         accept, close, came = connections.listener._accepted, ending.close, queue.SimpleQueue[Any]()
         monkeypatch.setattr(connections.listener, "_accepted", lambda *stranger: came.put(stranger))
-        monkeypatch.setattr(ending, "close", lambda: (accept(*came.get(timeout=PATIENCE)), close()))
+        monkeypatch.setattr(ending, "close", lambda *reason: (accept(*came.get(timeout=PATIENCE)), close(*reason)))
         call = a.agent.call_async("w1", operator.add, (1, 2), None)
         b.end("an exception")
         with pytest.raises(LeftEarly, match="an exception"):

@@ -245,6 +245,18 @@ def test_a_call_that_has_not_arrived() -> None:
     assert "it seems that the call has not arrived" in told
 
 
+def test_calls_to_a_group_that_a_thread_waits_for_one_by_one() -> None:
+    scene = Scene("worker0", "worker1", "worker2")
+    main = scene.thread("worker0", "train.py:9 main: rpc.group().rpc_sync(act)")
+    for worker, by in (("worker1", main), ("worker2", None)):
+        scene.call("worker0", worker, "train.act", 9, by=by, runs=f"train.py:20 act: {SLEEPS}")
+    told = Report(scene.sight).text()
+    assert "worker0 called train.act on worker2" in told
+    assert "no thread waits" not in told
+    scene.call("worker0", "worker2", "train.other", 9, runs=f"train.py:30 other: {SLEEPS}")
+    assert "no thread waits for it" in Report(scene.sight).text()
+
+
 def test_an_actor_whose_turn_does_not_end() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: counter.rpc_sync().get()")

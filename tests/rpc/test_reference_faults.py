@@ -17,7 +17,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.worker import current
 from tests import links
-from tests.cluster import PATIENCE, free_port, group, init, processes, wait_until
+from tests.cluster import PATIENCE, agents_here, free_port, group, init, processes, wait_until
 from tests.rpc.members import error_of, join
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 
@@ -280,3 +280,15 @@ def test_a_reference_of_a_former_group_cannot_be_sent() -> None:
         assert count()["owners"] == 0
     finally:
         rpc.shutdown()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_references_say_that_their_own_worker_has_shut_down(first: int) -> None:
+    with agents_here(2) as workers:
+        ref = rpc.remote("w1", ones)
+        ref.to_here()
+        workers[first].end("")
+        workers[1 - first].end("")
+        for use in (ref.to_here, ref.rpc_sync().sum, ref.rpc_async().sum, ref.remote().sum, lambda: ref + 1):
+            with pytest.raises(errors.ShutDown, match="'w0' shut down: calls and references"):
+                use()

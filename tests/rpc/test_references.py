@@ -199,6 +199,9 @@ def call_proxies(on: str) -> None:
         ref.rpc_sync().no_such()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"rpc_sync\(\).value"):
         ref.value  # noqa: B018
+    with pytest.raises(TypeError, match=r"'value' is an attribute of Counter, .* rref.to_here\(\).value"):
+        ref.rpc_sync().value()  # type: ignore[operator]
+    assert repr(ref.rpc_sync().value) == "<remote method 'value', not called yet>"
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])

@@ -111,11 +111,13 @@ class Agent:
     @uninterrupted
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
         """Leave the group. Calls in flight fail, here and at their callers. These get `how` if the end is irregular."""
-        reason = reason or ShutDown(f"worker {self.name!r} shut down")
+        reason = reason or ShutDown(
+            f"worker {self.name!r} shut down: calls and references of its group cannot be used after that"
+        )
         if not self._connections.begin_close(reason):
             return
         if self.layers.references is not None:
-            self.layers.references.close()
+            self.layers.references.close(reason)
         if self.layers.graphs is not None:
             self.layers.graphs.close(reason)
         self._connections.close(reason, how)

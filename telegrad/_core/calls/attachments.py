@@ -46,7 +46,7 @@ class ReferenceLayer(Protocol):
     def excess(self, holder: Identity) -> LimitReached | None:
         """Return an error if the worker keeps too many values for `holder`."""
 
-    def close(self) -> None:
+    def close(self, reason: PeerError) -> None:
         """Release resources when the worker leaves the group."""
 
 

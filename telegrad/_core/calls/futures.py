@@ -301,7 +301,10 @@ class Future(torch.futures.Future[T]):
                 context.run(callback, future)
             except BaseException as error:
                 forks.exit_if_user_code_ended()
-                if not raise_later(error):  # torch would print it
+                if isinstance(error, Exception) and not raised_by_handler(error):
+                    fold(error)
+                    log.error("telegrad: a callback passed to `add_done_callback` failed", exc_info=error)
+                elif not raise_later(error):  # torch would print it
                     raise
 
         super().add_done_callback(run)

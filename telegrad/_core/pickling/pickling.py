@@ -30,7 +30,7 @@ from telegrad._core.host import resources
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
-from telegrad._core.pickling.remote_text import text_of
+from telegrad._core.pickling.remote_text import fold, text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
 from telegrad._core.wire.tensors import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
@@ -390,6 +390,8 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
     except Exception as error:
         if raised_by_handler(error):
             raise
+        fold(error)
+        error.__context__ = None  # the same error in the fast way
         raise _error_of_part(value, same_program, error) from error
 
 

@@ -169,8 +169,11 @@ MOST_FRAMES = 500  # this many outermost and innermost frames
 REMOTE_TRACEBACK = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
 TRACEBACK = "Traceback (most recent call last):\n"
 
+_CLOUDPICKLE = os.path.join(
+    os.path.dirname(torch.__path__[0]), "cloudpickle"
+)  # a start would be slower with its import
 _INTERNALS = (
-    *(os.path.join(folder, "") for folder in (PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
+    *(os.path.join(folder, "") for folder in (PACKAGE, _CLOUDPICKLE, *asyncio.__path__, *concurrent.futures.__path__)),
     *(str(module.__file__) for module in (torch.futures, threading, contextlib)),
 )
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")  # frames of each call of a `torch.nn.Module`
@@ -234,10 +237,10 @@ def _with_line(frame: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the text, shortened; for TorchScript errors the last line, after their traceback."""
+    """Return the first line of the text, shortened, without a full stop; the last line for TorchScript errors."""
     try:
         lines = text_of(error).strip().split("\n")
-        return short(lines[-1 if isinstance(error, torch.jit.Error) else 0])
+        return short(lines[-1 if isinstance(error, torch.jit.Error) else 0]).rstrip(".")
     except BaseException:  # the exception's own code may raise anything
         return "(its text could not be formatted)"
 

@@ -98,6 +98,8 @@ class ReferenceTable(Maker):
 
     def check(self, handle: Handle) -> None:
         """Raise an error if a reference cannot be used."""
+        if self.over is not None and handle.box is None:
+            raise fresh(self.over)
         creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
@@ -393,12 +395,13 @@ class ReferenceTable(Maker):
                 "pending_letters": self._courier.unsettled,
             }
 
-    def close(self) -> None:
-        """Release everything; remaining handles cannot be used any more, except for values in this process."""
+    def close(self, reason: PeerError) -> None:
+        """Release everything; remaining handles cannot be used, for that reason, except for values in this process."""
         with self._lock:
             if self.closed:
                 return
             self.closed = True
+            self.over = self.over or reason
             boxes, self._boxes = self._boxes, {}
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]

@@ -212,16 +212,19 @@ def rpc_async(
         >>> [future.wait() for future in futures]
         [0, 1]
     """
-    call = convert(func, args, kwargs)
-    policy = None
-    if wait_for_worker is not None or idempotent is not False or retry.by_default:
-        policy = retry.policy_of(wait_for_worker, idempotent)
-    there = to if type(to) is str else target(to) if policy is None else named(to)
-    begin: Any = current.agent().begin if policy is None else partial(retry.call_async, policy)
-    if profiling.wanted():
-        return profiling.called_async(event_of("async", to, func), begin, there, call, timeout)
-    future: Future[Any] = begin(there, call, timeout)
-    return future
+    try:
+        call = convert(func, args, kwargs)
+        policy = None
+        if wait_for_worker is not None or idempotent is not False or retry.by_default:
+            policy = retry.policy_of(wait_for_worker, idempotent)
+        there = to if type(to) is str else target(to) if policy is None else named(to)
+        begin: Any = current.agent().begin if policy is None else partial(retry.call_async, policy)
+        if profiling.wanted():
+            return profiling.called_async(event_of("async", to, func), begin, there, call, timeout)
+        return begin(there, call, timeout)  # type: ignore[no-any-return]
+    except BaseException as error:
+        fold(error)
+        raise
 
 
 @overload
@@ -291,17 +294,21 @@ def remote(
         >>> counter.rpc_sync().most_common(1)
         [('a', 2)]
     """
-    call = convert(func, args, kwargs)
-    if restore is not False:
-        check_restore(restore)
-    make: Callable[..., RRef[Any]] = create
-    if profiling.wanted():
-        make = partial(profiling.called_creation, event_of("remote", to, func), create)
-    if wait_for_worker is not None or retry.by_default:
-        made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
-    else:
-        made = make(to, call, timeout)
-    return made if restore is False else make_restorable(made, func, args, kwargs, restore)
+    try:
+        call = convert(func, args, kwargs)
+        if restore is not False:
+            check_restore(restore)
+        make: Callable[..., RRef[Any]] = create
+        if profiling.wanted():
+            make = partial(profiling.called_creation, event_of("remote", to, func), create)
+        if wait_for_worker is not None or retry.by_default:
+            made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
+        else:
+            made = make(to, call, timeout)
+        return made if restore is False else make_restorable(made, func, args, kwargs, restore)
+    except BaseException as error:
+        fold(error)
+        raise
 
 
 @overload

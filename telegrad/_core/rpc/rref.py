@@ -296,10 +296,8 @@ class RRef(Generic[T]):
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._reach(timeout)
-        made: RRef[Any] = self._recorded("remote", method, self._table.create)(
-            owner, self._prepared(method, args, kwargs), timeout
-        )
-        return made
+        create: Callable[..., RRef[Any]] = self._recorded("remote", method, self._table.create)
+        return create(owner, self._prepared(method, args, kwargs), timeout)
 
     def _prepared(self, method: str, args: Any, kwargs: Any, asked: Any = None) -> PreparedCall:
         """Return the call of a method; `_reach` must precede, since it may replace the handle."""
@@ -331,8 +329,7 @@ class RRef(Generic[T]):
         return made
 
     # Without these Python would iterate with __getitem__, without end.
-    __iter__ = None
-    __contains__ = None
+    __iter__ = __contains__ = None
 
     def __getitem__(self, index: Any) -> Any:
         return self._operate(operator.getitem, self, index)
@@ -397,11 +394,10 @@ class RRef(Generic[T]):
             "cannot be counted. To save the value, pickle rref.to_here()"
         )
 
-    def __copy__(self) -> RRef[T]:
+    def __copy__(self, memo: Any = None) -> RRef[T]:
         return self
 
-    def __deepcopy__(self, memo: Any) -> RRef[T]:
-        return self
+    __deepcopy__ = __copy__
 
     def __repr__(self) -> str:
         if forks.is_inherited(self._table):  # logs may show it
@@ -432,10 +428,15 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return partial(_use, self, method)
+        return _RemoteMethod(_use, self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         return _use(self, "", *args, **kwargs)
+
+
+class _RemoteMethod(partial[R]):
+    def __repr__(self) -> str:
+        return f"<remote method {self.args[1]!r}, not called yet>"
 
 
 def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:

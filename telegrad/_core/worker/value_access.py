@@ -73,8 +73,15 @@ class Method:
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         table = current.references()
         value, name = opened(table.box((maker, number)), table.agent), self.__name__
+        function = getattr(value, name) if name else value
+        if name and not callable(function):
+            raise TypeError(
+                f"{name!r} is an attribute of {type(value).__qualname__}, not a method. To read it, write "
+                f"rref.to_here().{name}, which copies the value, or pass the reference to a function on the owner that "
+                f"returns rref.local_value().{name}"
+            )
         try:
-            return _finish(getattr(value, name) if name else value, args, kwargs)
+            return _finish(function, args, kwargs)
         except ClaimLost as error:
             error.claim = None  # the method has run
             raise
