@@ -141,15 +141,17 @@ def pair() -> Iterator[list[Process]]:
 
 
 def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Length]:
-    """Return the steps of an operation at its caller and at its callee, the smallest of many runs."""
+    """Return the steps of an operation at its caller and at its callee, each number the smallest of many runs."""
     pair[0].run(repeat, act, 100)
-    found = []
+    found: list[list[Length]] = [[], []]
     for _ in range(MANY):
         for process in pair:
             process.run(begin)
         pair[0].run(repeat, act, 1)
-        found.append([process.run(end) for process in pair])
-    return min(each[0] for each in found), min(each[1] for each in found)
+        for lengths_there, process in zip(found, pair, strict=True):
+            lengths_there.append(process.run(end))
+    caller, callee = (Length(*map(min, *each)) for each in found)
+    return caller, callee
 
 
 # The present numbers; they may only decrease.
