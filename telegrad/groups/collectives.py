@@ -295,7 +295,7 @@ runs_as(arrive, lambda key, *_: spelled(*key))
 
 def begin_reduction(
     version: int, workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, combine: Op
-) -> GroupFuture:
+) -> GroupFuture[Any]:
     checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
@@ -306,7 +306,7 @@ def begin_reduction(
     return future
 
 
-class ReducedFuture(GroupFuture):
+class ReducedFuture(GroupFuture[Any]):
     """A future of one value, which the workers of a group compute together."""
 
     def __init__(self, agent: Agent, version: int, workers: Sequence[str], about: str) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from telegrad.errors import CallCancelled, GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
 from telegrad.ext.arguments import checks
@@ -34,15 +34,17 @@ from telegrad.ext.workers import WorkerInfo, current
 
 GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker gets no more items
 
+T = TypeVar("T")
+
 Key = Any  # a worker's name, or the number of an item
 
 
 def begin(
     version: int, workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, policy: RetryPolicy | None = None
-) -> GroupFuture:
+) -> GroupFuture[list[Any]]:
     agent = current.agent()
     names = [worker.name for worker in workers]
-    future = GroupFuture(agent, version, names, names, user_name(call.users))
+    future: GroupFuture[list[Any]] = GroupFuture(agent, version, names, names, user_name(call.users))
     slots = future._slots
     if profiling.wanted():
         future._begin_each(lambda slot, _: begin_one(slot, slot.key, call, timeout, policy), GONE)
@@ -60,7 +62,7 @@ def map_items(
     items: Sequence[Iterable[Any]],
     timeout: float,
     policy: RetryPolicy | None = None,
-) -> GroupFuture:
+) -> GroupFuture[list[Any]]:
     names = [worker.name for worker in workers]
     calls = {number: convert(function, args, None) for number, args in enumerate(zipped(items))}
     future = MapFuture(
@@ -113,9 +115,9 @@ class ResultSlot:
     quick = False
     about: str
 
-    def __init__(self, future: GroupFuture, key: Key) -> None:
+    def __init__(self, future: GroupFuture[Any], key: Key) -> None:
         self.call: Any = None  # while it is pending
-        self.future: GroupFuture | None = future  # None after the call has ended: avoids a reference cycle
+        self.future: GroupFuture[Any] | None = future  # None after the call has ended: avoids a reference cycle
         self.key = key
         self.value: Any = None
         self.error: BaseException | None = None
@@ -155,7 +157,7 @@ class ResultSlot:
         return self.value
 
 
-class GroupFuture(Future[Any]):
+class GroupFuture(Future[T]):
     """A future of the list of the results of a group's workers. Methods return the first ones, or results by worker.
 
     `workers` are the names of the called workers, as they were in that `version` of their group. If some fail, `wait`
@@ -216,11 +218,11 @@ class GroupFuture(Future[Any]):
 
     def _end(self) -> None:
         if any(slot.error is not None for slot in self._slots):
-            self.set_exception(self._failure())
+            self.set_exception(self._failure())  # type: ignore[arg-type]
             return
         values = [slot.value for slot in self._slots]
         self._agent.streams.adopt(*values)
-        self.set_result(values)
+        self.set_result(values)  # type: ignore[arg-type]
 
     def _failure(self) -> GroupError:
         errors = {slot.key: slot.error for slot in self._slots if slot.error is not None}
@@ -289,7 +291,7 @@ def group_error(function: str, errors: dict[Key, BaseException], asked: int, res
     return error
 
 
-class MapFuture(GroupFuture):
+class MapFuture(GroupFuture[list[Any]]):
     """A future of a map. Each worker has one item at a time, and gets the next when it has finished one."""
 
     def __init__(
@@ -393,7 +395,7 @@ class _Calls:
 class CompletionIterator:
     """The results of the calls to a group, in the order of arrival. Each loop begins with the first."""
 
-    def __init__(self, future: GroupFuture) -> None:
+    def __init__(self, future: GroupFuture[Any]) -> None:
         self._future = future
         future.heed()
 

@@ -143,7 +143,7 @@ class RefGroup:
         return Proxy(lambda *call: wait_or_cancel(self._call(*call)), timeout)
 
     @not_compiled
-    def rpc_async(self, timeout: float = DEFAULT) -> Proxy[GroupFuture]:
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy[GroupFuture[list[Any]]]:
         """Call methods as `rpc_sync` does, but return a future, like calls to groups.
 
         Returns:
@@ -178,12 +178,12 @@ class RefGroup:
         return list(self._each("to_here()", lambda each: _fetched(each, timeout)).wait())
 
     @not_compiled
-    def future(self) -> GroupFuture:
+    def future(self) -> GroupFuture[list[Any]]:
         """Return a future of a list of None, which is done once all values exist."""
         return self._each("future()", lambda each: each.future())
 
     @not_compiled
-    def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
+    def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture[list[Any]]:
         """Run `value.method(item)` for each item.
 
         The first value gets the first item, and so on. If there are more items than values, each value gets the next
@@ -216,7 +216,7 @@ class RefGroup:
 
         return MapFuture(current.agent(), 0, self.names, len(calls), method, call).begin()
 
-    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture:
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture[list[Any]]:
         if profiling.wanted():
             return self._each(method or "__call__", lambda each: each._call_async(method, timeout, args, kwargs))
         future, callees = self._future(method or "__call__"), []
@@ -228,7 +228,7 @@ class RefGroup:
         current.agent().call_each(callees, self._prepared(method, args, kwargs), timeout)
         return future
 
-    def _each(self, about: str, begin: Callable[[RRef[Any]], Future[Any]]) -> GroupFuture:
+    def _each(self, about: str, begin: Callable[[RRef[Any]], Future[Any]]) -> GroupFuture[list[Any]]:
         """Start an operation on each reference. Return a future of the list of their results."""
         future = self._future(about)
         future._begin_each(lambda slot, number: slot.follow(begin(self._references[number])))
@@ -244,7 +244,7 @@ class RefGroup:
         ids = {each.owner_name(): each._handle.id for each in self}
         return PreparedCall(methods.of_each(method), (ids, *args), kwargs, self)
 
-    def _future(self, about: str) -> GroupFuture:
+    def _future(self, about: str) -> GroupFuture[list[Any]]:
         self._check()
         return GroupFuture(current.agent(), 0, self.names, self.names, f"{about} of the values of references")
 

@@ -210,7 +210,7 @@ def test_errors_of_a_reduction_are_named_with_the_partial_result(actors: rpc.Gro
 
 def test_wrong_uses_of_reductions_raise_clear_errors(actors: rpc.Group) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"such as torch\.add, not 'sum'"):
-        actors.rpc_async(name, reduce="sum")  # type: ignore[arg-type]
+        actors.rpc_async(name, reduce="sum")  # type: ignore[call-overload]
     lock = threading.Lock()
     with pytest.raises(errors.CannotEncode):
         actors.rpc_async(name, reduce=lambda first, second: lock)

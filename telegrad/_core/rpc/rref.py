@@ -374,8 +374,7 @@ class RRef(Generic[T]):
     __invert__: Operator = _plain(operator.invert)
 
     def _lent(self) -> RefPlaceholder:
-        name, rank, incarnation = self._handle.owner
-        return RefPlaceholder(self._handle.id, (name, rank, incarnation))
+        return RefPlaceholder(self._handle.id, (*self._handle.owner,))
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and callable(getattr(Tensor, name, None)):
@@ -394,10 +393,11 @@ class RRef(Generic[T]):
             "cannot be counted. To save the value, pickle rref.to_here()"
         )
 
-    def __copy__(self, memo: Any = None) -> RRef[T]:
+    def __copy__(self) -> RRef[T]:
         return self
 
-    __deepcopy__ = __copy__
+    def __deepcopy__(self, memo: Any) -> RRef[T]:
+        return self
 
     def __repr__(self) -> str:
         if forks.is_inherited(self._table):  # logs may show it
