@@ -38,9 +38,9 @@ from telegrad.errors import WorkerTaken
 from tests.seeds import ONLY
 from tests.sim.dynamic_world import Kinds, run
 
-PART = 500  # seeds
+PART = 200  # seeds
 PARTS = [range(first, first + PART) for first in range(0, 4 * PART, PART)]
-NIGHTLY = [range(first, first + 2_450) for first in range(2_000, 100_000, 2_450)]
+NIGHTLY = [range(first, first + 2_480) for first in range(800, 100_000, 2_480)]
 FAULTS = (
     "answer that is lost",
     "clock that runs differently",
