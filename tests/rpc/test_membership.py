@@ -22,7 +22,7 @@ from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, group, processes, run_all, wait_until
+from tests.cluster import PATIENCE, Process, agents_here, free_port, group, processes, run_all, wait_until
 from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
 
 
@@ -320,3 +320,9 @@ def test_local_workers_have_roles() -> None:
         assert list(group) == ["learner0", "actor0", "actor1"]
         found = [(worker.name, worker.role) for worker in rpc.workers()]
     assert found == [("driver", ""), ("learner0", "learner"), ("actor0", "actor"), ("actor1", "actor")]
+
+
+def test_a_called_function_can_use_its_group_before_init_rpc_has_returned() -> None:
+    with agents_here(2, dynamic=True):  # without a worker of the process, as before `init_rpc` returns
+        assert rpc.rpc_sync("w1", rpc.workers) == rpc.workers()
+        rpc.rpc_sync("w1", rpc.stop_serving)

@@ -73,7 +73,7 @@ def workers() -> list[WorkerInfo]:
         >>> [worker.name for worker in rpc.workers()]
         ['driver', 'worker0', 'worker1']
     """
-    return current.joined().membership.workers()
+    return current.here().membership.workers()
 
 
 def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
@@ -99,7 +99,7 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
         >>> len(rpc.wait_for_workers(3, timeout=10))
         3
     """
-    membership = current.joined().membership
+    membership = current.here().membership
     if isinstance(wanted, int):
         checks.count("wanted", wanted, what="a number of workers")
     else:
@@ -128,7 +128,7 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
         ['worker0', 'worker1']
     """
     checks.function("callback", callback)
-    current.joined().membership.on_join(callback)
+    current.here().membership.on_join(callback)
 
 
 def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
@@ -143,7 +143,7 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
         >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
     """
     checks.function("callback", callback)
-    current.joined().membership.on_leave(callback)
+    current.here().membership.on_leave(callback)
 
 
 def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
@@ -158,4 +158,4 @@ def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
         >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
     """
     checks.function("callback", callback)
-    current.joined().membership.on_lost(callback)
+    current.here().membership.on_lost(callback)

@@ -428,15 +428,10 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return _RemoteMethod(_use, self, method)
+        return partial(_use, self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         return _use(self, "", *args, **kwargs)
-
-
-class _RemoteMethod(partial[R]):
-    def __repr__(self) -> str:
-        return f"<remote method {self.args[1]!r}, not called yet>"
 
 
 def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:

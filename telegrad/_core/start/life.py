@@ -270,7 +270,7 @@ def stop_serving() -> None:
         >>> rpc.rpc_sync("worker", rpc.stop_serving)
         >>> rpc.serve()  # ends at once
     """
-    current.joined().stop_serving()
+    current.here().stop_serving()
 
 
 # Elastic groups
