@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_544,
-    "lines of the core": 38_131,
+    "lines of the package": 60_548,
+    "lines of the core": 38_135,
     "lines of the tests": 82_814,
     "files of the package": 265,
     "words of the glossary": 80,

@@ -14,7 +14,7 @@ from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.pickling.remote_text import fold
+from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, named, target
 from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
@@ -362,6 +362,7 @@ def rpc_stream(
     **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @not_compiled
+@folded
 def rpc_stream(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],

@@ -131,13 +131,13 @@ class RRef(Generic[T]):
         """
         if self._handle.box is not None:
             return self._open(timeout)
-        owner, perform = self._reach(timeout), self._table.agent.perform
-        call = new_tuple(PreparedCall, (fetch, self._handle.id, None, None, self))
-        if profiling.wanted():
-            here, there = self._table.agent.name, owner.name
-            event = profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there)
-            perform = partial(profiling.called, event, perform)
         try:
+            owner, perform = self._reach(timeout), self._table.agent.perform
+            call = new_tuple(PreparedCall, (fetch, self._handle.id, None, None, self))
+            if profiling.wanted():
+                here, there = self._table.agent.name, owner.name
+                event = profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there)
+                perform = partial(profiling.called, event, perform)
             return perform(owner, call, timeout)  # type: ignore[no-any-return]
         except BaseException as error:
             fold(error)

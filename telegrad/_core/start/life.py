@@ -20,6 +20,7 @@ from telegrad._core.interrupts import install
 from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import Elastic, Generation, limits_of, start
@@ -39,6 +40,7 @@ _lock = renewed(Exclusive("init_rpc"))  # only its holder sets current.worker, a
 
 
 @not_compiled
+@folded
 def init_rpc(
     name: str | None = None,
     backend: BackendType | None = None,
@@ -169,6 +171,7 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
 
 
 @not_compiled
+@folded
 def shutdown(
     graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
 ) -> None:
