@@ -240,7 +240,7 @@ class Faults(Fixtures):
             assert seen == list(range(1, number + 1))
 
     @pytest.mark.timeout(300)
-    @pytest.mark.parametrize("how", ["kill", "pause"])
+    @pytest.mark.parametrize("how", ["kill", pytest.param("pause", marks=pytest.mark.nightly)])
     def test_owners_do_not_act_at_once_while_the_server_fails(
         self, make: Make, place: str, engine: Engine, how: str
     ) -> None:
