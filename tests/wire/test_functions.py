@@ -293,15 +293,17 @@ def test_resolving_waits_for_an_import_of_another_thread(
 def test_the_error_names_the_missing_part(name: str, text: str) -> None:
     with pytest.raises(errors.FunctionNotFound, match=text) as caught:
         resolve(name)
-    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
 
 
 def test_the_error_says_why_an_import_failed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(errors.FunctionNotFound, match=r"broken_module.*no licence"):
+    with pytest.raises(errors.FunctionNotFound, match=r"broken_module.*no licence") as caught:
         resolve("broken_module:f")
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("module", ["__main__", "__mp_main__"])

@@ -81,7 +81,7 @@ def resolve(name: str) -> Callable[..., Any]:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise not_found(module_name, path, error) from error
+        raise not_found(module_name, path, error) from cause_of(module_name, error)
     return found  # type: ignore[no-any-return]
 
 
@@ -124,6 +124,13 @@ def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotF
         f"the RPC pickler does not serialize what can be imported by its name: {advice}, "
         "or send the function itself, as telegrad.rpc.functions.by_value(function)"
     )
+
+
+def cause_of(module_name: str, error: BaseException) -> BaseException | None:
+    """Return the error if code of the module has raised it: `not_found` tells all about other errors."""
+    if isinstance(error, ImportError):
+        return error if error.name != module_name else None
+    return error if module_name not in sys.modules else None
 
 
 def _find_name(function: Any) -> str | None:

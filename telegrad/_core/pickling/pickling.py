@@ -28,7 +28,7 @@ from torch import Tensor
 from telegrad._core import forks
 from telegrad._core.host import resources
 from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.pickling.function_names import import_anew, not_found
+from telegrad._core.pickling.function_names import cause_of, import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
 from telegrad._core.pickling.remote_text import fold, text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
@@ -360,7 +360,7 @@ class _Unpickler(pickle.Unpickler):
                 import_anew(module)
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:
-            raise not_found(module, name, error) from error
+            raise not_found(module, name, error) from cause_of(module, error)
 
 
 class _CutUnpickler(_Unpickler):
