@@ -162,6 +162,7 @@ def test_the_sick_ones_of_512_workers_come_first_and_others_are_found(open_page:
     group.silent = {"trainer300": "stopped"}
     page.get_by_text("Live; no answer from trainer300").wait_for()
     assert rows(page, "workers-table")[:4] == ["trainer300", "ps1", "trainer9", "ps0"]
+    assert "member for 60 s, a call for 5 min" in page.locator("#workers-table").inner_text()
     groups = rows(page, "groups-table")
     assert (len(groups), groups[:2]) == (66, ["role trainer", "host node41"])
     page.get_by_label("Find").fill("node05 trainer9")

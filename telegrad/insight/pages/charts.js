@@ -28,10 +28,10 @@ export function drawTraffic(svg, data) {
   const from = left(width);
   const names = [...data.workers.map((worker) => worker.worker), ...Object.keys(data.silent)];
   const size = Math.max(2, Math.min(36, (width - from - 60) / names.length));
-  const top = size < 9 ? 4 : 70; // below 9 names do not fit
+  const top = size < 12 ? 4 : 70; // below 12 names do not fit
   const most = Math.max(1, ...data.flows.map((flow) => flow.rate));
   const middle = (index) => (index + 0.5) * size;
-  const children = size < 9 ? [] : names.flatMap((name, index) => {
+  const children = size < 12 ? [] : names.flatMap((name, index) => {
     const style = name in data.silent ? "silent" : "";
     const above = text(0, 0, clipped(name, 12), style);
     above.setAttribute("transform", `translate(${from + middle(index) + 3} ${top - 5}) rotate(-50)`);

@@ -135,7 +135,8 @@ const WORKERS = [
 function phase(row) {
   if (row.silent) return { text: `no answer: ${row.silent}`, mark: true };
   const missing = row.missing.length ? `, waits for ${row.missing.join(", ")}` : "";
-  return { text: `${row.phase} for ${seconds(row.phase_age)}${missing}`, mark: row.missing.length > 0 };
+  const long = row.oldest >= LONG ? `, a call for ${seconds(row.oldest)}` : "";
+  return { text: `${row.phase} for ${seconds(row.phase_age)}${missing}${long}`, mark: row.missing.length > 0 };
 }
 
 function silent(data) {
@@ -144,7 +145,7 @@ function silent(data) {
 
 function workersCaption(data) {
   const gone = Object.entries(data.gone).map(([name, why]) => `${name} (${why})`);
-  return gone.length ? `No longer in the group: ${some(gone)}` : "Those in trouble first; click on one for its calls and stacks";
+  return gone.length ? `No longer in the group: ${some(gone)}` : "Those in trouble first; click on one";
 }
 
 const FLOWS = [
