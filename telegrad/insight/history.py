@@ -28,6 +28,7 @@ BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2,
 PARTS = 300  # calls shorter than one such part of the span may be merged
 FUNCTIONS = 60  # maximum number of functions
 ROWS = 3  # rows of simultaneous calls in a worker's lane
+LANES = 20  # workers with the longest calls, and with failed calls, whose lanes are sent
 
 SHARES = ("optimizer", "backward", "forward", "waits", "calls")  # categories of time, in order of precedence
 _SHARE = {STEPPED: "optimizer", BACKWARD_PASS: "backward", BACKWARD_TASKS: "backward", CALLED: "waits", RAN: "calls"}
@@ -161,9 +162,9 @@ class GroupHistory:
         """Return the rates since the previous snapshot, of each worker that is in both."""
         return {
             new["worker"]: Rate(
-                _grown(old["calls_done"], new["calls_done"]) / seconds,
-                _grown(sum(old["bytes_out"].values()), sum(new["bytes_out"].values())) / seconds,
-                _grown(sum(old["bytes_in"].values()), sum(new["bytes_in"].values())) / seconds,
+                max(0, new["calls_done"] - old["calls_done"]) / seconds,
+                max(0, sum(new["bytes_out"].values()) - sum(old["bytes_out"].values())) / seconds,
+                max(0, sum(new["bytes_in"].values()) - sum(old["bytes_in"].values())) / seconds,
             )
             for old, new, seconds in self._pairs()
         }
@@ -186,9 +187,15 @@ class GroupHistory:
         for old, new, seconds in self._pairs():
             known = _edges(old)
             for edge, count in _edges(new).items():
-                rate[edge] = max(rate[edge], _grown(known.get(edge, 0), count) / seconds)
+                rate[edge] = max(rate[edge], (count - known.get(edge, 0)) / seconds)
         edges = sorted({*total, *calls})
         return [Flow(*edge, calls[edge], total[edge], rate[edge]) for edge in edges if edge[0] != edge[1]]
+
+    def memory_after(self, time: float) -> dict[str, list[list[Any]]]:
+        """Return the times and sizes of each worker's memory after a time of day."""
+        since = time - self.epoch + 1e-3
+        found = {name: _rounded(each for each in own if each[0] > since) for name, own in self.memory.items()}
+        return {name: own for name, own in found.items() if own}
 
     def lost(self) -> dict[str, str]:
         """Return the workers that died or left early, and why, except names that are in use again."""
@@ -233,10 +240,6 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _grown(old: int, new: int) -> int:
-    return max(0, new - old)
-
-
 def _edges(account: WorkerState) -> dict[tuple[str, str], int]:
     """Return the bytes that a worker counted, by sender and receiver."""
     name = account["worker"]
@@ -266,30 +269,21 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
     recent, window = history.recent(seconds)
     ranked = [account["worker"] for account in accounts]
     events = {worker: recent[worker] for worker in [*ranked, *sorted(recent.keys() - set(ranked))] if worker in recent}
-    span = now - seconds, now
     rates = history.rates()
-    found = lanes(_with_going(events, accounts, history.epoch), *span, PARTS, ROWS)
+    found = lanes(_with_going(events, accounts, history.epoch), now - seconds, now, PARTS, ROWS)
     first = accounts[0] if accounts else None
     return {
-        "epoch": history.epoch,
-        "now": now,
-        "seconds": seconds,
-        "whole": window == seconds,
-        "trouble": history.trouble,
-        "programs": sorted({account["program"] for account in accounts}),
-        "place": first["place"] if first else "",
-        "size": first["size"] if first else None,
-        "gone": history.lost(),
-        "silent": dict(sight.silent),
+        "epoch": history.epoch, "now": now, "seconds": seconds, "whole": window == seconds, "gone": history.lost(),
+        "hosts": {name: first["members"].get(name, "") if first else "" for name in sight.silent},
+        "programs": sorted({account["program"] for account in accounts}), "silent": dict(sight.silent),
+        "place": first["place"] if first else "", "size": first["size"] if first else None, "trouble": history.trouble,
         "workers": [_worker(account, rates.get(account["worker"], Rate(0, 0, 0))) for account in accounts],
         "flows": [flow._asdict() for flow in history.flows()],
         "lanes": [lane | {"spans": _rounded(lane["spans"])} for lane in found],
         "functions": [function._asdict() for function in functions(events)[:FUNCTIONS]],
-        "bounds": BOUNDS,
-        "memory": {worker: _rounded(own) for worker, own in history.memory.items()},
-        "gantt": gantt(events),
-        "training": training(events, *span, parts=max(4, min(30, int(seconds * 2)))),
-    }
+        "bounds": BOUNDS, "gantt": gantt(events),
+        "training": training(events, now - seconds, now, parts=max(4, min(30, int(seconds * 2)))),
+    }  # fmt: skip
 
 
 def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: int = 4) -> list[dict[str, Any]]:
@@ -311,6 +305,17 @@ def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: in
             if spans:
                 found.append({"worker": worker, "kind": kind, "spans": spans})
     return found
+
+
+def notable(data: Mapping[str, Any], worker: str) -> list[dict[str, Any]]:
+    """Return the lanes of `worker`, of the workers with the longest calls, and of some that have failed calls."""
+    longest: Counter[str] = Counter()
+    for lane in data["lanes"]:
+        length = max((ended or data["now"]) - begun for _, begun, ended, *_ in lane["spans"])
+        longest[lane["worker"]] = max(longest[lane["worker"]], length)
+    failed = dict.fromkeys(lane["worker"] for lane in data["lanes"] if any(span[-1] for span in lane["spans"]))
+    chosen = {worker, *islice(failed, LANES), *(name for name, _ in longest.most_common(LANES))}
+    return [lane for lane in data["lanes"] if lane["worker"] in chosen]
 
 
 def gantt(events: Events) -> dict[str, Any] | None:
@@ -425,9 +430,8 @@ def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:
         "calls_out": counts(account["calls_out"], lambda call: call["to"]).total(),
         "queued": counts(account["calls_in"], lambda call: call["state"])[QUEUED],
         "oldest": max((call["age"] for call in account["calls_out"]), default=0.0),
-        "threads": len(account["threads"]),
-        "rate": rate._asdict(),
-    }
+        "threads": len(account["threads"]), "rate": rate._asdict(),
+    }  # fmt: skip
 
 
 def _rounded(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:

@@ -23,7 +23,6 @@ HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to
 SILENT, GONE = "silent", "gone"  # phases of workers without a state report
 WINDOW = 10.0  # seconds over which the statistics of functions are taken
 
-
 # Formatters of the values; `str` marks left-aligned text columns, the others are right-aligned.
 Columns = dict[str, Callable[[Any], str]]
 
@@ -235,16 +234,13 @@ def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[s
 
 
 def detail(history: GroupHistory, worker: str) -> dict[str, Any]:
-    """Return the tables of one worker: for each its name, its columns (name, and True if numeric) and its texts."""
+    """Return the stacks and tables of one worker, each with its name, columns (name, True if numeric) and texts."""
     try:
-        about, found = of_worker(history, worker)
+        about, found = of_worker(history, worker, stacks=True)
     except UsageError as error:
         return {"about": str(error), "tables": []}
     columns = [[(name, show is not str) for name, show in table.columns.items()] for table in found]
-    return {
-        "about": about,
-        "tables": [(table.name, own, texts(table)) for table, own in zip(found, columns, strict=True)],
-    }
+    return {"about": about, "tables": [(each.name, own, texts(each)) for each, own in zip(found, columns, strict=True)]}
 
 
 def _calls(account: WorkerState) -> list[Table]:

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from telegrad.ext.processes import Thread, bracketed, family_of, forks, socket_address
-from telegrad.insight.history import GroupHistory, GroupSnapshot, Source, snapshot
+from telegrad.insight.history import GroupHistory, GroupSnapshot, Source, notable, snapshot
 from telegrad.insight.top import detail
 
 MOST_CONNECTIONS = 64  # each has a thread; a browser opens at most six
@@ -162,13 +162,15 @@ class Dashboard:
     def port(self) -> int:
         return self._server.port
 
-    def data(self, seconds: float, worker: str = "") -> dict[str, Any]:
-        """Return the data of the last `seconds`, and the tables of one worker."""
+    def data(self, seconds: float, worker: str = "", after: float = 0.0) -> dict[str, Any]:
+        """Return the data of the last `seconds`, memory only after a time of day, and the tables of one worker."""
         with self._lock:
             self._ask()
             if seconds not in self._shown:
                 self._shown[seconds] = snapshot(self._history, seconds)
-            return self._shown[seconds] | ({"worker": detail(self._history, worker)} if worker else {})
+            found = self._shown[seconds] | {"memory": self._history.memory_after(after)}
+            found["lanes"] = notable(found, worker)
+            return found | ({"worker": detail(self._history, worker)} if worker else {})
 
     def why(self) -> str:
         with self._lock:
@@ -191,8 +193,7 @@ class Dashboard:
             kept = SimpleCookie(cookies).get(self.cookie[0])
         except CookieError:
             kept = None
-        given = kept.value if kept is not None else ""
-        known = secrets.compare_digest(given.encode(), self.cookie[1].encode())
+        known = secrets.compare_digest((kept.value if kept is not None else "").encode(), self.cookie[1].encode())
         return secrets.compare_digest(token.encode(), self.token.encode()) or known
 
     def is_called(self, host: str) -> bool:
@@ -217,8 +218,7 @@ class Dashboard:
 class _Server(BoundedServer):
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
-        files = resources.files("telegrad.insight").joinpath("pages").iterdir()
-        self.pages = {file.name: file.read_bytes() for file in files}
+        self.pages = {file.name: file.read_bytes() for file in (resources.files(__package__) / "pages").iterdir()}
         super().__init__(host, port, _PageHandler)
 
 
@@ -230,12 +230,14 @@ class _PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         dashboard = self.server.dashboard
         path, _, rest = self.path.partition("?")
-        query = parse_qs(rest)
-        token, cookies = query.get("token", [""])[0], self.headers.get("Cookie", "")
+        asked = {name: values[0] for name, values in parse_qs(rest).items()}
+        token, cookies = asked.get("token", ""), self.headers.get("Cookie", "")
         if not (dashboard.is_called(self.headers.get("Host", "")) and dashboard.lets_in(token, cookies)):
             self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
         elif path == "/data":
-            data = dashboard.data(_number(query.get("seconds", [""])[0]), query.get("worker", [""])[0])
+            wanted = min(SPANS[-1], _number(asked.get("seconds"), SPANS[-1]))
+            span, after = min(SPANS, key=lambda each: abs(each - wanted)), _number(asked.get("after"), 0.0)
+            data = dashboard.data(span, asked.get("worker", ""), after)
             self._answer(200, json.dumps(data).encode(), "application/json")
         elif path == "/why":
             self._answer(200, dashboard.why().encode())
@@ -269,10 +271,8 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _number(text: str) -> float:
-    """Return the seconds of a query, rounded to a supported span."""
-    try:
-        wanted = min(SPANS[-1], float(text))
-    except ValueError:
-        return SPANS[-1]
-    return min(SPANS, key=lambda each: abs(each - wanted))
+def _number(text: str | None, otherwise: float) -> float:
+    """Return the number of a query, if it is one."""
+    with contextlib.suppress(ValueError):
+        return float(text or otherwise)
+    return otherwise

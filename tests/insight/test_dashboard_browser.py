@@ -9,6 +9,8 @@ import pytest
 
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.web import Dashboard
+from telegrad.reporting import CallOut
+from tests.insight.accounts import account
 from tests.insight.browsers import AXE, BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group
 
@@ -144,6 +146,34 @@ def test_why(open_page: Open) -> None:
     page.get_by_text("trainer waits for stage1 <b>since</b> 3 s").wait_for()  # as text, not as HTML
 
 
+def test_the_sick_ones_of_512_workers_come_first_and_others_are_found(open_page: Open, group: Group) -> None:
+    names = [f"{role}{at}" for role, count in (("ps", 32), ("trainer", 480)) for at in range(count)]
+    hosts = {name: f"node{at // 8:02}" for at, name in enumerate(names)}
+    slow = CallOut(to="ps1", number=1, function="f", age=300.0, timeout=0.0, thread=None)
+    states = [
+        account(
+            name, members=hosts, host=hosts[name], calls_out=[slow] * (name == "trainer9"), busy=16 * (name == "ps1")
+        )
+        for name in names
+        if name != "trainer300"
+    ]
+    group.look = lambda: GroupSnapshot(states, group.silent)
+    page = open_page(viewport={"width": 400, "height": 900}, bypass_csp=True)
+    group.silent = {"trainer300": "stopped"}
+    page.get_by_text("Live; no answer from trainer300").wait_for()
+    assert rows(page, "workers-table")[:4] == ["trainer300", "ps1", "trainer9", "ps0"]
+    assert "member for 60 s, a call for 5 min" in page.locator("#workers-table").inner_text()
+    groups = rows(page, "groups-table")
+    assert (len(groups), groups[:2]) == (66, ["role trainer", "host node41"])
+    page.get_by_label("Find").fill("node05 trainer9")
+    assert rows(page, "workers-table") == rows(page, "memory-table") == rows(page, "references-table") == ["trainer9"]
+    page.locator("#workers-table tbody th").click()
+    page.get_by_text("trainer9 rank 0 on node05").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    if AXE.exists():
+        assert faults(page) == []
+
+
 def test_pause_and_the_selected_time_span(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("combobox", name="Last").select_option("60")
@@ -167,6 +197,11 @@ def test_hovering_shows_details(open_page: Open) -> None:
     page.wait_for_function("document.querySelector('#hovered').innerText.startsWith('trainer called')")
 
 
+def faults(page: Any) -> Any:
+    page.evaluate(AXE.read_text())
+    return page.evaluate("async () => (await axe.run()).violations.map((each) => [each.id, each.help])")
+
+
 def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
@@ -186,7 +221,7 @@ def test_the_keyboard_reaches_all_controls(open_page: Open) -> None:
     page = open_page()
     wanted = page.evaluate(
         """() => {
-            const all = [...document.querySelectorAll('a, button, select, summary, [tabindex="0"]')];
+            const all = [...document.querySelectorAll('a, button, select, input, summary, [tabindex="0"]')];
             const seen = all.filter((each) => each.checkVisibility());
             seen.forEach((each, index) => (each.dataset.index = index));
             return seen.length;
@@ -203,7 +238,7 @@ def test_the_keyboard_reaches_all_controls(open_page: Open) -> None:
     page.locator("#pause").focus()
     page.keyboard.press("Space")
     assert page.locator("#pause").get_attribute("aria-pressed") == "true"
-    page.locator("summary").first.focus()
+    page.locator("#traffic summary").focus()
     page.keyboard.press("Enter")
     assert page.locator("#flows-table").is_visible()
 
@@ -242,8 +277,7 @@ def test_axe_finds_no_faults(open_page: Open, group: Group, theme: str, width: i
     page.get_by_text("trainer rank 0 on node, pid 100").wait_for()
     group.silent = {"stage3": "stuck in C"}
     page.get_by_text("Live; no answer from stage3").wait_for()
-    page.evaluate(AXE.read_text())
-    assert page.evaluate("async () => (await axe.run()).violations.map((each) => [each.id, each.help])") == []
+    assert faults(page) == []
 
 
 def test_the_page_needs_the_token(browser: Any, dashboard: Dashboard) -> None:

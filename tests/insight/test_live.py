@@ -23,6 +23,7 @@ from telegrad.insight.history import (
     functions,
     gantt,
     lanes,
+    notable,
     percentile,
     snapshot,
     spend,
@@ -236,12 +237,24 @@ def test_snapshot_of_a_group_that_trains() -> None:
     assert found["workers"][1]["queued"] == 0
     assert {function["name"] for function in found["functions"]} == {"Pipeline.batch", "torch.add"}
     assert found["training"]["spent"].keys() == set(WORKERS)
-    assert [len(own) for own in found["memory"].values()] == [3] * len(WORKERS)
+    assert [len(own) for own in history.memory_after(0).values()] == [3] * len(WORKERS)
+    assert [len(own) for own in history.memory_after(history.epoch + 1).values()] == [1] * len(WORKERS)
+    assert history.memory_after(history.epoch + history.now) == {}
     assert (found["size"], found["whole"], len(found["gantt"]["bars"])) == (4, True, 48)
     group.silent = {"trainer": "stuck"}
     history.update(group)
     shown = list(dict.fromkeys(lane["worker"] for lane in snapshot(history, 15)["lanes"]))
     assert shown == [*WORKERS[1:], "trainer"]  # by rank, then silent workers
+
+
+def test_notable_lanes_are_those_of_the_longest_and_of_failed_calls() -> None:
+    failed = {30: "ValueError", 31: ""}
+    found = [
+        {"worker": f"w{at}", "kind": "ran", "spans": [[0, 10.0 - at / 10, None, 1, "f", "a", failed.get(at, "")]]}
+        for at in range(60)
+    ]
+    shown = [int(lane["worker"][1:]) for lane in notable({"now": 10.0, "lanes": found}, "w3")]
+    assert shown == [3, 30, *range(40, 60)]
 
 
 def test_snapshots_of_unfinished_calls_and_of_a_silent_group() -> None:

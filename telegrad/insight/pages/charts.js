@@ -5,6 +5,8 @@ import { bytes, clipped, seconds, share, short } from "./words.js";
 
 export const KINDS = ["forward", "backward", "input", "weights"]; // of actions on micro-batches; others are on weights
 
+const MATRIX = 64; // workers whose names fit; with more, only the table has them
+
 function left(width) {
   return width < 500 ? 70 : 110;
 }
@@ -21,14 +23,15 @@ function axis(width, from, top, bottom, length, word, zero = word(0)) {
 
 // A matrix: who sends how much to whom.
 export function drawTraffic(svg, data) {
+  if (data.workers.length > MATRIX) return show(svg, 0, `${data.workers.length} workers: the table below has their traffic.`, []);
   const width = widthOf(svg);
   const from = left(width);
   const names = [...data.workers.map((worker) => worker.worker), ...Object.keys(data.silent)];
   const size = Math.max(2, Math.min(36, (width - from - 60) / names.length));
-  const top = size < 9 ? 4 : 70; // below 9 names do not fit
+  const top = size < 12 ? 4 : 70; // below 12 names do not fit
   const most = Math.max(1, ...data.flows.map((flow) => flow.rate));
   const middle = (index) => (index + 0.5) * size;
-  const children = size < 9 ? [] : names.flatMap((name, index) => {
+  const children = size < 12 ? [] : names.flatMap((name, index) => {
     const style = name in data.silent ? "silent" : "";
     const above = text(0, 0, clipped(name, 12), style);
     above.setAttribute("transform", `translate(${from + middle(index) + 3} ${top - 5}) rotate(-50)`);
@@ -133,7 +136,8 @@ function firstStage(gantt, worker) {
 export function drawMemory(svg, data) {
   const width = widthOf(svg);
   const [from, right, height] = [60, width < 500 ? 80 : 120, 200];
-  const lines = Object.entries(data.memory);
+  const sizes = Object.entries(data.memory).map(([, own]) => own.at(-1)[1]).sort((one, other) => other - one);
+  const lines = Object.entries(data.memory).filter(([, own]) => own.at(-1)[1] >= (sizes[11] ?? 0)).slice(0, 12);
   const greatest = Math.max(1, ...lines.flatMap(([, own]) => own.map((each) => each[1])));
   const first = Math.min(...lines.map(([, own]) => own[0][0]));
   const length = Math.max(1, data.now - first);
@@ -151,7 +155,6 @@ export function drawMemory(svg, data) {
     labels.push({ at: y(own.at(-1)[1]) + 4, worker, style });
   });
   labels.sort((one, other) => one.at - other.at);
-  labels.splice(12); // the largest
   labels.forEach((label, index) => {
     if (index) label.at = Math.max(label.at, labels[index - 1].at + 14);
   });

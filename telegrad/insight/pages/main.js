@@ -2,7 +2,7 @@
 
 import { callInWords, drawCalls, drawGantt, drawMemory, drawSteps, drawTraffic, under } from "./charts.js";
 import { framed } from "./tables.js";
-import { fillTables, fillWorker } from "./views.js";
+import { fillTables, fillWorker, found, remember, some } from "./views.js";
 import { seconds as inSeconds, share, short } from "./words.js";
 
 const PAUSE = 1000; // milliseconds between two looks; the server looks no more often
@@ -23,7 +23,7 @@ async function look() {
   if (paused || document.hidden || asking) return;
   asking = true;
   try {
-    const data = await ask(`data?seconds=${at("seconds").value}&worker=${encodeURIComponent(at("one").value)}`).then((answer) => answer.json());
+    const data = await ask(`data?seconds=${at("seconds").value}&worker=${encodeURIComponent(at("one").value)}&after=${latest ? latest.epoch + latest.now : 0}`).then((answer) => answer.json());
     wait = PAUSE;
     if (!paused) take(data);
   } catch (error) {
@@ -61,8 +61,9 @@ function take(data) {
     if (!data.workers.length) return;
   } else {
     const silent = Object.keys(data.silent);
-    tell("live", silent.length ? `Live; no answer from ${silent.join(", ")}` : "Live");
+    tell("live", silent.length ? `Live; no answer from ${some(silent)}` : "Live");
   }
+  remember(data, latest);
   latest = data;
   render();
 }
@@ -74,13 +75,13 @@ function tell(kind, words) {
 }
 
 function render() {
-  const data = latest;
-  if (!data) return;
-  const { programs, place, size } = data;
-  const members = `${data.workers.length} of ${size ?? data.workers.length + Object.keys(data.silent).length} workers answer`;
+  if (!latest) return;
+  const { programs, place, size, workers, silent } = latest;
+  const data = found(latest, at("find").value);
+  const members = `${workers.length} of ${size ?? workers.length + Object.keys(silent).length} workers answer`;
   at("group").textContent = [programs.join(", "), place, members].filter(Boolean).join(" · ");
   fillTables(at, data);
-  fillWorker(at, data);
+  fillWorker(at, latest);
   drawTraffic(at("matrix"), data);
   shown = drawCalls(at("timeline"), data);
   if (Object.keys(data.memory).length) drawMemory(at("memory-chart"), data);
@@ -127,7 +128,15 @@ at("seconds").addEventListener("change", () => {
   keep("seconds", at("seconds").value);
   look();
 });
+at("find").addEventListener("input", render);
 at("one").addEventListener("change", look);
+at("workers-table").addEventListener("click", (event) => {
+  const name = event.target.closest("tbody tr")?.dataset.key;
+  if (!name) return;
+  at("one").value = name;
+  at("worker").scrollIntoView();
+  look();
+});
 at("pause").addEventListener("click", () => {
   paused = !paused;
   at("pause").setAttribute("aria-pressed", paused);

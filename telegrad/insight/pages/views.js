@@ -7,10 +7,88 @@ import { bytes, seconds, share, short } from "./words.js";
 
 const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
 
+const number = (title, cell) => ({ title, cell, style: "number" });
+const PLACES = 16; // of more workers, there is a table by role and host
+const ROWS = 200; // of flows
+const LONG = 10; // seconds for a call that moves its worker up
+const LOOKS = 600; // points of a worker in the chart of memory
+
+// Adds the points of the charts that the page has already, which the server does not send again.
+export function remember(data, before) {
+  if (before?.epoch !== data.epoch) return;
+  for (const [worker, own] of Object.entries(before.memory)) data.memory[worker] = [...own, ...(data.memory[worker] ?? [])].slice(-LOOKS);
+}
+
+export function some(names) {
+  return names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", ");
+}
+
+// The data of workers with all of these words in their names, hosts or phases.
+export function found(data, words) {
+  const wanted = words.toLowerCase().split(" ").filter(Boolean);
+  if (!wanted.length) return data;
+  const rows = [...silent(data), ...data.workers].filter((row) => {
+    const told = `${row.worker} ${row.host} ${phase(row).text}`.toLowerCase();
+    return wanted.every((word) => told.includes(word));
+  });
+  const names = new Set(rows.map((row) => row.worker));
+  const own = (all) => Object.fromEntries(Object.entries(all).filter(([name]) => names.has(name)));
+  return {
+    ...data,
+    workers: data.workers.filter((row) => names.has(row.worker)),
+    silent: own(data.silent),
+    flows: data.flows.filter((flow) => names.has(flow.source) || names.has(flow.target)),
+    lanes: data.lanes.filter((lane) => names.has(lane.worker)),
+    memory: own(data.memory),
+    training: { ...data.training, spent: own(data.training.spent) },
+  };
+}
+
+// Higher for who needs a look: no answer, waits for others to join or leave, full, or the age of its oldest call.
+function trouble(row) {
+  if (row.silent) return 1e12;
+  if (row.missing.length) return 1e11;
+  if (row.busy >= row.slots) return 1e10;
+  return row.oldest >= LONG ? row.oldest : 0;
+}
+
+function grouped(rows) {
+  const groups = new Map();
+  for (const row of rows) {
+    for (const name of [`role ${row.worker.replace(/[\d_-]+$/, "") || row.worker}`, `host ${row.host || "unknown"}`]) {
+      groups.set(name, [...(groups.get(name) ?? []), row]);
+    }
+  }
+  return [...groups].map(([name, own]) => ({ name, own, worst: Math.max(...own.map(trouble)) })).sort((one, other) => other.worst - one.worst);
+}
+
+function sum(own, amount) {
+  return own.reduce((total, row) => total + (row.silent ? 0 : amount(row)), 0);
+}
+
+const GROUPS = [
+  { title: "Role or host", cell: (group) => group.name },
+  number("Workers", ({ own }) => own.length),
+  number("No answer", ({ own }) => counted(own.filter((row) => row.silent))),
+  number("Full", ({ own }) => counted(own.filter((row) => row.busy >= row.slots))),
+  number("Queued", ({ own }) => sum(own, (row) => row.queued)),
+  number("Oldest call", ({ own }) => seconds(Math.max(0, ...own.map((row) => row.oldest ?? 0)))),
+  number("Sent/s", ({ own }) => bytes(sum(own, (row) => row.rate.sent))),
+  number("Memory", ({ own }) => bytes(sum(own, (row) => row.memory))),
+];
+
+function counted(own) {
+  return { text: own.length, mark: own.length > 0 };
+}
+
 export function fillTables(at, data) {
   const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest events are kept"}`;
-  fill(at("workers-table"), workersCaption(data), WORKERS, [...silent(data), ...data.workers]);
-  fill(at("flows-table"), "From worker to worker", FLOWS, data.flows);
+  const rows = [...silent(data), ...data.workers].sort((one, other) => trouble(other) - trouble(one));
+  at("groups").hidden = rows.length <= PLACES;
+  fill(at("groups-table"), "Those in trouble first", GROUPS, at("groups").hidden ? [] : grouped(rows));
+  fill(at("workers-table"), workersCaption(data), WORKERS, rows);
+  const flows = data.flows.toSorted((one, other) => other.rate - one.rate).slice(0, ROWS);
+  fill(at("flows-table"), `From worker to worker, the most first: ${flows.length} of ${data.flows.length}`, FLOWS, flows);
   fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
   fill(at("functions-table"), `Calls of the ${last}, the most time-consuming first`, functionColumns(data.bounds), data.functions);
   fill(at("spent-table"), `Where the time went, ${last}`, spentColumns(data.seconds), Object.entries(data.training.spent));
@@ -21,8 +99,9 @@ export function fillTables(at, data) {
 
 // The tables of the worker that was chosen, which the server has made.
 export function fillWorker(at, data) {
+  const listed = new Set([...at("one").options].map((option) => option.value));
   for (const { worker } of [...data.workers, ...silent(data)]) {
-    if (![...at("one").options].some((option) => option.value === worker)) at("one").add(new Option(worker));
+    if (!listed.has(worker)) at("one").add(new Option(worker));
   }
   const { about, tables } = data.worker ?? { about: "", tables: [] };
   at("about").textContent = about;
@@ -34,8 +113,6 @@ export function fillWorker(at, data) {
     fill(place.children[index].firstChild, `${name}: ${texts.length}`, [number("No.", (row) => row[0]), ...shown], texts.map((own, at) => [at + 1, ...own]));
   });
 }
-
-const number = (title, cell) => ({ title, cell, style: "number" });
 
 const WORKERS = [
   { title: "Worker", cell: (row) => row.worker },
@@ -52,22 +129,23 @@ const WORKERS = [
   number("Contexts", (row) => row.contexts ?? ""),
   number("Generation", (row) => row.generation ?? ""),
   number("Rank", (row) => row.rank ?? ""),
-  { title: "Host, process", cell: (row) => (row.silent ? "" : `${row.host}, ${row.pid}`) },
+  { title: "Host, process", cell: (row) => (row.silent ? row.host : `${row.host}, ${row.pid}`) },
 ];
 
 function phase(row) {
   if (row.silent) return { text: `no answer: ${row.silent}`, mark: true };
   const missing = row.missing.length ? `, waits for ${row.missing.join(", ")}` : "";
-  return { text: `${row.phase} for ${seconds(row.phase_age)}${missing}`, mark: row.missing.length > 0 };
+  const long = row.oldest >= LONG ? `, a call for ${seconds(row.oldest)}` : "";
+  return { text: `${row.phase} for ${seconds(row.phase_age)}${missing}${long}`, mark: row.missing.length > 0 };
 }
 
 function silent(data) {
-  return Object.entries(data.silent).map(([worker, why]) => ({ worker, silent: why || "no reason is known" }));
+  return Object.entries(data.silent).map(([worker, why]) => ({ worker, host: data.hosts[worker], silent: why || "no reason is known" }));
 }
 
 function workersCaption(data) {
   const gone = Object.entries(data.gone).map(([name, why]) => `${name} (${why})`);
-  return gone.length ? `No longer in the group: ${gone.join(", ")}` : "All known workers";
+  return gone.length ? `No longer in the group: ${some(gone)}` : "Those in trouble first; click on one";
 }
 
 const FLOWS = [
