@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_555,
+    "lines of the package": 60_563,
     "lines of the core": 38_142,
-    "lines of the tests": 82_816,
+    "lines of the tests": 82_857,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,

@@ -144,8 +144,7 @@ class GroupHistory:
         """Return the events that ended in the last `seconds`, the latest of each kind first."""
         most = min(KEPT, MOST // max(1, len(self._events)))
         answering = {account["worker"]: account["clock"] for account in self.sight.accounts}
-        events: dict[str, list[Event]] = {}
-        window = seconds
+        events, window = dict[str, list[Event]](), seconds
         for worker, kinds in self._events.items():
             # Use the worker's own clock if it answers: its wall clock may be wrong.
             now = answering[worker] + self._shifts[worker][1] if worker in answering else self.now
@@ -194,8 +193,8 @@ class GroupHistory:
     def memory_after(self, time: float) -> dict[str, list[list[Any]]]:
         """Return the times and sizes of each worker's memory after a time of day."""
         since = time - self.epoch + 1e-3
-        found = {name: _rounded(each for each in own if each[0] > since) for name, own in self.memory.items()}
-        return {name: own for name, own in found.items() if own}
+        new = ((name, [each for each in own if each[0] > since]) for name, own in self.memory.items())
+        return {name: _rounded(own) for name, own in new if own}
 
     def lost(self) -> dict[str, str]:
         """Return the workers that died or left early, and why, except names that are in use again."""
@@ -273,17 +272,25 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
     found = lanes(_with_going(events, accounts, history.epoch), now - seconds, now, PARTS, ROWS)
     first = accounts[0] if accounts else None
     return {
-        "epoch": history.epoch, "now": now, "seconds": seconds, "whole": window == seconds, "gone": history.lost(),
+        "epoch": history.epoch,
+        "now": now,
+        "seconds": seconds,
+        "whole": window == seconds,
+        "gone": history.lost(),
         "hosts": {name: first["members"].get(name, "") if first else "" for name in sight.silent},
-        "programs": sorted({account["program"] for account in accounts}), "silent": dict(sight.silent),
-        "place": first["place"] if first else "", "size": first["size"] if first else None, "trouble": history.trouble,
+        "programs": sorted({account["program"] for account in accounts}),
+        "silent": dict(sight.silent),
+        "place": first["place"] if first else "",
+        "size": first["size"] if first else None,
+        "trouble": history.trouble,
         "workers": [_worker(account, rates.get(account["worker"], Rate(0, 0, 0))) for account in accounts],
         "flows": [flow._asdict() for flow in history.flows()],
         "lanes": [lane | {"spans": _rounded(lane["spans"])} for lane in found],
         "functions": [function._asdict() for function in functions(events)[:FUNCTIONS]],
-        "bounds": BOUNDS, "gantt": gantt(events),
+        "bounds": BOUNDS,
+        "gantt": gantt(events),
         "training": training(events, now - seconds, now, parts=max(4, min(30, int(seconds * 2)))),
-    }  # fmt: skip
+    }
 
 
 def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: int = 4) -> list[dict[str, Any]]:
@@ -311,10 +318,10 @@ def notable(data: Mapping[str, Any], worker: str) -> list[dict[str, Any]]:
     """Return the lanes of `worker`, of the workers with the longest calls, and of some that have failed calls."""
     longest: Counter[str] = Counter()
     for lane in data["lanes"]:
-        length = max((ended or data["now"]) - begun for _, begun, ended, *_ in lane["spans"])
-        longest[lane["worker"]] = max(longest[lane["worker"]], length)
+        lengths = ((ended or data["now"]) - begun for _, begun, ended, *_ in lane["spans"])
+        longest[lane["worker"]] = max(longest[lane["worker"]], *lengths)
     failed = dict.fromkeys(lane["worker"] for lane in data["lanes"] if any(span[-1] for span in lane["spans"]))
-    chosen = {worker, *islice(failed, LANES), *(name for name, _ in longest.most_common(LANES))}
+    chosen = {worker, *islice(failed, LANES), *dict(longest.most_common(LANES))}
     return [lane for lane in data["lanes"] if lane["worker"] in chosen]
 
 
@@ -430,8 +437,9 @@ def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:
         "calls_out": counts(account["calls_out"], lambda call: call["to"]).total(),
         "queued": counts(account["calls_in"], lambda call: call["state"])[QUEUED],
         "oldest": max((call["age"] for call in account["calls_out"]), default=0.0),
-        "threads": len(account["threads"]), "rate": rate._asdict(),
-    }  # fmt: skip
+        "threads": len(account["threads"]),
+        "rate": rate._asdict(),
+    }
 
 
 def _rounded(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:

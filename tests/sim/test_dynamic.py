@@ -42,12 +42,25 @@ PART = 200  # seeds
 PARTS = [range(first, first + PART) for first in range(0, 4 * PART, PART)]
 NIGHTLY = [range(first, first + 2_480) for first in range(800, 100_000, 2_480)]
 FAULTS = (
-    "answer that is lost", "clock that runs differently", "Compacted", "connection that breaks", "cut",
-    "cut one way", "detector that is late", "detector that says alive of one that died",
-    "detector that says dead of one that lives", "directory that is killed", "directory that stops and goes on",
-    "LeaseLost", "member that is declared lost and lives", "process that dies", "process that stops and goes on",
-    "request that arrives late", "request that is repeated", "worker that answers nobody",
-)  # fmt: skip
+    "answer that is lost",
+    "clock that runs differently",
+    "Compacted",
+    "connection that breaks",
+    "cut",
+    "cut one way",
+    "detector that is late",
+    "detector that says alive of one that died",
+    "detector that says dead of one that lives",
+    "directory that is killed",
+    "directory that stops and goes on",
+    "LeaseLost",
+    "member that is declared lost and lives",
+    "process that dies",
+    "process that stops and goes on",
+    "request that arrives late",
+    "request that is repeated",
+    "worker that answers nobody",
+)
 ACTS = ("claimed", "end of the group that is heard of", "joined", "left", "refused", "released")
 
 
