@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_563,
-    "lines of the core": 38_142,
-    "lines of the tests": 82_857,
+    "lines of the package": 60_651,
+    "lines of the core": 38_156,
+    "lines of the tests": 83_554,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,
