@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_544,
-    "lines of the core": 38_131,
-    "lines of the tests": 82_814,
+    "lines of the package": 60_632,
+    "lines of the core": 38_145,
+    "lines of the tests": 83_511,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,

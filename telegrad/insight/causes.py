@@ -31,7 +31,7 @@ from telegrad.insight.phrases import (
     who,
 )
 from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
-from telegrad.reporting import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
+from telegrad.reporting import COROUTINE, LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 
@@ -74,8 +74,9 @@ class Causes:
                 title += " that hold them wait for calls that are queued for one."
                 details += map(self._on_slots, full)
             elif taker is not None:
+                lock, thread = lock_of(graph.threads[taker]), "a thread that needs it" if len(nodes) > 1 else "it, too"
                 kind, title = "lock deadlock", f"Deadlock through a lock of {taker.worker}{seems}: the thread"
-                title += f" that holds it ({lock_of(graph.threads[taker])}) waits for a thread that needs it."
+                title += f" that holds it ({lock}) waits for {thread}."
             else:
                 whom = "wait for each other" if len(workers) > 1 else "waits for itself"
                 kind, title = "deadlock", f"Deadlock{seems}: {several(workers)} {whom}."
@@ -85,7 +86,7 @@ class Causes:
         if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
             return []
         sentence, *lines = waiting(self._graph, node)
-        if node.kind == THREAD and edge.why == "lock":
+        if node.kind == THREAD and edge.why == "lock" and edge.to != node:
             return [f"{sentence}, which {who(self._graph, edge.to).rstrip(',')} holds, it seems", *lines]
         behind = f"{self._graph.function(edge.to)} on {edge.to.to}" if edge.to.kind == CALL else ""
         seems = {
@@ -207,6 +208,10 @@ class Causes:
             weight = None
             if first.kind == THREAD:
                 title, details, weight = self._thread(kind, first, nodes)
+                if kind == "wait" and (on := (graph.threads[first]["wait"] or {"on": []})["on"]):
+                    workers = on
+                    idle = {*on} - {each.worker for each in graph.waiting_for(nodes)}
+                    details += [line for name in sorted(idle) for line in self._main_of(name)]
             elif first.kind == WORKER and kind == "shutdown":
                 leaving = graph.accounts[first.worker]["phase"] == LEAVING
                 title = f"{first.worker} has {'' if leaving else 'not '}called shutdown, and others wait for it."
@@ -300,7 +305,9 @@ class Causes:
         else:
             subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
-        if kind == "value":
+        if any(edge.why == "thread" for _, edge in graph.into[first]):
+            title = f"A thread waits for this one, it seems: {title}"
+        elif kind == "value":
             title = f"A value has not been created, it seems: {title}"
         elif kind == "backward":
             title = f"A backward pass waits for user code on {several(node.worker for node in nodes)}: {title}"
@@ -308,12 +315,14 @@ class Causes:
             takers = [node for node, edge in graph.into[first] if edge.why == "lock"]
             if not takers:
                 owner = who(graph, first).rstrip(",")
+                details += ["Perhaps this thread itself holds it, or no thread is left that releases it"]
                 return f"{owner} waits for a lock ({lock_of(thread)}); its holder is not known.", details, None
             wait = f"{who(graph, takers[0])} waits"
             if len(takers) > 1:
                 wait = f"{len(takers)} threads of {first.worker} wait"
             lock = lock_of(graph.threads[takers[0]])
-            title = f"{wait} for a lock ({lock}) that another thread holds, it seems: {title}"
+            kind = COROUTINE if thread["name"] == COROUTINE else "thread"
+            title = f"{wait} for a lock ({lock}) that another {kind} holds, it seems: {title}"
         return title, details, None
 
     def _late(self, main: Node) -> tuple[str, list[str], int | None]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from math import isinf
 from typing import NamedTuple
 
-from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting import QUEUED, CallOut, ThreadState
+from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
+from telegrad.reporting import MEETINGS, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -45,16 +45,10 @@ INDENT = "    "  # of a source line below the sentence about it
 # Matches lines that may block; other lines wait at most for the interpreter's lock.
 _MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")
 _SLEEPS = re.compile(r"\bsleep\(")
-_INNER = (
-    "/threading.py:",
-    "/queue.py:",
-    "/concurrent/futures/",
-    "/multiprocessing/",
-    "/selectors.py:",
-    "/subprocess.py:",
-)
+_INNER = ("/threading.py:", "/queue.py:", "/concurrent/futures/")
+_OF_PROCESSES = re.compile(r"/multiprocessing/(connection|queues)\.py:|/subprocess\.py:|/popen_\w+\.py:\d+ poll$")
 
-LOCKED, BUSY, SLEEPS, WAITS, ASLEEP, UNKNOWN = "locked", "busy", "sleeps", "waits", "asleep", "unknown"
+LOCKED, BUSY, SLEEPS, WAITS, AWAY, ASLEEP, UNKNOWN = "locked", "busy", "sleeps", "waits", "away", "asleep", "unknown"
 
 
 def seconds(age: float) -> str:
@@ -112,6 +106,8 @@ def thread_state(thread: ThreadState) -> str:
         return BUSY
     if _SLEEPS.search(text):
         return SLEEPS
+    if any(map(_OF_PROCESSES.search, thread["stack"][-3:])):
+        return AWAY
     if any(part in innermost for part in _INNER):
         return WAITS
     return ASLEEP if thread["asleep"] else UNKNOWN
@@ -122,12 +118,13 @@ DOES = {
     BUSY: "is busy all the time: it loops, it seems, or computes",
     SLEEPS: "sleeps",
     WAITS: "waits for something in its own process",
+    AWAY: "waits for another process",
     ASLEEP: "sleeps, in a wait outside Telegrad",
     UNKNOWN: "has made no progress",
 }
 
 
-def who(group: GroupIndex, thread: Node) -> str:
+def who(group: WaitGraph, thread: Node) -> str:
     if (call := group.serves.get(thread)) is not None:
         return f"{thread.worker}, in {group.function(call)} for {call.worker},"
     name = group.threads[thread]["name"]
@@ -153,15 +150,26 @@ def doing(thread: ThreadState) -> str:
         "value": f"waits for the value of a reference{', of ' + on if on else ''}",
         GATHER: f"is in _all_gather (shutdown calls it, too), and waits for {on or 'the others'}",
         "room": f"waits for room: the limit of calls in flight to {on} is reached",
-    }.get(wait["what"]) or f"waits for {wait['about'] or wait['what']}{', of ' + on if on else ''}"
+    }.get(wait["what"]) or _announced(wait, on)
 
 
-def waiting(group: GroupIndex, node: Node) -> list[str]:
+def _announced(wait: WaitState, on: str) -> str:
+    """Describe a wait by its text for users, which may begin with the name of the function."""
+    about = wait["about"].removeprefix(f"{wait['what']}: ") or "the others"
+    of = f", of {on}" if not all(name in about for name in wait["on"]) else ""
+    return f"waits {'for' if wait['what'] in MEETINGS else 'in ' + wait['what'] + ':'} {about}{of}"
+
+
+def waiting(group: WaitGraph, node: Node) -> list[str]:
     """Return a sentence about a node that waits, and the line of the user's program."""
+    if node.kind == THREAD and not group.wait(node) and (calls := group.awaits.get(node)):
+        node = max(calls, key=group.age)
     age, queued = group.age(node), group.queued(node.worker) if node.kind == SLOTS else 0
     if node.kind == THREAD:
         thread = group.threads[node]
-        return [f"{who(group, node)} {doing(thread)}{lasting(age)}", *lines_of(thread)]
+        guessed = not thread["wait"] and any(edge.why == "future" for edge in group.edges(node))
+        does = "waits for calls, it seems" if guessed and thread_state(thread) == ASLEEP else doing(thread)
+        return [f"{who(group, node)} {does}{lasting(age)}", *lines_of(thread)]
     if node.kind != CALL:
         verb = "waits" if queued == 1 else "wait"
         return [
@@ -181,13 +189,14 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
     return [f"{node.worker} called {what}{ago}{where}{alone}"]
 
 
-def _is_awaited(group: GroupIndex, call: Node, out: CallOut) -> bool:
-    """Return True if a thread may wait for this call: one that waits for several waits for them one by one."""
+def _is_awaited(group: WaitGraph, call: Node, out: CallOut) -> bool:
+    """Return True if something may wait for this call; a thread that waits for several waits for them one by one."""
     own = (group.calls_out[each] for each in group.calls_of[call.worker])
-    return any(each["thread"] is not None and each["function"] == out["function"] for each in own)
+    alike = any(each["thread"] is not None and each["function"] == out["function"] for each in own)
+    return alike or bool(group.into.get(call))
 
 
-def stacks(group: GroupIndex, threads: Iterable[Node]) -> dict[str, list[str]]:
+def stacks(group: WaitGraph, threads: Iterable[Node]) -> dict[str, list[str]]:
     known = {node: group.threads[node] for node in threads}
     return {f"{node.worker} {each['name']} ({node.number})": each["stack"] for node, each in known.items()}
 

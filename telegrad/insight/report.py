@@ -92,7 +92,10 @@ class Report:
         )
         busiest = several(f"{place} on {plural(count, 'thread')}" for place, count in lines.most_common(3))
         at_work = f"busiest: {busiest}" if lines else "no thread is busy"
-        return f"Nothing waits for long. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
+        mains = [self._graph.threads[main] for main in self._graph.mains.values() if not self._graph.awaits[main]]
+        unknown = any(main["asleep"] and main["at"] is not None and main["wait"] is None for main in mains)
+        nothing = "Nothing waits for long" + (", except perhaps main threads that sleep" if unknown else "")
+        return f"{nothing}. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
 
     def _each_worker(self) -> list[str]:
         """Return one line for all workers that do the same."""

@@ -26,6 +26,10 @@ MOST_GUESSES = 16  # maximum number of guessed edges of one node
 AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds neither a lock nor a slot
 _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
+# The innermost frame of a thread that waits for a lock of Python's library.
+_LIBRARY_LOCK = re.compile(r"(?P<file><frozen importlib\._bootstrap>|\S*/logging/__init__\.py):\d+ (acquire|handle)$")
+_OF_LOCKS = re.compile(r"/threading\.py:|/asyncio/locks\.py:\d+ acquire")
+_WITHIN = re.compile(r"\.(join|result|get)\(")  # may wait for another thread of the program
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
 _PIPELINE = re.compile(r"(^|/)telegrad/pipeline/")
@@ -286,8 +290,11 @@ class WaitGraph(GroupIndex):
             return [Edge(call, "call") for call in calls]
         since = self.calls_in[self.serves[node]]["age"] if node in self.serves else float("inf")
         if wait is None:
-            hopeful = at is not None and _WAITS_FOR_FUTURES.search(at["text"])
-            return _guesses("future", self._unattended(me, since)) if hopeful else []
+            text = at["text"] if at is not None else ""
+            hopeful = thread["name"] == states.COROUTINE or _WAITS_FOR_FUTURES.search(text)
+            within = _WITHIN.search(text) and _OF_LOCKS.search("".join(thread["stack"][-1:]))
+            futures = _guesses("future", self._unattended(me, since) if hopeful else [])
+            return futures or _guesses("thread", self._aside(node) if within else [])
         if what == "backward":
             passes = [each for each in self.passes if each.worker == me]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
@@ -298,7 +305,7 @@ class WaitGraph(GroupIndex):
             out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
             return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
         if what not in (*_FOR_WORKERS, *AT_REST):
-            return _guesses("future", self._unattended(me, since))
+            return _guesses("future", self._unattended(me, since)) or _guesses("thread", self._aside(node))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
         return [Edge(Node(WORKER, name), what) for name in on if name != me]
 
@@ -358,6 +365,13 @@ class WaitGraph(GroupIndex):
         """Return a worker's calls for which no thread waits; a coroutine or a future may."""
         return [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since + 0.1]
 
+    def _aside(self, waiter: Node) -> list[Node]:
+        """Return the threads of the program that wait for calls, and those of this package that run user code outside
+        of calls, such as callbacks."""
+        known = {*self.serves, waiter, self.mains.get(waiter.worker)}
+        others = [each for each in self.threads_of[waiter.worker] if each not in known]
+        return [each for each in others if self.awaits.get(each) or self.threads[each]["name"].startswith("telegrad-")]
+
     def _to_stages(self, call: Node) -> list[Edge]:
         """Return the edges of a batch to the threads of busy stages, on any of its workers."""
         batch = {o for o, came in self.calls_in.items() if o.worker == call.worker and _OF_PIPELINE in came["function"]}
@@ -375,13 +389,19 @@ class WaitGraph(GroupIndex):
             for other in self.threads_of[node.worker]
             if (thread := self.threads[other])["at"] is not None and other != node
             if lock_of(thread) != lock and self.wait(other) not in AT_REST
+            if f"{lock}.wait" not in thread["at"]["text"]  # it waits to be notified, without the lock
         ]
+        inside = [each for each in (*others, node) if lock in self.threads[each].get("holds", [])]
+        if inside == [node]:
+            return _guesses("lock", inside)
+        holders = [other for other in others if other in inside]
         waiting = [
             other for other in others if node in search([other], lambda each: [edge.to for edge in self._direct(each)])
         ]
-        file = f"{at['file']}:"
+        library = _LIBRARY_LOCK.search("".join(self.threads[node]["stack"][-1:]))
+        file = f"{library['file'] if library else at['file']}:"
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
-        guesses = waiting or near or others
+        guesses = [other for other in holders if other in waiting] or holders or waiting or near
         return _guesses("lock", guesses) if len(guesses) <= MOST_GUESSES else []
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
@@ -414,8 +434,10 @@ def lock_of(thread: ThreadState) -> str | None:
     at = thread["at"]
     if at is None or thread["wait"] is not None or thread["asleep"] is False:
         return None
+    if library := _LIBRARY_LOCK.search("".join(thread["stack"][-1:])):
+        return "logging's" if "logging" in library["file"] else "Python's, for an import"
     found = _LOCK.search(at["text"])
-    here = is_innermost(thread) or not thread["stack"] or "/threading.py:" in thread["stack"][-1]
+    here = is_innermost(thread) or not thread["stack"] or _OF_LOCKS.search(thread["stack"][-1])
     return (found["with"] or found["name"]) if found and here else None
 
 

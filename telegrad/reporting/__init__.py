@@ -67,8 +67,10 @@ class CallIn(_Alike):
     function: str  # may be empty if the call was not decoded yet
     age: float  # seconds since it began to run; 0 while it waits
     state: str
-    thread: int | None  # the thread that runs it
+    thread: int | None  # the thread or the coroutine that runs it
 
+
+COROUTINE = "coroutine"  # the name of a ThreadState that is a coroutine
 
 # Functions that all workers of a group call, and that wait for each other.
 MEETINGS = ("barrier", "all_reduce", "process_group")
@@ -86,8 +88,12 @@ class WaitState(_Dated):
     about: str  # further text for the user
 
 
-class ThreadState(TypedDict):
-    """A thread, except this package's idle threads."""
+class _Holding(TypedDict, total=False):
+    holds: list[str]  # what the `with` statements that it is inside of name, such as locks
+
+
+class ThreadState(_Holding):
+    """A thread, except this package's idle threads; or a coroutine that waits in a call."""
 
     number: int
     name: str

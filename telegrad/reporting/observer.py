@@ -19,6 +19,7 @@ from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
 from telegrad.reporting import (
+    COROUTINE,
     JOINING,
     MEETINGS,
     MEMBER,
@@ -35,6 +36,8 @@ from telegrad.reporting import (
     stacks,
 )
 from telegrad.reporting.dump import recorder
+
+MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
 
 
 class Observer:
@@ -114,7 +117,13 @@ class Observer:
     def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
-        others = [_call_in(call, UNFINISHED, now, None) for call in inspection.calls_going_on(agent)]
+        coroutines = inspection.coroutines(agent)
+        going_on = sorted(inspection.calls_going_on(agent), key=lambda call: call.begun)
+        others = [_call_in(call, UNFINISHED, now, None) for call in going_on]
+        for call, told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
+            if frames := coroutines.get(id(call)):
+                told_call["thread"] = id(frames[0])
+                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, None, True))
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # Keep the first state seen, because a call may change its state meanwhile.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
@@ -195,25 +204,24 @@ class Observer:
         wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
             wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
-        elif wait is None and stood.waits is None and not stood.serves:
-            wait = told
+        elif wait is None and stood.waits is None and told is not None:
+            begun = stood.serves[-1].begun if stood.serves else 0.0  # a wait that began before is not the call's own
+            wait = told if told["age"] <= perf_counter() - begun else None
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
-        return ThreadState(
-            number=thread.ident or 0,
-            name=thread.name,
-            at=stacks.user_line(frames),
-            stack=stacks.stack_lines(frames),
-            wait=wait,
-            asleep=stacks.is_asleep(thread),
-        )
+        return _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
 
 
 def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
     name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
     age = max(0.0, now - call.begun) if call.begun else 0.0
     return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+
+
+def _state(number: int, name: str, frames: list[FrameType], wait: WaitState | None, asleep: bool | None) -> ThreadState:
+    at, stack, holds = stacks.user_line(frames), stacks.stack_lines(frames), stacks.held(frames)
+    return ThreadState(number=number, name=name, at=at, stack=stack, wait=wait, asleep=asleep, holds=holds)
 
 
 def _program() -> str:

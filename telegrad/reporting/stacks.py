@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import re
 import sys
 import threading
 from types import FrameType
@@ -16,6 +17,7 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
+_WITH = re.compile(r"(?:async )?with ([\w.\[\]'\"]+)(?: as \w+)?\s*[:,]")
 SWITCH = sys.getswitchinterval()  # seconds, as set by the program
 LONG = 10.0  # seconds, set during a walk so that no other thread runs
 HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
@@ -80,6 +82,20 @@ def user_line(frames: list[FrameType]) -> SourceLine | None:
                 text = linecache.getline(file, number).strip()
                 return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
     return None
+
+
+def held(frames: list[FrameType]) -> list[str]:
+    """Return what the `with` statements name that enclose the current lines of the user's frames, by indentation."""
+    found = []
+    for frame in filter(is_users, frames):
+        lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
+        depth = len(lines[-1]) if lines else 0
+        for line in reversed(lines):
+            text = line.lstrip()
+            if text and len(line) - len(text) < depth:
+                depth = len(line) - len(text)
+                found += _WITH.findall(text) if line is not lines[-1] else []
+    return found
 
 
 def stack_lines(frames: list[FrameType]) -> list[str]:

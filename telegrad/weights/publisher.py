@@ -248,7 +248,8 @@ def join(
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
     until = monotonic() + timeout if timeout else float("inf")
-    with agent.waiting(), service.changed:
+    wait = Wait("Subscriber()", lambda: f"there is no publisher {name!r} here", worker=agent.name)
+    with wait, agent.waiting(), service.changed:
         while name not in service.published and number is None:
             left = until - monotonic()
             if left <= 0 or agent.closed:

@@ -359,7 +359,9 @@ HANGS = {
         ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
     ),
     "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in slumber: held.wait")),
-    "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
+    "coroutine": Hang(
+        2, coroutine, "asleep", ("worker1",), ("runs tests.insight.hangs.listen", "await values[0].wait()")
+    ),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: held.wait", "autograd.backward(")),
     "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: held.wait", "futures.wait_all(")),

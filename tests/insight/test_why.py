@@ -199,6 +199,40 @@ def test_a_lock_with_an_unknown_holder() -> None:
     assert "self.lock" in finding.title
 
 
+def test_a_lock_that_a_thread_takes_twice() -> None:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 update: with lock:", holds=["lock"])
+    scene.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
+    finding, _ = only(scene, "lock deadlock", "worker0")
+    assert "the thread that holds it (lock) waits for it, too" in finding.title
+
+
+def test_a_lock_is_held_inside_of_its_with_statement() -> None:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 update: with lock:")
+    scene.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
+    scene.thread("worker0", "data.py:5 collect: lock.wait()", name="collector", holds=["lock"])
+    scene.thread("worker0", f"data.py:9 save: {SLEEPS}", name="saver", holds=["file", "lock"])
+    finding, _ = only(scene, "lock", "worker0")
+    assert "(lock) that another thread holds, it seems: worker0's thread saver is in save" in finding.title
+
+
+def test_a_lock_of_logging() -> None:
+    scene, file = Scene("worker0"), "/usr/lib/python3.13/logging/__init__.py"
+    scene.thread("worker0", "train.py:9 update: log.info('loss')", inside=[f"{file}:1026 handle"])
+    scene.thread("worker0", f"sink.py:5 emit: {SLEEPS}", name="sender", outside=[f"{file}:1028 handle"])
+    finding, _ = only(scene, "lock", "worker0")
+    assert "(logging's) that another thread holds, it seems: worker0's thread sender is in emit" in finding.title
+
+
+def test_a_callback_that_does_not_end() -> None:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 main: doubled.wait()", wait=wait("future", about="a future", age=5))
+    scene.thread("worker0", f"train.py:20 double: {SLEEPS}", name="telegrad-worker")
+    finding, _ = only(scene, "asleep", "worker0")
+    assert "A thread waits for this one, it seems: worker0's thread telegrad-worker is in double" in finding.title
+
+
 def test_locks_taken_in_both_orders() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: with first_lock:")

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server
 from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.insight import more_hangs as more
 from tests.insight.hangs import HANGS, Hang, Stage, work
 
 LONG = 0.3  # seconds, shorter than the default so that the tests are short
@@ -81,9 +84,216 @@ def is_it(hang: Hang, found: list[Finding], told: str) -> bool:
     return first == (hang.kind, *hang.workers) and all(words in said for words in hang.words)
 
 
-@pytest.mark.parametrize("name", HANGS)
+def called(function: Callable[[], object], *words: str, kind: str = "asleep") -> Hang:
+    """Return the hang of a call, which stands at the line of the first of the words."""
+    return Hang(2, partial(more.call, [function]), kind, ("worker1",), (f"more_hangs.{function.__name__}", *words))
+
+
+def both(first: Callable[[], object], second: Callable[[], object], *words: str, kind: str = "lock") -> Hang:
+    return Hang(2, partial(more.call, [first, second]), kind, ("worker1",), words, 2)
+
+
+def led(
+    program: Callable[[], object],
+    kind: str,
+    worker: str,
+    *words: str,
+    size: int = 2,
+    signals: int = 1,
+    by: Any = more.lead,
+) -> Hang:
+    run = partial(by, size, program) if by is more.lead else partial(by, program)
+    return Hang(size, run, kind, tuple(worker.split()), words, signals)
+
+
+OWN, OTHER, OUTSIDE = "waits for something in its own process", "waits for another process", "sleeps, in a wait outside"
+MORE = {
+    "item of a data loader": called(more.sleep_in_item, "for _ in DataLoader(", OTHER),
+    "asyncio queue": called(more.read_queue, "await messages.get()", OUTSIDE),
+    "asyncio lock": both(
+        more.keep_lock,
+        more.want_lock,
+        "waits for a lock (values[0]) that another coroutine holds, it seems",
+        "worker1 runs tests.insight.more_hangs.keep_lock,",
+        "await asyncio.Event().wait()",
+        "async with values[0]:",
+    ),
+    "semaphore": called(more.get_permit, "permits.acquire()", "its holder is not known", kind="lock"),
+    "barrier of threads": called(more.meet_nobody, "threading.Barrier(2).wait()", OWN),
+    "queue": called(more.read_empty_queue, "tasks.get()", OWN),
+    "thread": called(more.join_thread, "thread.join()", OWN),
+    "program": called(more.run_program, 'subprocess.run(["cat"]', OTHER),
+    "input": called(more.ask_user, "input()", OUTSIDE),
+    "socket": called(more.receive, "values[0].recv(1)", OUTSIDE),
+    "full pipe": called(more.fill_pipe, "os.write(values[1]", OUTSIDE),
+    "child": called(more.wait_for_child, "os.waitpid(child.pid, 0)", OUTSIDE),
+    "lock taken twice": called(
+        more.take_twice,
+        "the thread that holds it (lock) waits for it, too",
+        "in take: with lock:",
+        kind="lock deadlock",
+    ),
+    "recursive lock": both(
+        more.keep_recursive_lock,
+        more.want_recursive_lock,
+        "waits for a lock (recursive_lock) that another thread holds, it seems: worker1 runs",
+        "in slumber: held.wait()",
+    ),
+    "locks in both orders": both(
+        more.first_then_second,
+        more.second_then_first,
+        "the thread that holds it",
+        "with second_lock:",
+        "in second_then_first: with lock:",
+        kind="lock deadlock",
+    ),
+    "queue of processes": called(more.read_process_queue, "multiprocessing.Queue().get()", OTHER),
+    "pool in a pool": called(more.pool_in_pool, "pool.submit(lambda: pool.submit(leaf).result()).result()", OWN),
+    "import": both(
+        more.import_slow,
+        more.import_too,
+        "waits for a lock (Python's, for an import) that another thread holds, it seems: worker1 runs",
+        "more_hangs.import_slow, for",
+        "slow_module.py:3 in <module>: held.wait()",
+        "import slow_module",
+    ),
+    "logging": both(
+        more.log_slowly,
+        more.log_too,
+        "waits for a lock (logging's) that another thread holds",
+        "held.wait()",
+        'log.warning("the loss is nan")',
+    ),
+    "file lock": led(
+        more.lock_file, "asleep", "worker1", "lock_same_file, for", OUTSIDE, "fcntl.flock(file, fcntl.LOCK_EX)"
+    ),
+    "all_reduce of torch": Hang(
+        3,
+        more.reduce,
+        "barrier",
+        ("worker2",),
+        ("worker2 has not arrived", "dist.all_reduce(", "in reduce: held.wait()"),
+        3,
+    ),
+    "stream": led(
+        more.stuck_stream, "asleep", "worker1", "more_hangs.stuck_items, for", OWN, "in slumber: held.wait()"
+    ),
+    "unread stream": led(
+        more.unread_stream,
+        "unfinished",
+        "worker1",
+        "waits for worker0, which reads its stream",
+        "in slumber: held.wait()",
+    ),
+    "one of a group": led(
+        more.group_call,
+        "asleep",
+        "worker2",
+        "worker2 runs",
+        "more_hangs.sleep_on, for",
+        "in slumber: held.wait()",
+        size=4,
+    ),
+    "local future": Hang(
+        2,
+        partial(more.lead, 2, more.local_future),
+        "",
+        (),
+        ("except perhaps main threads that sleep", "in local_future"),
+    ),
+    "callback": led(
+        more.blocking_callback,
+        "asleep",
+        "worker0",
+        "A thread waits for this one, it seems: worker0's thread",
+        "in slumber: held.wait()",
+    ),
+    "constructor": led(
+        more.slow_constructor, "value", "worker1", "more_hangs.SlowModel, for", "in slumber: held.wait()", "to_here()"
+    ),
+    "actor": led(
+        more.actor_circle,
+        "deadlock",
+        "worker0 worker1",
+        "Deadlock, it seems",
+        "in pay: return rpc.rpc_sync(other",
+        "balance() of",
+        "ask_again",
+    ),
+    "module with a lock": led(
+        more.guarded_module,
+        "lock",
+        "worker1",
+        "waits for a lock (lock) that another thread holds",
+        "in take: with lock:",
+        "in keep",
+        by=more.keep,
+    ),
+    "stage": led(
+        more.stuck_stage, "asleep", "worker2", "is in slumber", "stage 2 of 2", "in slumber: held.wait()", size=3
+    ),
+    "step": led(
+        more.stuck_step,
+        "lock",
+        "worker1",
+        "DistributedOptimizer.step",
+        "that another thread holds",
+        "in take: with lock:",
+        "in keep",
+        by=more.keep,
+    ),
+    "hook that calls": led(
+        more.hook_that_calls, "busy", "worker0", "spin, for", "while True:", "doubled.register_hook("
+    ),
+    "no publisher": Hang(
+        2,
+        more.no_publisher,
+        "wait",
+        ("worker0",),
+        ("there is no publisher 'policy' here", 'Subscriber("worker0", "policy"'),
+    ),
+    "subscriber": led(
+        more.slow_subscriber,
+        "wait",
+        "worker1",
+        "version 1 of 'policy' has not been received yet by worker1",
+        "publisher.publish(wait=0)",
+    ),
+    "version": led(
+        more.no_version,
+        "wait",
+        "worker0",
+        "version 3 of 'policy' on worker 'worker0'; the newest is 0",
+        "subscriber.at_least(3",
+    ),
+    "unpublished": led(more.unpublished, "wait", "worker0", "no worker publishes it", 'rpc.lookup("replay-buffer"'),
+    "stopped in a chain": led(
+        more.chain_to_stopped,
+        "silent",
+        "worker2",
+        "worker2 does not answer",
+        "SIGSTOP",
+        'rpc.rpc_sync("worker2", stop_here)',
+        size=3,
+    ),
+    "ring": led(
+        more.ring,
+        "lock deadlock",
+        "worker0 worker1 worker2",
+        "that holds it (lock) waits",
+        "in go_round: with lock:",
+        size=3,
+        signals=3,
+    ),
+    "call during shutdown": Hang(
+        2, more.leaving_early, "asleep", ("worker1",), ("slumber, for", "in slumber: held.wait()", "rpc.shutdown()")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*HANGS, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
 def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
-    hang = HANGS[name]
+    hang = (HANGS | MORE)[name]
     with hanging(hang, tmp_path) as group:
         report, told, took = explained(group, hang)
     print(f"{told}\nin {took:.2f} s")

@@ -6,6 +6,7 @@ bookkeeping for it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -35,6 +36,19 @@ def calls_going_on(agent: Agent) -> list[Incoming]:
     """Return calls of others whose functions returned a future or a coroutine that has not ended."""
     server = agent._server
     return [call for call in server.going_on.copy() if call.message.head not in server.at_once]
+
+
+def coroutines(agent: Agent) -> dict[int, list[FrameType]]:
+    """Return the frames of the suspended coroutines that serve calls, innermost last, by id of the call."""
+    begun, found = agent._server._loop._begun, dict[int, list[FrameType]]()
+    for task in asyncio.all_tasks(begun[0]) if begun is not None else ():
+        names = getattr(getattr(task.get_coro(), "cr_frame", None), "f_locals", {})
+        inner: Any = names.get("awaitable")
+        frames = found[id(names.get("call"))] = []
+        while (frame := getattr(inner, "cr_frame", None)) is not None and not inner.cr_running:
+            frames.append(frame)
+            inner = inner.cr_await
+    return found
 
 
 def calls_queued(agent: Agent) -> list[Incoming]:
@@ -85,7 +99,7 @@ class Stands(NamedTuple):
 
 NOWHERE = Stands([], None, None)
 
-_SERVE: CodeType = Server._serve.__code__
+_SERVES = {Server._serve.__code__, *(each for each in Server._await.__code__.co_consts if isinstance(each, CodeType))}
 _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
     PendingCall.wait.__code__: lambda names: names.get("self"),
     PendingCall.help.__code__: lambda names: names.get("self"),
@@ -102,7 +116,7 @@ def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
     room: Peer | None = None
     for frame in reversed(stack):
         code = frame.f_code
-        if code is _SERVE and frame.f_locals["self"] is agent._server:
+        if code in _SERVES and frame.f_locals["self"] is agent._server:
             serves.append(frame.f_locals["call"])
         elif code in _WAITS and waits is None and not serves:
             found = _WAITS[code](frame.f_locals)

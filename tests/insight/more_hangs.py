@@ -1,0 +1,450 @@
+"""More programs that hang: in waits of Python, torch and the kernel, and in other parts of Telegrad."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import fcntl
+import logging
+import multiprocessing
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import telegrad.rpc as rpc
+from telegrad import autograd
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.weights import Publisher, Subscriber
+from tests.cluster import next_turn
+from tests.insight.hangs import Stage, held, here, leaf, lock, say, slumber, spin, take, values
+
+second_lock = threading.Lock()
+recursive_lock = threading.RLock()
+log = logging.getLogger("hangs")
+
+
+def lead(size: int, program: Callable[[], object], rank: int, stage: Stage) -> None:
+    stage.join(rank, size)
+    if rank == 0:
+        program()
+
+
+def call(functions: list[Callable[[], object]], rank: int, stage: Stage) -> None:
+    """Have worker0 call functions on worker1."""
+    stage.join(rank, 2)
+    if rank == 0:
+        torch.futures.wait_all([rpc.rpc_async("worker1", function) for function in functions])
+
+
+def keep(program: Callable[[], object], rank: int, stage: Stage) -> None:
+    """Have worker1 keep the lock while worker0 runs a program."""
+    stage.join(rank, 2)
+    with lock:
+        held.wait() if rank else program()
+
+
+# Waits of Python, in a call
+
+
+def sleep_in_item() -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have children
+    for _ in DataLoader(Items(), num_workers=1, multiprocessing_context="fork"):
+        pass
+
+
+class Items(torch.utils.data.Dataset[None]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, _: int) -> None:
+        parent = os.getppid()
+        say()
+        while os.getppid() == parent:  # ends with it
+            held.wait(1)
+
+
+async def keep_lock() -> None:
+    values.append(asyncio.Lock())
+    async with values[0]:
+        say()
+        await asyncio.Event().wait()
+
+
+async def want_lock() -> None:
+    while not values:
+        await next_turn()
+    say()
+    async with values[0]:
+        pass
+
+
+async def read_queue() -> None:
+    messages: asyncio.Queue[str] = asyncio.Queue()
+    say()
+    await messages.get()
+
+
+def get_permit() -> None:
+    permits = threading.Semaphore(0)
+    say()
+    permits.acquire()
+
+
+def meet_nobody() -> None:
+    say()
+    threading.Barrier(2).wait()
+
+
+def read_empty_queue() -> None:
+    tasks: queue.Queue[int] = queue.Queue()
+    say()
+    tasks.get()
+
+
+def join_thread() -> None:
+    thread = threading.Thread(target=held.wait, name="prefetch", daemon=True)
+    thread.start()
+    say()
+    thread.join()
+
+
+def run_program() -> None:
+    values.extend(os.pipe())
+    say()
+    subprocess.run(["cat"], stdin=values[0], check=True)
+
+
+def ask_user() -> None:
+    sys.stdin = os.fdopen(os.pipe()[0])
+    say()
+    input()
+
+
+def receive() -> None:
+    ours, values[:] = socket.socketpair()[0], socket.socketpair()
+    say()
+    values[0].recv(1)
+    ours.close()
+
+
+def fill_pipe() -> None:
+    values.extend(os.pipe())
+    say()
+    os.write(values[1], bytes(1 << 20))
+
+
+def wait_for_child() -> None:
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    say()
+    os.waitpid(child.pid, 0)
+
+
+def take_twice() -> None:
+    with lock:
+        take()
+
+
+def keep_recursive_lock() -> None:
+    with recursive_lock:
+        slumber()
+
+
+def want_recursive_lock() -> None:
+    say()
+    recursive_lock.acquire()
+
+
+def first_then_second() -> None:
+    with lock:
+        held.wait(0.3)
+        say()
+        with second_lock:
+            pass
+
+
+def second_then_first() -> None:
+    with second_lock:
+        held.wait(0.3)
+        say()
+        with lock:
+            pass
+
+
+def read_process_queue() -> None:
+    say()
+    multiprocessing.Queue().get()
+
+
+def pool_in_pool() -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    say()
+    pool.submit(lambda: pool.submit(leaf).result()).result()
+
+
+def import_slow() -> None:
+    folder = pathlib.Path(here[0].pipe).parent
+    (folder / "slow_module.py").write_text("from tests.insight.hangs import held, say\nsay()\nheld.wait()\n")
+    sys.path.insert(0, str(folder))
+    __import__("slow_module")
+
+
+def import_too() -> None:
+    held.wait(0.5)
+    say()
+    import slow_module  # type: ignore[import-not-found]  # noqa: F401
+
+
+class Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        slumber()
+
+
+def log_slowly() -> None:
+    log.addHandler(Handler())
+    log.warning("the disk is full")
+
+
+def log_too() -> None:
+    held.wait(0.3)
+    say()
+    log.warning("the loss is nan")
+
+
+# Waits of the kernel and torch between workers
+
+
+def lock_file() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rpc.rpc_sync("worker1", lock_same_file, args=(file.name,))
+
+
+def lock_same_file(name: str) -> None:
+    with open(name) as file:
+        say()
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def reduce(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    dist.init_process_group("gloo", init_method=f"file://{stage.pipe}.store", rank=rank, world_size=3)
+    say()
+    if rank == 2:
+        held.wait()
+    dist.all_reduce(torch.ones(2))
+
+
+# Streams and groups
+
+
+def stuck_items() -> Iterator[int]:
+    yield 1
+    slumber()
+
+
+def stuck_stream() -> None:
+    for _ in rpc.rpc_stream("worker1", stuck_items):
+        pass
+
+
+def endless_items() -> Iterator[int]:
+    while True:
+        yield 1
+
+
+def unread_stream() -> None:
+    stream = rpc.rpc_stream("worker1", endless_items, window=2)
+    next(stream)
+    slumber()
+
+
+def group_call() -> None:
+    rpc.group().rpc_sync(sleep_on, args=("worker2",))
+
+
+def sleep_on(name: str) -> None:
+    if rpc.get_worker_info().name == name:
+        slumber()
+
+
+# Futures and callbacks
+
+
+def local_future() -> None:
+    ready: torch.futures.Future[int] = torch.futures.Future()
+    doubled = ready.then(lambda done: 2 * done.wait())
+    say()
+    doubled.wait()
+
+
+def blocking_callback() -> None:
+    rpc.rpc_async("worker1", leaf).then(lambda _: slumber()).wait()
+
+
+# References, modules and optimizers
+
+
+class SlowModel:
+    def __init__(self) -> None:
+        slumber()
+
+
+def slow_constructor() -> None:
+    model = rpc.remote("worker1", SlowModel)
+    model.to_here()
+
+
+@rpc.actor
+class Account:
+    def pay(self, other: str, me: rpc.RRef[Account]) -> int:
+        return rpc.rpc_sync(other, ask_balance, args=(me,))
+
+    def balance(self) -> int:
+        return 1
+
+
+def ask_balance(account: rpc.RRef[Account]) -> int:
+    future = rpc.rpc_async("worker0", ask_again, args=(account,))
+    say()
+    return future.wait()
+
+
+def ask_again(account: rpc.RRef[Account]) -> int:
+    return concurrent.futures.ThreadPoolExecutor(1).submit(account.rpc_sync().balance).result()
+
+
+def actor_circle() -> None:
+    account = rpc.remote("worker1", Account)
+    account.rpc_sync().pay("worker0", account)
+
+
+class Guarded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        take()
+        return x
+
+
+def guarded_module() -> None:
+    RemoteModule("worker1", Guarded)(torch.ones(2))
+
+
+class Stuck(nn.Module):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        slumber()
+        return _
+
+
+def stuck_stage() -> None:
+    stages = [RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", Stuck)]
+    Pipeline(stages, chunks=2)(torch.ones(4, 2))
+
+
+class StuckSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        take()
+        return super().step(closure)
+
+
+def stuck_step() -> None:
+    module = RemoteModule("worker1", nn.Linear, (2, 2))
+    with autograd.context() as context:
+        autograd.backward(context, [module(torch.ones(2, 2)).sum()])
+        DistributedOptimizer(StuckSGD, module.remote_parameters(), lr=0.1).step(context)
+
+
+def hook_that_calls() -> None:
+    with autograd.context() as context:
+        x = torch.ones(3, requires_grad=True)
+        autograd.backward(context, [rpc.rpc_sync("worker1", with_calling_hook, args=(x,)).sum()])
+
+
+def with_calling_hook(x: torch.Tensor) -> torch.Tensor:
+    doubled = 2 * x
+    doubled.register_hook(lambda _: rpc.rpc_sync("worker0", spin))
+    return doubled
+
+
+# Weights and published values
+
+
+def no_publisher(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 1:
+        say()
+        Subscriber("worker0", "policy", timeout=0)
+
+
+def slow_subscriber() -> None:
+    publisher = Publisher("policy", {"weight": torch.ones(2)})
+    rpc.rpc_sync("worker1", subscribe)
+    say()
+    publisher.publish(wait=0)
+
+
+def subscribe() -> None:
+    values.append(Subscriber("worker0", "policy"))
+
+
+def no_version() -> None:
+    values.append(Publisher("policy", {"weight": torch.ones(2)}))
+    rpc.rpc_sync("worker1", read_version)
+
+
+def read_version() -> None:
+    subscriber = Subscriber("worker0", "policy", timeout=0)
+    say()
+    subscriber.at_least(3, timeout=0)
+
+
+def unpublished() -> None:
+    say()
+    rpc.lookup("replay-buffer", timeout=0)
+
+
+# Chains and leaving
+
+
+def chain_to_stopped() -> None:
+    rpc.rpc_sync("worker1", go_on)
+
+
+def go_on() -> None:
+    rpc.rpc_sync("worker2", stop_here)
+
+
+def stop_here() -> None:
+    say()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    held.wait()
+
+
+def ring() -> None:
+    rpc.rpc_sync("worker1", go_round, args=(1,))
+
+
+def go_round(rank: int) -> None:
+    with lock:
+        say()
+        after = (rank + 1) % 3
+        rpc.rpc_sync(f"worker{after}", go_round, args=(after,))
+
+
+def leaving_early(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        values.append(rpc.rpc_async("worker1", slumber))
+    rpc.shutdown()
