@@ -6,6 +6,7 @@ They are counted on two warm workers, one operation at a time; the shortest of m
 from __future__ import annotations
 
 import collections
+import operator
 import pathlib
 import sys
 import threading
@@ -21,7 +22,7 @@ from telegrad import autograd, rpc
 from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
-MANY = 20
+MANY = 200
 UNRELATED = {"_core/reactor/leader_threads.py", "_core/agent/agent.py:<lambda>"}  # begin periodic work
 
 Step = tuple[int, bool, str, str]  # thread, True for a call, file, function
@@ -140,8 +141,11 @@ def pair() -> Iterator[list[Process]]:
         yield made
 
 
-def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Length]:
-    """Return the steps of an operation at its caller and at its callee, each number the smallest of many runs."""
+def lengths(pair: list[Process], act: Callable[[], object]) -> Iterator[tuple[Length, Length]]:
+    """Yield the steps of an operation at its caller and at its callee, each number the smallest of more and more runs.
+
+    On a busy machine, most runs take a longer way: another thread has to read, or to send what waits.
+    """
     pair[0].run(repeat, act, 100)
     found: list[list[Length]] = [[], []]
     for _ in range(MANY):
@@ -150,19 +154,22 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Len
         pair[0].run(repeat, act, 1)
         for lengths_there, process in zip(found, pair, strict=True):
             lengths_there.append(process.run(end))
-    caller, callee = (Length(*map(min, *each)) for each in found)
-    return caller, callee
+        caller, callee = (Length(*map(min, *each, each[0])) for each in found)
+        yield caller, callee
 
 
 # The present numbers; they may only decrease.
 MOST = {
-    call: (Length(42, 19, 33), Length(42, 15, 28)),
-    remote: (Length(150, 34, 105), Length(160, 46, 110)),
-    backward: (Length(340, 50, 195), Length(240, 41, 135)),
+    call: (Length(42, 18, 33), Length(40, 14, 26)),
+    remote: (Length(120, 31, 87), Length(118, 29, 78)),
+    backward: (Length(320, 46, 180), Length(215, 37, 122)),
 }
 
 
 @pytest.mark.parametrize("act", MOST, ids=lambda act: act.__name__)
 def test_operations_take_few_steps(pair: list[Process], act: Callable[[], None]) -> None:
-    for measured, most in zip(lengths(pair, act), MOST[act], strict=True):
-        assert all(each <= limit for each, limit in zip(measured, most, strict=True)), (measured, most)
+    most = [*MOST[act][0], *MOST[act][1]]
+    for caller, callee in lengths(pair, act):
+        if all(map(operator.le, (*caller, *callee), most)):
+            return
+    raise AssertionError((caller, callee))
