@@ -14,9 +14,12 @@ from telegrad._core.membership.members import (
     LONGEST_NAME,
     Member,
     Members,
+    WorkerInfo,
     check_name,
     describe_missing,
+    info,
     missing_names,
+    named,
     unknown,
 )
 
@@ -159,3 +162,25 @@ def test_each_worker_probes_only_some_of_a_large_group() -> None:
     knocked: list[int] = []
     attendance.knock(lambda who: knocked.append(who.id) or True)  # type: ignore[func-returns-value]
     assert len(knocked) == MOST_ASKED
+
+
+def test_users_see_a_name_a_rank_and_a_role() -> None:
+    plain, actor = info(member("a", 1)), info(member("b", 2)._replace(role="actor"))
+    assert (plain, plain.role) == (("a", 1), "")
+    assert (actor, actor.role) == (("b", 2), "actor")
+    assert [repr(each) for each in (plain, actor)] == [
+        "WorkerInfo(name='a', id=1)",
+        "WorkerInfo(name='b', id=2, role='actor')",
+    ]
+    with pytest.raises(errors.UsageError):
+        WorkerInfo("", 0)
+
+
+def test_members_without_names_get_free_ones_by_role() -> None:
+    members = [member("", 3)._replace(role="a"), member("a0", 2), member("", 1)._replace(role="b")]
+    assert [each.name for each in named(members)] == ["b0", "a0", "a1"]
+
+
+def test_a_worker_that_was_there_is_reported_as_gone() -> None:
+    assert "any more" in str(unknown("b", ["a"], gone=["b"]))
+    assert "any more" not in str(unknown("b", ["a"], gone=["c"]))
