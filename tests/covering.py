@@ -17,19 +17,8 @@ from tests.test_imports import PURE, ROOT
 LEAST = 95.0  # percent of a file's statements and branches
 HERE = pathlib.Path(__file__).parent
 # Besides tests that have the name of their file.
-ALSO = {
-    "roles",
-    "seconds",
-    "frames",
-    "surroundings",
-    "why",
-    "live",
-    "redis_replies",
-    "redis_settings",
-    "flow",
-    "records",
-}
-ALSO |= {"maps", "refusals", "watches"}
+ALSO = {"flow", "frames", "live", "maps", "records", "redis_replies", "redis_settings"}
+ALSO |= {"refusals", "roles", "seconds", "surroundings", "watches", "why"}
 WITHOUT = {"launchers", "supervised", "dynamic"}  # which start processes, or take minutes
 
 

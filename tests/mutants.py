@@ -25,9 +25,9 @@ LEAST = 90.0  # percent of a file's mutants
 FLOORS: dict[str, float] = {}  # of files whose tests notice fewer: raise them, add none
 NIGHTS = len(PURE) // 2  # for all files
 SEEDS = 40
-# Without tests that need more seeds, or start workers.
-OTHERS = "not wrong_code_is_found and not simulation_finds and not of_another_type and not in_a_dynamic_group"
-OPTIONS = ["-m", "not nightly and not cuda", "-k", OTHERS, "-p", "no:cacheprovider", "--timeout", "30"]
+# Tests that need more seeds, or start workers.
+WITHOUT = ["wrong_code", "simulation_finds", "on_all_workers", "of_another_type", "in_a_dynamic_group", "workers_join"]
+OTHERS = " and ".join(f"not {each}" for each in WITHOUT)
 NOTICED = {"killed", "timeout", "segfault"}
 TEXT = r'^(?:[^"]*"[^"]*")*[^"]*"[^" ]* [^"]*"'  # a line with a string in which there is a space
 SETTINGS = {
@@ -35,8 +35,7 @@ SETTINGS = {
     "also_copy": ["docs"],  # which tests read
     # The last one is a bug of mutmut: it makes of -1 in a pattern +1, which is no pattern.
     "do_not_mutate_patterns": [TEXT, "strict=True", "case .*-[0-9]"],
-    "pytest_add_cli_args": OPTIONS,
-    "timeout_multiplier": 3.0,
+    "pytest_add_cli_args": ["-m", "not nightly and not cuda", "-k", OTHERS, "-p", "no:cacheprovider"],
 }
 
 
