@@ -24,7 +24,9 @@ nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group docs  # and those of the pages
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt basedpyright  # and what judges the public types
 	-npm install --silent --no-save --prefix build axe-core@4  # and that of the dashboard's page
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group mutants
 	$(BIN)/pytest -m "not cuda" -n 2 --dist loadfile --timeout 900
+	$(BIN)/python -m tests.mutants
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
 
 lint: $(INSTALLED)

@@ -16,19 +16,17 @@ from tests.test_imports import PURE, ROOT
 
 LEAST = 95.0  # percent of a file's statements and branches
 HERE = pathlib.Path(__file__).parent
-ALSO = [
-    "test_roles",
-    "test_seconds",
-    "test_frames",
-    "test_surroundings",
-]  # besides tests that have the name of their file
+# Besides tests that have the name of their file.
+ALSO = {"flow", "frames", "live", "maps", "records", "redis_replies", "redis_settings"}
+ALSO |= {"refusals", "roles", "seconds", "surroundings", "watches", "why"}
+WITHOUT = {"launchers", "supervised", "dynamic"}  # which start processes, or take minutes
 
 
 def tests() -> list[str]:
     """Return the simulations, and the tests of pure files in all folders."""
-    names = sorted({f"test_{pathlib.Path(name).stem}" for name in PURE}.union(ALSO))
-    found = [str(path) for name in names for path in HERE.rglob(f"{name}.py")]
-    return [str(HERE / "sim"), *(path for path in found if not path.startswith(str(HERE / "sim")))]
+    names = {f"test_{name}" for name in {pathlib.Path(name).stem for name in PURE} | ALSO}
+    found = (path for path in HERE.rglob("test_*.py") if path.stem in names or path.parent.name == "sim")
+    return [str(path) for path in sorted(found) if path.stem.removeprefix("test_") not in WITHOUT]
 
 
 def main() -> int:
@@ -51,16 +49,8 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 def _coverage(folder: pathlib.Path, *arguments: str) -> None:
     """Run coverage without subprocesses, which pure files do not need."""
-    command = [
-        sys.executable,
-        "-m",
-        "coverage",
-        arguments[0],
-        "--rcfile=",
-        f"--data-file={folder}/data",
-        *arguments[1:],
-    ]
-    subprocess.run(command, check=True)
+    options = [arguments[0], "--rcfile=", f"--data-file={folder}/data", *arguments[1:]]
+    subprocess.run([sys.executable, "-m", "coverage", *options], check=True)
 
 
 if __name__ == "__main__":

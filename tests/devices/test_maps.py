@@ -36,6 +36,10 @@ def with_map(
         (with_map({"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "cpu"}), TWO, None),
         (with_map({"cpu": "cuda:1", "cuda:0": "cpu"}), TWO, None),
         (with_map({"cuda:0": "cuda:0"}, to="a"), TWO, None),
+        (with_map({"cpu": "cpu"}, count=0), Devices(0), None),
+        (with_map({"cuda": "cuda:1"}, count=1), TWO, None),
+        (with_map({"cuda:0": "cuda:1", "cpu": "cpu"}, allowed=("cuda:0",)), Devices(2, {}, ("cuda:1",)), None),
+        (Devices(2, {}, ("cuda:2",)), TWO, "devices with invalid indices in its option devices: cuda:2"),
         (with_map({"cuda:0": "cuda:0"}, to="z"), TWO, "invalid target node names in its device maps: z. .* a, b"),
         (with_map({"cuda:2": "cuda:0"}), TWO, "source devices with invalid indices in its device map for b: cuda:2"),
         (with_map({"cuda:0": "cuda:2"}), TWO, "target devices with invalid indices in its device map for b: cuda:2"),
@@ -64,7 +68,7 @@ def test_unknown_names_in_a_map_are_no_error_for_a_part_of_a_group() -> None:
 
 def test_devices_that_calls_can_use() -> None:
     mine = Devices(4, {"b": {"cuda:0": "cuda:1", "cpu": "cuda:2"}}, ("cuda:3",))
-    others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}})]
+    others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}}), TWO]
     assert mine.uses_of("a", others) == {"cuda:0", "cuda:2", "cuda:3"}
 
 

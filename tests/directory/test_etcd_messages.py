@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad._core.directory.directory import DirectoryRefused, Listing, Swap
+from telegrad._core.directory.directory import DirectoryRefused, Entry, Event, Listing, Swap
 from telegrad.directories import etcd, etcd_messages
 from telegrad.directories.etcd_messages import (
     Continuity,
@@ -158,3 +158,64 @@ def test_the_key_of_an_entry_that_cannot_be_read_is_named() -> None:
 def test_a_key_that_is_not_utf_8_is_listed() -> None:
     (entry,) = etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "key": "/w=="}]}, b"").entries
     assert entry.key == "\\xff"
+
+
+def test_requests() -> None:
+    key, listing = "YS8=", {"key": "YS8=", "range_end": "YTA="}  # "a/" and "a0"
+    assert etcd_messages.list_request(b"a/") == listing
+    assert etcd_messages.confirm_request(b"a/") == {**listing, "count_only": True}
+    assert etcd_messages.watch_request(b"a/", 7) == {"create_request": {**listing, "start_revision": "8"}}
+    read = {"request_range": {"key": key}}
+    compare = [{"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": "7"}]
+    put = {"request_put": {"key": key, "value": "Yg==", "lease": "3"}}
+    assert etcd_messages.swap_request(b"a/", b"b", 7, 3) == {
+        "compare": compare,
+        "success": [put, read],
+        "failure": [read],
+    }
+    delete = {"request_delete_range": {"key": key}}
+    assert etcd_messages.swap_request(b"a/", None, 7, 0) == {"compare": compare, "success": [delete], "failure": [read]}
+
+
+@pytest.mark.parametrize("status", [404, 400, 421])
+def test_a_server_that_is_no_etcd_is_not_asked_again(status: int) -> None:
+    with pytest.raises(DirectoryRefused):
+        etcd_messages.answer_of(status, b"not found")
+    with pytest.raises(EtcdRefused):
+        etcd_messages.answer_of(502, b"bad gateway")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_lease_of_no_time_is_malformed(seconds: str) -> None:
+    with pytest.raises(EtcdMalformed):
+        etcd_messages.ttl_of({"TTL": seconds})
+
+
+def test_answers() -> None:
+    entry = Entry("a", b"v", 7, 5, 2)
+    found = {"response_range": {"kvs": [KEY_VALUE]}}
+    assert etcd_messages.header_of({"header": HEADER}) == Header(1, 2, 7, 3)
+    assert etcd_messages.swap_of({"succeeded": True, "responses": [{}, found]}, b"") == Swap(True, entry)
+    assert etcd_messages.swap_of({"responses": [{}]}, b"") == Swap(False, None)
+    changes = [{"kv": KEY_VALUE}, {"type": "DELETE", "kv": KEY_VALUE}]
+    assert etcd_messages.events_of({"events": changes}, b"") == [Event(7, "a", entry), Event(7, "a", None)]
+    bare = {"key": "YS9i", "mod_revision": 7, "create_revision": 5}  # etcd leaves out what is empty or 0
+    assert etcd_messages.listing_of({"header": HEADER, "kvs": [bare]}, b"a/") == (7, (Entry("b", b"", 7, 5, 0),))
+    assert etcd_messages.answer_of(200, b'{"result": {"ID": 1}}') == {"ID": 1}
+    assert etcd_messages.answer_of(200, b'{"result": 1}') == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "code", "text"),
+    [
+        (200, {"error": {"grpc_code": 9, "code": 4, "message": "no"}}, 9, "no"),
+        (200, {"error": {"code": 4}}, 4, ""),
+        (500, {"code": 4, "message": "no", "error": "other"}, 4, "no"),
+        (500, {"error": "other"}, 2, "other"),
+        (500, {}, 2, "status 500"),
+    ],
+)
+def test_the_code_and_the_text_of_an_error(status: int, answer: dict[str, Any], code: int, text: str) -> None:
+    with pytest.raises(EtcdRefused) as caught:
+        etcd_messages.answer_of(status, json.dumps(answer).encode())
+    assert (caught.value.code, str(caught.value)) == (code, text)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from telegrad._core.directory.directory import Entry, Event
-from telegrad.directories.redis_messages import Changes, RedisMalformed, RedisReply, read_reply
+from telegrad.directories.redis_messages import Changes, RedisMalformed, RedisReply, is_of_malformed_keys, read_reply
 from tests.directory.harness import altered
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
@@ -80,3 +80,37 @@ def test_a_damaged_entry_is_named(record: Any) -> None:
 def test_changes_after_the_revision_of_the_group_are_malformed() -> None:
     with pytest.raises(RedisMalformed, match="history"):
         read_reply("watch", b"", [b"done", 7, 8, [[8, b"a"]], -1])
+
+
+@pytest.mark.parametrize(
+    ("operation", "content", "key"),
+    [
+        ("attach", [7], "state"),
+        ("grant", [b"3"], "state"),
+        ("grant", [-3], "state"),
+        ("renew", [], None),
+        ("list", [b"a"], "order"),
+        ("list", [[[b"a"]]], "order"),
+        ("list", [[[b"a", RECORD]], 5], "order"),
+        ("watch", [7, []], "history"),
+        ("watch", [7, [7], -1], "history"),
+        ("watch", [7, [[7, b"a", RECORD, 5]], -1], "history"),
+        ("watch", [7, [[7, b"a", b"junk"]], -1], "history"),
+        ("write", [RECORD, 5], "entries"),
+    ],
+)
+def test_the_key_of_a_wrong_reply_is_named(operation: str, content: list[Any], key: str | None) -> None:
+    if key is None:
+        assert read_reply(operation, b"a", [b"done", 7, *content]).content is None
+        return
+    with pytest.raises(RedisMalformed) as caught:
+        read_reply(operation, b"a", [b"done", 7, *content])
+    assert caught.value.key == key
+    for reply in (None, [b"done"], [b"done", None], [b"done", -1], [b"other", 7]):
+        with pytest.raises(RedisMalformed, match="state"):
+            read_reply(operation, b"a", reply)
+
+
+def test_errors_that_only_malformed_keys_cause() -> None:
+    assert is_of_malformed_keys("WRONGTYPE Operation against a key")
+    assert not is_of_malformed_keys("OOM command not allowed")

@@ -9,14 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
+from telegrad._core.devices.device_maps import Devices
 from telegrad._core.joining.rendezvous import MOST_ASKED, ArrivalTable
 from telegrad._core.membership.members import (
     LONGEST_NAME,
+    LONGEST_ROLE,
     Member,
     Members,
+    WorkerInfo,
     check_name,
+    check_role,
     describe_missing,
+    info,
     missing_names,
+    named,
     unknown,
 )
 
@@ -29,6 +35,7 @@ def test_iteration_goes_by_rank() -> None:
     table = Members([member("c", 2), member("a", 1), member("b", 0)])
     assert [each.name for each in table] == ["b", "a", "c"]
     assert len(table) == 3
+    assert [table.find(to).id for to in ("c", "a", 0)] == [2, 1, 0]
 
 
 def test_a_second_member_with_the_same_name_or_rank_is_refused() -> None:
@@ -55,7 +62,8 @@ def test_an_address_of_ip_version_6_is_shown_in_brackets() -> None:
 
 @given(st.text(), st.integers(0), st.text(), st.integers(0, 65535))
 def test_a_member_survives_conversion_to_json(name: str, id_: int, unix: str, port: int) -> None:
-    sent = Member(name, id_, "i", "p", "h", unix, ("::1", port))
+    devices = Devices(2, {"b": {"cuda:0": "cuda:1"}}, ("cuda:0",))
+    sent = Member(name, id_, "i", "p", "h", unix, ("::1", port), devices, "trainer")
     assert Member.from_json(sent.to_json()) == sent
 
 
@@ -159,3 +167,33 @@ def test_each_worker_probes_only_some_of_a_large_group() -> None:
     knocked: list[int] = []
     attendance.knock(lambda who: knocked.append(who.id) or True)  # type: ignore[func-returns-value]
     assert len(knocked) == MOST_ASKED
+
+
+def test_the_longest_names_and_roles_are_accepted() -> None:
+    check_name("x" * LONGEST_NAME)
+    check_role("x" * LONGEST_ROLE)
+    check_role("")
+    with pytest.raises(errors.InvalidName):
+        check_role("x" * (LONGEST_ROLE + 1))
+
+
+def test_users_see_a_name_a_rank_and_a_role() -> None:
+    plain, actor = info(member("a", 1)), info(member("b", 2)._replace(role="actor"))
+    assert (plain, plain.role) == (("a", 1), "")
+    assert (actor, actor.role) == (("b", 2), "actor")
+    assert [repr(each) for each in (plain, actor)] == [
+        "WorkerInfo(name='a', id=1)",
+        "WorkerInfo(name='b', id=2, role='actor')",
+    ]
+    with pytest.raises(errors.UsageError):
+        WorkerInfo("", 0)
+
+
+def test_members_without_names_get_free_ones_by_role() -> None:
+    members = [member("", 3)._replace(role="a"), member("a0", 2), member("", 1)._replace(role="b")]
+    assert [each.name for each in named(members)] == ["b0", "a0", "a1"]
+
+
+def test_a_worker_that_was_there_is_reported_as_gone() -> None:
+    assert "any more" in str(unknown("b", ["a"], gone=["b"]))
+    assert "any more" not in str(unknown("b", ["a"], gone=["c"]))

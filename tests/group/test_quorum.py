@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 
-from telegrad._core.joining.quorum import NONE, Arrival, Before, Formed, GroupSize, Quorum
+from telegrad._core.directory.directory import ABSENT, Directory, Entry, Lease, Listing, Swap
+from telegrad._core.joining.quorum import (
+    COME,
+    GENERATION,
+    NONE,
+    Arrival,
+    Before,
+    Formed,
+    GroupSize,
+    Quorum,
+    arrivals_in,
+    end,
+    gone_on,
+    is_wanted,
+    lives_in,
+    look,
+)
 from telegrad._core.membership.members import Member
 
 ANY = GroupSize(1)
@@ -168,3 +185,59 @@ def test_the_order_of_arrivals_does_not_change_the_ranks_of_survivors() -> None:
         arrivals = [again(name, 1) for name in "abcde"]
         chance.shuffle(arrivals)
         assert names(quorum(GroupSize(1), *arrivals, running=generation(1, *"abcde"))) == list("abcde")
+
+
+class Kept:
+    """The part of a directory that elastic groups use."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.entries: dict[str, Entry] = {}
+
+    def list(self, prefix: str) -> Listing:
+        return Listing(
+            self.revision, tuple(self.entries[key] for key in sorted(self.entries) if key.startswith(prefix))
+        )
+
+    def swap(self, key: str, value: bytes, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        found = self.entries.get(key)
+        if (found.revision if found else ABSENT) != expected:
+            return Swap(False, found)
+        self.revision += 1
+        self.entries[key] = Entry(key, value, self.revision, found.created if found else self.revision, 0)
+        return Swap(True, self.entries[key])
+
+
+def test_the_state_of_an_elastic_group_is_read_and_ended() -> None:
+    kept = Kept()
+    directory = cast(Directory, kept)
+    assert look(directory) == (0, NONE, ABSENT, (), ())
+    assert not lives_in(directory, lambda _: True)
+    late, early, formed = new("b"), new("a"), generation(3, "c", "d")
+    kept.swap(COME + "z", early.to_json().encode())
+    kept.swap(COME + "b", late.to_json().encode())
+    kept.swap(GENERATION, formed.to_json().encode())
+    assert look(directory) == (3, formed, 3, (early, late), (1, 2))
+    assert arrivals_in(directory) == [late, early]
+    assert [lives_in(directory, lambda each, name=name: each.name == name) for name in "abcde"] == [True] * 4 + [False]  # type: ignore[misc]
+    assert not end(directory, generation(2, "c", "d"))
+    assert not look(directory).running.has_ended
+    assert end(directory, formed)
+    assert look(directory).running == formed._replace(has_ended=True)
+    assert [lives_in(directory, lambda each, name=name: each.name == name) for name in "ac"] == [True, False]  # type: ignore[misc]
+
+
+def test_who_has_left_a_generation_and_for_whom_the_next_one_is_wanted() -> None:
+    mine = generation(1, "a", "b")
+    assert gone_on([again("b", 1), new("c")], mine) == [1]
+
+    def wanted(arrival: Arrival, most: int = 0) -> bool:
+        assert not is_wanted([arrival], mine, most, lambda _: False)
+        return is_wanted([arrival], mine, most, lambda each: each == arrival.member)
+
+    assert wanted(new("c"))
+    assert wanted(new("c"), 3)
+    assert not wanted(new("c"), 2)
+    assert not wanted(new("b"))  # the name is in use
+    assert wanted(again("b", 1), 2)
+    assert not wanted(Arrival(mine.members[0]))

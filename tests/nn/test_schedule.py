@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.schedule_simulation import Timeline, simulate
 from telegrad.pipeline import pipeline_schedule as schedules
-from telegrad.pipeline.pipeline_schedule import SCHEDULES, Action, TiedWeight, parse_tied, plan, with_tied
+from telegrad.pipeline.pipeline_schedule import SCHEDULES, Action, TiedWeight, input_of, parse_tied, plan, with_tied
+from tests.seeds import run_each
 
 WORLDS = 2_500  # random cases of each schedule
 
@@ -78,16 +79,18 @@ def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_random_pipelines_end_for_random_durations(schedule: str) -> None:
-    for seed in range(WORLDS):
+    def check(seed: int) -> None:
         chance = random.Random(seed)
         stations, batches = random_world(chance, schedule)
         plans = plan(schedule, stations, batches)
         check_complete(schedule, plans, stations, batches)
-        found = simulate(plans, stations, batches, lambda _, chance=chance: chance.expovariate(1))  # type: ignore[misc]
+        found = simulate(plans, stations, batches, lambda _: chance.expovariate(1))
         ends = {action: end for own in found.spans for action, _, end in own}
         for own in found.spans:
             for action, start, _ in own:
                 assert all(ends[needed] <= start for needed in needs(action, len(stations), schedule))
+
+    run_each(range(WORLDS), check)
 
 
 def needs(action: Action, stages: int, schedule: str) -> list[Action]:
@@ -131,3 +134,16 @@ def test_tied_values_arrive_first_and_gradients_leave_last(schedule: str) -> Non
 def test_names_of_tied_weights() -> None:
     found = parse_tied(["0.a.weight", "2.b", "1.c"], 3)
     assert found == [TiedWeight(0, "a.weight", 2, "b"), TiedWeight(0, "a.weight", 1, "c")]
+
+
+def test_which_actions_need_an_input() -> None:
+    def needed(kind: str, stage: int) -> tuple[str, int, int] | None:
+        return input_of(Action(kind, stage, 5), 2)
+
+    assert [needed(schedules.FORWARD, stage) for stage in range(3)] == [None, ("forward", 1, 5), ("forward", 2, 5)]
+    for kind in (schedules.BACKWARD, schedules.INPUT):
+        assert [needed(kind, stage) for stage in range(3)] == [("backward", 0, 5), ("backward", 1, 5), None]
+    for kind in (schedules.LOAD_WEIGHT, schedules.ADD_GRADIENT):
+        assert needed(kind, 0) is not None
+    for kind in (schedules.WEIGHTS, schedules.SEND_WEIGHT, schedules.SEND_GRADIENT):
+        assert needed(kind, 1) is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 
 from telegrad._core.streams.flow_control import ITEM, Answer, ReceiveWindow, SendWindow
 from telegrad.errors import ProtocolViolation
+from tests.seeds import run_each
 
 
 def fed(window: int = 4, most: int = 100) -> SendWindow[str]:
@@ -179,13 +179,5 @@ class World:
             assert len(self.taken) == len(self.weights)
 
 
-SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
-
-
 def test_all_items_arrive_within_the_window_in_any_order_of_events() -> None:
-    for seed in SEEDS:
-        try:
-            World(random.Random(seed)).run()
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
+    run_each(range(2000), lambda seed: World(random.Random(seed)).run())

@@ -19,8 +19,10 @@ from telegrad._core.rpc.retry_queue import (
     RetryPolicy,
     RetryQueue,
     backoff,
+    classify,
     should_retry,
 )
+from telegrad.errors import DirectoryLost, HandshakeError, PeerError, PeerUnreachable, UnknownWorker
 from tests.seeds import run_each
 from tests.sim.lives_world import Asked, Life, World
 
@@ -233,3 +235,11 @@ def test_an_answer_is_kept_until_it_is_settled_or_expires() -> None:
     assert table.expire(LONGEST + LATE) == []  # a repetition may be under way
     assert table.expire(1.0 + LONGEST + LATE) == [entries[2]]
     assert len(table) == 1  # the call that runs stays
+
+
+def test_only_failures_without_an_answer_are_retried() -> None:
+    for absent in (UnknownWorker("a"), PeerUnreachable("a"), DirectoryLost("a")):
+        assert classify(absent) is Failure.NOT_RUN
+    assert classify(PeerError("a")) is Failure.MAY_HAVE_RUN
+    for final in (HandshakeError("a"), TimeoutError(), ValueError()):
+        assert classify(final) is Failure.FINAL

@@ -16,7 +16,18 @@ from telegrad._core.membership.members import Identity
 from telegrad.autograd import passes
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.pass_parts import LocalPart
-from telegrad.autograd.passes import Driver, LeftOut, PassSpec
+from telegrad.autograd.passes import (
+    NOWHERE,
+    WITHOUT,
+    DeclareDead,
+    Driver,
+    LeftOut,
+    Mark,
+    PackedShipment,
+    PassReport,
+    PassSpec,
+    Start,
+)
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
 from tests.seeds import ONLY, run_each
 
@@ -373,6 +384,39 @@ def test_nothing_rides_with_a_pass_without_a_rider() -> None:
 def ridden_world(seed: int) -> World:
     """Return a world of one worker that sends nothing."""
     return World(seed, 1, 0)
+
+
+def test_a_driver_marks_from_where_gradients_wait_and_then_declares_the_other_sends_dead() -> None:
+    spec = PassSpec(1, "a", 1, False, False, False, ("a", "b"))
+    driver = Driver(spec)
+    started = [("a", Start(spec, ("", 1), [1.0])), ("b", Start(spec, ("", 2), [2.0]))]
+    assert driver.start([("a", [1.0]), ("b", [2.0])]) == started
+    assert driver.owing == ["a", "b"]
+    assert driver.report(PassReport(spec, "a", 1, [("", 1)], [(("a", 1), "c")], False, ())) == []
+    assert driver.owing == ["b", "c"]
+    assert driver.report(PassReport(spec, "c", 1, [("a", 1)], [], True, ())) == []
+    assert driver.report(PassReport(spec, "b", 1, [("", 2)], [], False, ())) == [("c", Mark(spec, ("", 3), ()))]
+    assert (driver.marked, driver.owing) == (1, ["c"])
+    dead = [(worker, DeclareDead(spec, ("", key))) for worker, key in (("a", 4), ("b", 5), ("c", 6))]
+    assert driver.report(PassReport(spec, "c", 2, [("", 3)], [], True, ())) == dead
+    for worker, key in (("a", 4), ("b", 5), ("c", 6)):
+        assert not driver.ended
+        assert driver.report(PassReport(spec, worker, 3, [("", key)], [], False, ())) == []
+    assert (driver.ended, driver.owing, driver.marked) == (True, [], 1)
+
+
+def test_a_fast_pass_fails_if_sends_wait_although_no_gradient_does() -> None:
+    driver = Driver(spec := PassSpec(1, "a", 1, False, False, True, ("a",)))
+    driver.start([("a", [1.0])])
+    with pytest.raises(LeftOut) as missing:
+        driver.report(PassReport(spec, "a", 1, [("", 1)], [], False, ("a send",)))
+    assert missing.value.waiting == {"a": ("a send",)}
+
+
+def test_a_shipment_has_the_gradients_of_some_of_its_tensors() -> None:
+    spec = PassSpec(1, "a", 1, False, False, False, ("a",))
+    shipment = PackedShipment(spec, ("", 1), [(5, [0, None, NOWHERE]), (6, [1])], (), ["first", "second"])
+    assert shipment.unpacked() == [(5, ["first", None, WITHOUT]), (6, ["second"])]
 
 
 def end(driver: Driver) -> list[Any]:

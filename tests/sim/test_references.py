@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.references import Holders, Owned
 from telegrad._core.references.reference_protocol import (
     ASK,
     CAME_LATE,
@@ -356,3 +357,16 @@ class DeliversByName(World):
 def test_the_simulation_finds_wrong_keys_of_workers_that_return(wrong: type[World]) -> None:
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(SEEDS, "returns", wrong)
+
+
+def test_forks_are_counted_by_their_holders() -> None:
+    holders, first, second = Holders(), Owned(True), Owned(True)
+    holders.add(first, ("a", 1), "a")
+    holders.add(second, ("a", 2), "a")
+    assert holders.counts == {"a": 2}
+    holders.add(first, ("a", 1), "b")  # it has moved
+    assert (holders.counts, first.forks) == ({"a": 1, "b": 1}, {("a", 1): "b"})
+    holders.end(first, ("a", 2))  # of the other
+    assert holders.counts == {"a": 1, "b": 1}
+    holders.end(second, ("a", 2))
+    assert (holders.counts, second.forks) == ({"b": 1}, {})

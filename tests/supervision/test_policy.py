@@ -31,7 +31,7 @@ from telegrad.launch.policy import (
     SendSignal,
     StartProcess,
 )
-from tests.seeds import ONLY, run_each
+from tests.seeds import MOST, ONLY, run_each
 
 GRACE = 10.0
 
@@ -338,4 +338,4 @@ def code_of(seed: int) -> int | None:
 @pytest.mark.parametrize("part", range(4))
 def test_random_lives_end_and_keep_the_limits_of_restarts(part: int) -> None:
     codes = set(run_each(range(part * 500, (part + 1) * 500), code_of))
-    assert ONLY or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= codes
+    assert ONLY or MOST or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= codes

@@ -53,3 +53,25 @@ def test_a_connection_is_finished_by_its_reader_or_else_by_end(owner: ReadOwner)
     reading.watch()
     assert reading.owner is ReadOwner.NOBODY
     assert connection.armed in ([], [True, False])
+
+
+def test_a_held_leader_does_not_read_but_a_waiter_does() -> None:
+    connection = Connection(expects=True)
+    reading = connection.reading
+    reading.watch()
+    reading.hold(True)
+    assert not reading.begin()
+    assert reading.take()
+    reading.hold(False)
+    reading.hold(True)  # changes nothing now: the waiter owns the right
+    assert connection.armed == [True, False, False]
+    reading.give_back()
+    assert connection.armed[3:] in ([], [False])
+    reading.hold(False)
+    assert connection.armed[-1]
+    assert reading.begin()
+    reading.end()
+    reading.hold(True)
+    assert connection.finished == 0
+    reading.give_back()
+    assert connection.finished == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from telegrad._core.processes import STOPPED, Stops, state_of
-from telegrad._core.transport.silence import Silence
+from telegrad._core.transport.silence import LATE, Silence
 from tests.cluster import wait_until
 
 LIMIT = 10.0
@@ -65,6 +65,13 @@ def test_without_a_limit_silence_is_never_reported() -> None:
     assert not silence.look(0, False)
     assert not silence.look(1e9, False)
     assert silence.pause == float("inf")
+
+
+def test_it_is_silent_at_its_limit() -> None:
+    silence = Silence(LIMIT)
+    assert not silence.look(0, False)  # the first check proves nothing about the time before
+    assert not silence.look(LATE * LIMIT, False)  # just in time
+    assert silence.look(LIMIT, False)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this platform tells nothing of other processes")

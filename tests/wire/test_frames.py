@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +16,15 @@ from telegrad._core.wire.messages import (
     SCRATCH,
     FrameReader,
     Message,
+    Unreceived,
     append,
     encode,
     pack_numbers,
     split,
+    unknown,
     unpack_numbers,
 )
+from telegrad.errors import ProtocolViolation
 from tests.strangers.streams import cut
 
 MANY = 2000
@@ -132,3 +136,22 @@ def test_a_frame_begins_with_the_lengths_of_its_parts() -> None:
     frame = encode(Message(CALL, 7, 5, b"head", b"me", b"the body"), table)
     assert PREFIX.unpack_from(frame) == (CALL, 5, 4, 2, 2, 8, 7)
     assert frame[PREFIX.size :] == b"headme" + table + b"the body"
+
+
+def test_bodies_that_are_too_short_are_refused() -> None:
+    for body in (b"", b"abc", b"\1\0\0\0"):
+        with pytest.raises(ProtocolViolation):
+            split(body)
+    assert split(append(b"", b"")) == (b"", b"")
+    for size in (1, 7, 9):
+        with pytest.raises(ProtocolViolation):
+            unpack_numbers(bytes(size))
+
+
+def test_frames_in_messages_for_people() -> None:
+    assert unknown(CALL).endswith(" CALL")
+    assert "kind 255" in unknown(255)
+    assert repr(Message(CALL, 7, head=b"f", body=b"abc")) == "<CALL 7 'f': 3 bytes>"
+    assert repr(Message(255, 7)) == "<255 7 '': 0 bytes>"
+    error = str(Unreceived(1024, "full").error("here", "there"))
+    assert "'here' has no memory for 1,024 bytes that worker 'there' sent (full)" in error
