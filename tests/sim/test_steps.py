@@ -265,6 +265,15 @@ def test_a_follower_obeys_between_its_steps(how: str, message: Message, told: st
     assert (barrier.told, barrier.without) == (told, message.without if isinstance(message, Move) else ())
 
 
+def test_what_a_connection_may_have_lost_is_sent_again() -> None:
+    barrier = GenerationBarrier(1, range(3))
+    barrier.stand(HERE)
+    assert barrier.remind(2) == []
+    assert barrier.remind(0) == [(0, StepReport(HERE, 0, False))]
+    barrier.receive(0, Move((2,)))
+    assert barrier.remind(0) == [(0, Move((2,)))]
+
+
 def test_an_impatient_worker_moves_alone_if_the_leader_is_silent() -> None:
     machine = GenerationBarrier(1, [0, 1, 2])
     assert machine.give_up() == [], "it is within a step"
