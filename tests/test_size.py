@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 60_548,
     "lines of the core": 38_135,
-    "lines of the tests": 83_455,
+    "lines of the tests": 83_460,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,
