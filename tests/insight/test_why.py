@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import Finding, seconds, status
+from telegrad.insight.phrases import Finding, doing, seconds, several, status
 from telegrad.insight.report import Report
-from telegrad.reporting import JOINING, LEAVING, WorkerState
+from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WorkerState
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
 SLEEPS = "gate.wait()"
@@ -424,10 +424,40 @@ def test_workers_that_do_not_report_what_they_wait_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age", "said"), [(0.04, "0.0 s"), (12.3, "12 s"), (200, "3 min 20 s"), (7260, "2 h 1 min"), (119.6, "2 min 0 s")]
+    ("age", "said"),
+    [
+        (0.04, "0.0 s"),
+        (12.3, "12 s"),
+        (200, "3 min 20 s"),
+        (7260, "2 h 1 min"),
+        (119.6, "2 min 0 s"),
+        (9.95, "10 s"),
+        (7200, "2 h 0 min"),
+    ],
 )
 def test_texts_of_durations(age: float, said: str) -> None:
     assert seconds(age) == said
+
+
+def test_long_lists_are_cut() -> None:
+    assert several("abcdefgh") == "a, b, c, d, e, f, g and h"
+    assert several("abcdefghi") == "a, b, c, d, e, f, g and 2 others"
+
+
+@pytest.mark.parametrize(
+    ("line", "innermost", "asleep", "said"),
+    [
+        ("", "", True, "sleeps, in a wait outside Telegrad"),
+        ("", "", None, "has made no progress"),
+        ("", "", False, "is busy all the time: it loops, it seems, or computes"),
+        ("q.get()", "/lib/queue.py:3 get", True, "waits for something in its own process"),
+        ("with lock:", "train.py:9 main", True, "waits for a lock (lock)"),
+    ],
+)
+def test_what_threads_do(line: str, innermost: str, asleep: bool | None, said: str) -> None:
+    at = SourceLine(file="train.py", line=9, function="main", text=line) if line else None
+    stack = [innermost] if innermost else []
+    assert doing(ThreadState(number=1, name="main", at=at, stack=stack, wait=None, asleep=asleep)) == said
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -15,12 +15,15 @@ from telegrad._core.membership.shutdown_barrier import (
     DONE,
     LEAVING,
     WAITING,
+    Ask,
     Entered,
     Leave,
+    Left,
     Letter,
     Missing,
     Quiet,
     ShutdownBarrier,
+    Who,
 )
 from tests.seeds import run_each
 
@@ -263,3 +266,41 @@ def test_a_waiting_worker_can_ask_which_workers_are_not_quiet() -> None:
     ((_, answer),) = leader.receive(1, question)
     asker.receive(0, answer)
     assert (asker.missing, asker.busy) == (set(), {2})
+
+
+def test_a_group_without_calls_since_its_entries_leaves_after_one_round() -> None:
+    leader = ShutdownBarrier(0, {0, 1, 2})
+    assert leader.remind(1) == []  # this worker has not called shutdown
+    assert leader.enter(5) == [(1, Entered()), (2, Entered())]
+    assert leader.receive(1, Entered(3)) == []
+    assert leader.receive(2, Entered(4)) == [(1, Ask(1)), (2, Ask(1))]
+    assert leader.asked
+    assert leader.receive(1, Quiet(1, 3)) == []
+    assert leader.receive(2, Quiet(0, 4)) == []  # of another round
+    assert leader.busy == {0, 2}
+    assert leader.quiet(5) == []
+    assert leader.receive(2, Quiet(1, 4)) == [(1, Leave()), (2, Leave())]
+    assert leader.remind(1) == [(1, Entered()), (1, Leave())]
+    assert leader.receive(1, Entered()) == [(1, Leave())]
+    for other, state in ((1, LEAVING), (2, DONE)):
+        assert leader.receive(other, Left()) == []
+        assert leader.state == state
+    assert leader.remind(1) == []
+
+
+def test_a_follower_knows_who_was_lost_before_the_group_left() -> None:
+    follower = ShutdownBarrier(1, {0, 1, 2})
+    assert follower.enter(7) == [(0, Entered(7))]
+    assert follower.receive(5, Ask(1)) == []  # no member
+    assert (follower.asked, follower.remind(5)) == (False, [])
+    assert follower.receive(2, Who()) == []  # only the leader knows
+    assert follower.lost(2) == []
+    assert follower.receive(0, Leave((3,))) == [(0, Left())]
+    assert (follower.state, follower.lost_ones) == (DONE, {2, 3})
+    assert follower.lost(0) == []
+
+
+def test_the_barrier_of_a_group_that_has_ended_is_over() -> None:
+    barrier = ShutdownBarrier(1, {0, 1, 2})
+    barrier.enter()
+    assert (barrier.over(), barrier.state) == ([], DONE)

@@ -12,6 +12,7 @@ import pytest
 
 from telegrad._core.rpc.idempotency import LATE, LONGEST, CallEntry, IdempotencyTable
 from telegrad._core.rpc.retry_queue import (
+    FIRST_BACKOFF,
     FIRST_PAUSE,
     LONGEST_BACKOFF,
     LONGEST_PAUSE,
@@ -163,6 +164,7 @@ def test_the_pauses_of_a_call_that_may_have_run_grow() -> None:
     assert backoff(0) == 0.0
     pauses = [backoff(repeats) for repeats in range(1, 12)]
     assert pauses == sorted(pauses)
+    assert pauses[:3] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF]
     assert pauses[-1] == LONGEST_BACKOFF
 
 
@@ -183,13 +185,29 @@ def test_calls_to_one_worker_are_retried_together_with_growing_pauses() -> None:
         first, second = second, first
         pauses.append(queue.next() - now)
         now = queue.next()
-    assert pauses[0] == pytest.approx(FIRST_PAUSE)
+    assert pauses[:3] == pytest.approx([FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE])
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE)
     assert queue.why("y") == "no"
     assert queue.end(other)
     assert queue.begin(first)
     assert queue.end(first, answered=True)
     assert queue.next() <= now  # the other call need not wait
+
+
+def test_a_call_that_ends_without_an_answer_does_not_hurry_the_others() -> None:
+    queue: RetryQueue[Asked] = RetryQueue()
+    first, second = asked(), asked(until=5.0)
+    for each in (first, second):
+        queue.wait(each, 1.0)
+    assert queue.due(1.0) == ["x"]
+    assert queue.end(first)
+    assert not queue.end(first)
+    assert not queue.withdraw(first)
+    assert queue.next() == pytest.approx(1.0 + FIRST_PAUSE)
+    assert (queue.ready("y", 1.0), queue.why("y"), queue.why("x")) == ([], "", "")
+    assert queue.begin(second)
+    assert queue.next() == inf
+    assert queue.close() == []  # an attempt is in flight
 
 
 def test_a_call_with_a_pause_is_made_later() -> None:

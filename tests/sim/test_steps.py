@@ -18,10 +18,13 @@ from telegrad._core.membership.generation_steps import (
     MOVE,
     SERVING,
     STAY,
+    Finish,
     GenerationBarrier,
     Impatient,
     Letter,
+    Message,
     Move,
+    Stay,
     StepReport,
 )
 from tests.seeds import run_each
@@ -194,6 +197,81 @@ class World:
 @pytest.mark.parametrize("faults", [False, True])
 def test_all_workers_get_the_same_orders(faults: bool) -> None:
     run_each(SEEDS, lambda seed: World(seed, faults).run())
+
+
+def to_others(message: Message) -> list[Letter]:
+    return [(1, message), (2, message)]
+
+
+@pytest.mark.parametrize(
+    ("hows", "more", "letters", "told"),
+    [
+        ((HERE, HERE, HERE), {}, to_others(Stay(0)), STAY),
+        ((HERE, SERVING, HERE), {}, [(2, Stay(0))], STAY),
+        ((SERVING, SERVING, SERVING), {}, [], ""),
+        ((LEAVING, SERVING, LEAVING), {}, to_others(Finish()), FINISH),
+        ((HERE, HERE, LEAVING), {}, to_others(Move((2,))), MOVE),
+        ((HERE, SERVING, HERE), {"wanted": True}, to_others(Move(())), MOVE),
+        ((SERVING, HERE, HERE), {"broken": True}, to_others(Move(())), MOVE),
+    ],
+)
+def test_a_leader_decides_once_it_has_all_reports(
+    hows: tuple[str, ...], more: dict[str, bool], letters: list[Letter], told: str
+) -> None:
+    barrier = GenerationBarrier(0, range(3))
+    assert barrier.want(more.get("wanted", False)) == []
+    sent = barrier.stand(hows[0])
+    for rank in (1, 2):
+        assert (sent, barrier.told) == ([], "")
+        sent = barrier.receive(rank, StepReport(hows[rank], 0, more.get("broken", False) and rank == 1))
+    assert (sent, barrier.told) == (letters, told)
+
+
+def test_a_leader_whose_workers_all_serve_moves_for_a_worker_that_waits_to_join() -> None:
+    barrier = GenerationBarrier(0, range(3))
+    barrier.stand(SERVING)
+    for rank in (1, 2):
+        assert barrier.receive(rank, StepReport(SERVING, 0, False)) == []
+    assert barrier.want(False) == []
+    assert barrier.want(True) == to_others(Move(()))
+
+
+def test_a_leader_does_not_wait_for_others_if_a_worker_between_steps_is_impatient() -> None:
+    barrier = GenerationBarrier(0, range(3))
+    barrier.stand(SERVING)
+    assert barrier.receive(1, StepReport(HERE, 0, False)) == []
+    assert barrier.receive(2, Impatient()) == []  # it has begun a step since
+    assert barrier.receive(1, Impatient()) == [(1, Move((2,)))]
+    assert barrier.receive(1, Impatient()) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "told"),
+    [
+        (HERE, Stay(0), STAY),
+        (HERE, Stay(1), ""),
+        (SERVING, Stay(0), ""),
+        (HERE, Move((2,)), MOVE),
+        (SERVING, Finish(), FINISH),
+        (HERE, Finish(), ""),
+    ],
+)
+def test_a_follower_obeys_between_its_steps(how: str, message: Message, told: str) -> None:
+    barrier = GenerationBarrier(1, range(3))
+    assert barrier.receive(0, message) == []
+    assert barrier.told == ""
+    assert barrier.stand(how) == [(0, StepReport(how, 0, False))]
+    assert barrier.receive(0, message) == []
+    assert (barrier.told, barrier.without) == (told, message.without if isinstance(message, Move) else ())
+
+
+def test_what_a_connection_may_have_lost_is_sent_again() -> None:
+    barrier = GenerationBarrier(1, range(3))
+    barrier.stand(HERE)
+    assert barrier.remind(2) == []
+    assert barrier.remind(0) == [(0, StepReport(HERE, 0, False))]
+    barrier.receive(0, Move((2,)))
+    assert barrier.remind(0) == [(0, Move((2,)))]
 
 
 def test_an_impatient_worker_moves_alone_if_the_leader_is_silent() -> None:
