@@ -164,6 +164,8 @@ def keep_recursive_lock() -> None:
 
 
 def want_recursive_lock() -> None:
+    while recursive_lock.acquire(blocking=False):  # the other thread does not keep it yet
+        recursive_lock.release()
     say()
     recursive_lock.acquire()
 
