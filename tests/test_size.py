@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_651,
-    "lines of the core": 38_156,
+    "lines of the package": 60_647,
+    "lines of the core": 38_151,
     "lines of the tests": 84_210,
     "files of the package": 265,
     "words of the glossary": 80,

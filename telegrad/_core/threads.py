@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from telegrad._core import forks
@@ -88,24 +89,19 @@ def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) ->
     Raises:
         TimeoutError: there was no answer within `patience` seconds; the thread is abandoned.
     """
-    found: list[Any] = []
-    failed: list[Exception] = []
-    done = threading.Event()
+    answer: Future[Any] = Future()
 
     def call() -> None:
         try:
-            found.append(function(*args))
+            answer.set_result(function(*args))
         except Exception as error:
-            failed.append(error)
-        done.set()
+            answer.set_exception(error)
 
     run_in_thread("telegrad-store", call)
-    if not done.wait(patience):
-        atexit.register(done.wait, LAST_WAIT)  # a thread that leaves torch while the interpreter ends aborts it
+    if not wait([answer], patience).done:
+        atexit.register(wait, [answer], LAST_WAIT)  # a thread that leaves torch while the interpreter ends aborts it
         raise TimeoutError("it does not answer")
-    if failed:
-        raise failed[0]
-    return found[0]
+    return answer.result()
 
 
 class Here(threading.local):

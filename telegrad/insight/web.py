@@ -193,7 +193,8 @@ class Dashboard:
             kept = SimpleCookie(cookies).get(self.cookie[0])
         except CookieError:
             kept = None
-        known = secrets.compare_digest((kept.value if kept is not None else "").encode(), self.cookie[1].encode())
+        given = kept.value if kept is not None else ""
+        known = secrets.compare_digest(given.encode(), self.cookie[1].encode())
         return secrets.compare_digest(token.encode(), self.token.encode()) or known
 
     def is_called(self, host: str) -> bool:

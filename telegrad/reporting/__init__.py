@@ -89,7 +89,7 @@ class WaitState(_Dated):
 
 
 class _Holding(TypedDict, total=False):
-    holds: list[str]  # what the `with` statements that it is inside of name, such as locks
+    holds: list[str]  # the objects, such as locks, of the `with` statements around its lines
 
 
 class ThreadState(_Holding):

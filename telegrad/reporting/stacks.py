@@ -85,7 +85,7 @@ def user_line(frames: list[FrameType]) -> SourceLine | None:
 
 
 def held(frames: list[FrameType]) -> list[str]:
-    """Return what the `with` statements name that enclose the current lines of the user's frames, by indentation."""
+    """Return the objects of the `with` statements around the current lines of the user's frames, by indentation."""
     found = []
     for frame in filter(is_users, frames):
         lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]

@@ -169,9 +169,8 @@ MOST_FRAMES = 500  # this many outermost and innermost frames
 REMOTE_TRACEBACK = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
 TRACEBACK = "Traceback (most recent call last):\n"
 
-_CLOUDPICKLE = os.path.join(
-    os.path.dirname(torch.__path__[0]), "cloudpickle"
-)  # a start would be slower with its import
+# Found beside torch, because its import would make each start slower.
+_CLOUDPICKLE = os.path.join(os.path.dirname(torch.__path__[0]), "cloudpickle")
 _INTERNALS = (
     *(os.path.join(folder, "") for folder in (PACKAGE, _CLOUDPICKLE, *asyncio.__path__, *concurrent.futures.__path__)),
     *(str(module.__file__) for module in (torch.futures, threading, contextlib)),

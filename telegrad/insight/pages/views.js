@@ -44,7 +44,7 @@ export function found(data, words) {
   };
 }
 
-// Higher for who needs a look: no answer, waits for others to join or leave, full, or the age of its oldest call.
+// The rank of a worker in the table: no answer, a wait for others to join or leave, full, or the age of its oldest call.
 function trouble(row) {
   if (row.silent) return 1e12;
   if (row.missing.length) return 1e11;
