@@ -29,6 +29,13 @@ if torch.version.cuda and not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()  # torch 2.11 may crash if its compiler does this late in a process
 
 
+@pytest.fixture(scope="module", autouse=True)
+def used_worker() -> Iterator[None]:
+    """After each module, let this thread use the worker of the process again."""
+    yield
+    current.enter(None)
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[list[Process]]:
     """Start four processes in one group, `worker0` to `worker3`."""
