@@ -290,6 +290,14 @@ def test_lost_gradients_are_warned_of_once_per_line_of_the_program() -> None:
     assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
 
 
+def test_an_error_of_the_call_is_not_preceded_by_that_warning() -> None:
+    module = RemoteModule("w1", nn.Linear, (3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            module(torch.ones(2, 5))
+
+
 def test_there_is_no_warning_if_no_gradient_is_needed() -> None:
     module = RemoteModule("w1", nn.Linear, (3, 4))
     frozen = RemoteModule("w1", nn.Linear, (3, 4)).requires_grad_(False)

@@ -189,12 +189,15 @@ class RemoteModule(nn.Module):
 
     def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._hints and gradients_are_lost(self._trains and self.training, args, kwargs):
-                hint_at_context(f"{self._kind} on worker {self.on!r}")
+            loses = self._hints and gradients_are_lost(self._trains and self.training, args, kwargs)
             if self.device == "cpu":
-                return call("", DEFAULT, args, kwargs, self)
-            given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
-            return result(rpc_async(self.on, module_host.run_on_device, given))
+                value = call("", DEFAULT, args, kwargs, self)
+            else:
+                given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
+                value = result(rpc_async(self.on, module_host.run_on_device, given))
+            if loses:  # after the call, whose error matters more
+                hint_at_context(f"{self._kind} on worker {self.on!r}")
+            return value
 
         if self._signature is not None:
             forward.__signature__ = self._signature  # type: ignore[attr-defined]
