@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-only portable package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test test-only portable package lint nightly chaos bench bench-compare bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -43,6 +43,9 @@ chaos: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+bench-compare: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compare --to "$(TO)"
 
 bench-programs: $(INSTALLED)
 	$(BIN)/python -m benchmarks.programs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.costs import largest_cost
 from benchmarks.limits import LIMITS
 from benchmarks.results import Checked, Result, Run
 
@@ -62,6 +63,7 @@ def table(run: Run) -> str:
     lines += _beside_pipelining([each for each in run.results if each.pipelining or each.pipelining_failed])
     lines += ["", "| limit of the machine | unit | figure |", "| --- | --- | --- |"]
     lines += [f"| {name} | {_unit(name)} | {spread(figures)} |" for name, figures in run.limits.items()]
+    lines += _missed(run)
     return "\n".join(lines) + "\n"
 
 
@@ -74,6 +76,18 @@ def _beside_pipelining(results: Sequence[Result]) -> list[str]:
         for r in results
     ]
     return ["", "| row | unit | Telegrad | torch.distributed.pipelining | ratio |", f"|{' --- |' * 5}", *rows]
+
+
+def _missed(run: Run) -> list[str]:
+    """Return the table of targets that were missed."""
+    rows = [
+        f"| {r.name} | {r.way} | {spread(r.ours)} {r.unit} | {goal(r, each)} | {largest_cost(r)} |"
+        for r in run.results
+        for each in run.checked(r)
+        if each.met is False and r.ours
+    ]
+    heads = "| missed target | over | Telegrad | target | largest cost |"
+    return ["", heads, f"|{' --- |' * 5}", *rows] if rows else []
 
 
 def _unit(limit: str) -> str:

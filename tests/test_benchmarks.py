@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import schedules, timeline, turns
+from benchmarks import compare, schedules, timeline, turns
 from benchmarks.command import RESULTS, choose, machine
 from benchmarks.floods import WAYS, Found
 from benchmarks.groups import Group
@@ -81,12 +81,19 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| ≥ 4.00 (1 times the peer's); ≥ 2.00 (50% of the copy) | **no**, yes |" in text
     assert "| not measured: hung |  | ≤ 30.0 (1.5 times call); 0.3 of the peer's | **no**, unknown |" in text
     assert "2 of 5 targets met." in text
-    assert text.endswith("| copy | GB/s | 4.00 (3.00 to 5.00) |\n")
+    assert "| copy | GB/s | 4.00 (3.00 to 5.00) |\n" in text
+    assert "\n| rate | tcp | 2.00 (1.00 to 3.00) GB/s | ≥ 4.00 (1 times the peer's) | not known |\n" in text
     assert "pipelining" not in text
     text = table(Run("a machine", [TIME, BESIDE], {}))
     assert "| ≤ 16.0 (1 times torch.distributed.pipelining's) | **no** |" in text
     assert "| step | µs | 20.0 (10.0 to 30.0) | 16.0 (16.0 to 25.0) | 1.25 (1.2 times worse) |" in text
     assert "| call | µs |" not in text
+
+
+def test_the_largest_cost_of_each_missed_target_is_named() -> None:
+    text = (RESULTS / "latest.md").read_text()
+    assert "| largest cost |" in text
+    assert "| not known |" not in text
 
 
 def test_the_plot_shows_the_strictest_target(tmp_path: pathlib.Path) -> None:
@@ -215,6 +222,26 @@ def test_a_stage_sleeps_for_inputs_and_weights_one_after_the_other(monkeypatch: 
     assert slept == [0.5] * 2
     backward.run_weights()
     assert slept == [0.5] * 3
+
+
+def test_an_earlier_revision_is_compared_with_its_own_package(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "telegrad").mkdir()
+    (tmp_path / "telegrad" / "__init__.py").write_text("raise ImportError('the earlier package')")
+    row = next(row for row in ROWS if row.name == "empty rpc_sync, p50")
+    with pytest.raises(Failed, match="the earlier package"):
+        compare.Earlier(str(tmp_path), "host", 2, None).measure(row)
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_row_is_slower_if_it_is_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[0]._replace(higher_is_better=False)
+    assert compare.times_slower(row, [2, 3], [1, 2]) == [2, 1.5]
+    assert compare.times_slower(row._replace(higher_is_better=True), [2, 3], [1, 2]) == [0.5, 2 / 3]
+    for before, slower in [((1.0, 1.0), True), ((1.0, 2.0), False)]:
+        sides: Any = FakeSide(2.0, 2.0), FakeSide(*before)
+        assert compare.compare(row, "host", sides, 2) is slower
+    failing: Any = FakeSide(Failed("hung")), FakeSide(1.0)
+    assert compare.compare(row, "host", failing, 1)
 
 
 def test_an_interrupt_kills_all_sides() -> None:

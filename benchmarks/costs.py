@@ -1,0 +1,29 @@
+"""What rows that miss their targets spend most of their time on; docs/performance.md has the measurements."""
+
+from __future__ import annotations
+
+from benchmarks.results import Result
+
+_COSTS = {  # the first words that are in "transport: name" count
+    "rpc_async": "100 small calls of Python for each remote call, at both ends, and the garbage collector",
+    "remote, to_here": "Python: two messages, the reference, and its end",
+    "tcp: 16 MB": "copies into and out of the kernel on two cores, which do the work of both hosts",
+    "16 MB in": "Python for each tensor",
+    "16 MB": "the second process fetches the data from the other core's cache, or from memory",
+    "start of": "the import of telegrad.rpc in each worker",
+    "shutdown": "two rounds of messages among processes that sleep",
+    "sleep": "messages and wake-ups between the sleeps",
+    "8 hops": "wake-ups: each hop blocks a thread, and each answer wakes two",
+    "optimizer step": "wake-ups of four processes on two cores",
+    "over 4 owners": "wake-ups of four processes on two cores, and Python on both sides",
+    "backward": "Python on both sides: docs/decisions/backward.md",
+    "RemoteModule": "Python on both sides: docs/decisions/backward.md",
+    "parameter server": "Python on both sides: docs/decisions/backward.md",
+    "pipeline": "Python for each message, and the walk over each micro-batch's graph",
+    "32 workers": "processes that share two cores: a connection of its own for each call",
+}
+
+
+def largest_cost(result: Result) -> str:
+    name = f"{result.way}: {result.name}"
+    return next((cost for words, cost in _COSTS.items() if words in name), "not known")
