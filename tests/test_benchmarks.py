@@ -190,6 +190,7 @@ def threads_here(_: object) -> float:
     return torch.get_num_threads()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_process_has_the_given_number_of_threads() -> None:
     group = Group(TELEGRAD, "host", 1, threads=1)
@@ -295,6 +296,7 @@ def test_a_timeline_shows_the_most_frequent_course(capsys: pytest.CaptureFixture
     assert "stumbles" not in said
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)  # the test starts three programs, whose processes import torch
 def test_a_program_is_timed_on_each_side() -> None:
     row = next(row for row in PROGRAMS if row.name == "actors")

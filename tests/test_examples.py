@@ -14,12 +14,12 @@ PATIENCE = 100  # seconds; an example takes 5 to 15
 
 RUNS = {
     "parameter_server.py --mode sync --steps 100": "of the same, in one process",
-    "rnn.py --steps 30": "loss per character",
-    "pipeline.py --steps 12 --chunks 4": "step by step",
     "reinforcement.py --steps 12": "oldest weights",
     "first_calls.py": "per second",
 }
 VARIANTS = {
+    "rnn.py --steps 30": "loss per character",
+    "pipeline.py --steps 12 --chunks 4": "step by step",
     "multi_machine.py --steps 150": "largest difference of outputs",
     "embeddings.py --steps 300": "largest difference of outputs",
     "federated.py --steps 8": "accuracy",

@@ -75,6 +75,7 @@ def test_local_workers_and_the_dashboard() -> None:
     assert run("python", "-c", LOCAL) == "3 worker0\nTrue\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize("method", ["tcp://[::1]:29500", "env://"])
 def test_workers_that_join_over_a_store(method: str) -> None:
@@ -103,6 +104,7 @@ else:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize("program", [MEET, DYNAMIC], ids=["fixed", "dynamic"])
 def test_link_local_addresses_with_their_interface(program: str) -> None:

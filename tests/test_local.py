@@ -286,6 +286,7 @@ def test_stopped_workers_end_and_slow_ones_are_named(tmp_path: pathlib.Path) -> 
     assert "'slow' still running" in ran.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
 def test_workers_started_by_hand() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]

@@ -120,6 +120,7 @@ def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:
     notebook.run("context.__exit__(None, None, None)\ngroup.shutdown()")
 
 
+@pytest.mark.nightly
 def test_a_changed_global_that_an_object_at_a_worker_reads_is_logged(notebook: Notebook) -> None:
     notebook.run("import telegrad, telegrad.rpc as rpc\ngroup = telegrad.local(1)")
     notebook.run("factor, other = 2.0, 1\nclass Scale:\n    def get(self): return factor")

@@ -86,6 +86,7 @@ rpc.shutdown()
 """
 
 
+@pytest.mark.nightly
 def test_workers_started_by_hand(start: Start) -> None:
     place = f"127.0.0.1:{free_port()}"
     commands = [line.partition("#")[0].replace("host0:29500", place) for line in COMMANDS if "--rank" in line]
@@ -93,6 +94,7 @@ def test_workers_started_by_hand(start: Start) -> None:
     assert [output_of(process) for process in made] == ["", "", ""]
 
 
+@pytest.mark.nightly
 def test_a_custom_worker_program(start: Start, tmp_path: pathlib.Path) -> None:
     output_of(start(program_with("rpc.serve(require=True)"), MEET=f"file://{tmp_path}/store"))
 

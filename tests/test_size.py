@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 60_650,
     "lines of the core": 38_154,
-    "lines of the tests": 84_253,
+    "lines of the tests": 84_267,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,

@@ -21,6 +21,7 @@ KILL = Blow("kill", "b", B.pid, 20.0, float("inf"))
 KILL_AGAIN = Blow("kill", "b", AGAIN.pid, 21.5 + LONG / 2, float("inf"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="who serves the store is found by way of /proc")
 @pytest.mark.timeout(300)
 def test_a_group_outlives_its_workers() -> None:

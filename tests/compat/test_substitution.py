@@ -75,7 +75,9 @@ TRY = """
 
 @pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
 @pytest.mark.parametrize(
-    "forms", [FORMS, *({form: value} for form, value in LATE_FORMS.items())], ids=["rpc and autograd", *LATE_FORMS]
+    "forms",
+    [FORMS, *(pytest.param({form: value}, marks=pytest.mark.nightly) for form, value in LATE_FORMS.items())],
+    ids=["rpc and autograd", *LATE_FORMS],
 )
 def test_forms_of_import(run: Run, forms: dict[str, str], early: bool) -> None:
     """Each gives Telegrad's module after `install`, and torch's after `uninstall`."""

@@ -87,6 +87,7 @@ def test_a_group_with_the_default_silence_keeps_the_rules(engine: str, name: str
         assert cases.run(made, records, f"{engine}, {name}, default silence", case, delay, 0.0) == []
 
 
+@pytest.mark.nightly
 def test_a_group_keeps_the_rules_during_a_short_split(tmp_path: pathlib.Path) -> None:
     (records := tmp_path / "records").mkdir()
     with world_on("embedded", SILENCE, tmp_path) as made:

@@ -112,6 +112,7 @@ def test_in_time(group):
 """
 
 
+@pytest.mark.nightly
 def test_a_timeout_of_pytest_ends_its_test_alone(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_timeouts.py").write_text(TIMEOUTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", str(tmp_path)]

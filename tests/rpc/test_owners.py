@@ -570,9 +570,9 @@ def test_the_error_of_a_lookup_has_the_given_timeout(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registering.Registration, "_find", find_late)
     with (
         group("fixed") as workers,
-        pytest.raises(errors.NotPublished, match=r"'nothing' is not available after 1 s: no worker"),
+        pytest.raises(errors.NotPublished, match=r"'nothing' is not available after 3 s: no worker"),
     ):
-        on(workers[0], rpc.lookup, "nothing", 1.0)
+        on(workers[0], rpc.lookup, "nothing", 3.0)
 
 
 @pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])

@@ -31,9 +31,9 @@ from telegrad._core.references.reference_protocol import (
 from tests.seeds import run_each
 from tests.sim.references_world import Worker, World, run
 
-SEEDS = range(400)
-FEW = 200  # for a kind that differs little from another
-MANY_SEEDS = range(400, 20_400)  # for each kind of weather
+SEEDS = range(200)
+FEW = 100  # for a kind that differs little from another
+MANY_SEEDS = range(200, 20_200)  # for each kind of weather
 WEATHER = {
     "calm": {"faults": False, "crashes": False, "mistakes": False},
     "loss and doubling": {"faults": True, "crashes": False, "mistakes": False},

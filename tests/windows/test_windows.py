@@ -37,6 +37,7 @@ def test_local_workers(tmp_path: pathlib.Path) -> None:
     check(start(tmp_path, str(HERE / "program.py"), "local"))
 
 
+@pytest.mark.nightly
 def test_workers_that_join_over_a_store(tmp_path: pathlib.Path) -> None:
     port = str(free_port())
     for process in [start(tmp_path, str(HERE / "program.py"), "joining", rank, port) for rank in "01"]:
