@@ -92,7 +92,8 @@ FIGURES = {  # rows of the README's table: rows of the results
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    readme, rows = (ROOT / "README.md").read_text(), {}
+    readme = (ROOT / "README.md").read_text()
+    rows: dict[str, list[str]] = {}
     for page, names in (("latest", 2), ("programs", 3)):
         for line in (ROOT / f"benchmarks/results/{page}.md").read_text().splitlines():
             cells = [cell.partition(" (")[0] for cell in line.strip("| ").split(" | ")]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from telegrad.errors import UsageError
 
@@ -19,6 +19,11 @@ Loss = Callable[[Any, Any], Tensor]
 
 _AS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"}  # names in torch's losses
 _COUNTING_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_NO_MEAN = (
+    "it is not the mean over their samples. If it is a sum, give reduction='sum'; if it divides by something else, "
+    "return the sum, divided by that number for the whole batch, and give reduction='sum'. With reduction='mean', the "
+    "loss is the mean of the micro-batches' losses"
+)
 _IGNORED = -100  # the target that these functions ignore by default
 
 
@@ -98,25 +103,67 @@ def _is_of_torch(loss: Any) -> bool:
     return home in ("torch.nn.modules.loss", "torch.nn.functional") and not {"size_average", "reduce"} & options.keys()
 
 
-def check_sum(loss: Loss, outputs: Sequence[Any], targets: Sequence[Any], losses: Sequence[Tensor]) -> None:
-    """Raise UsageError if the scaled losses of all micro-batches do not sum up to the loss of the batch."""
+def check_sum(
+    loss: Loss, outputs: Sequence[Any], targets: Sequence[Any], losses: Sequence[Tensor], weights: Sequence[float]
+) -> None:
+    """Raise UsageError if the weighted losses of all micro-batches, or their gradients, differ from the batch's."""
     leaves = [leaf for leaf in tree_leaves([*outputs, *targets]) if isinstance(leaf, Tensor)]
     if not all(leaf.dim() for leaf in leaves):
         return  # such a value is of one micro-batch, so the batch has none
-    with torch.no_grad():
+    with torch.enable_grad():
         value = loss(joined([*outputs]), joined([*targets]))
     coarsest = max(torch.finfo(each.dtype).eps for each in (value, *leaves) if each.is_floating_point())
     whole, parts = value.item(), [each.item() for each in losses]
-    if whole == sum(parts) or abs(whole - sum(parts)) <= math.sqrt(coarsest) * sum(map(abs, parts)):
-        return
-    if math.isnan(whole) and math.isnan(sum(parts)):
-        return
-    raise UsageError(
-        f"the loss {getattr(loss, '__qualname__', type(loss).__name__)} of this batch is {whole:.6g}, but its "
-        f"micro-batches give {sum(parts):.6g}: it is not the mean over their samples. If it is a sum, give "
-        "reduction='sum'; if it divides by something else, return the sum, divided by that number for the whole batch, "
-        "and give reduction='sum'. With reduction='mean', the loss is the mean of the micro-batches' losses"
-    )
+    name = getattr(loss, "__qualname__", type(loss).__name__)
+    differ = abs(whole - sum(parts)) > math.sqrt(coarsest) * sum(map(abs, parts))
+    if whole != sum(parts) and differ and not (math.isnan(whole) and math.isnan(sum(parts))):
+        raise UsageError(
+            f"the loss {name} of this batch is {whole:.6g}, but its micro-batches give {sum(parts):.6g}: {_NO_MEAN}"
+        )
+    inputs = [leaf for leaf in leaves if leaf.requires_grad] + _parameters(loss)
+    if value.requires_grad and _gradients_differ(loss, outputs, targets, weights, value, inputs, coarsest):
+        raise UsageError(
+            f"the loss {name} of this batch is the sum over its micro-batches, {whole:.6g}, but its gradients are not "
+            f"the sum of theirs, perhaps because it detaches something that it computes from all samples: {_NO_MEAN}"
+        )
+
+
+def _gradients_differ(
+    loss: Loss,
+    outputs: Sequence[Any],
+    targets: Sequence[Any],
+    weights: Sequence[float],
+    value: Tensor,
+    inputs: list[Tensor],
+    coarsest: float,
+) -> bool:
+    """Return True if the batch's loss `value` has other gradients at `inputs` than the sum over the micro-batches."""
+    with torch.enable_grad():
+        several = (
+            loss(*tree_map(_copied, (output, target))) * weight
+            for output, target, weight in zip(outputs, targets, weights, strict=True)
+        )
+        total = sum(several, torch.zeros_like(value))
+    for whole, parts in zip(*(_gradients(root, inputs) for root in (value, total)), strict=True):
+        # A gradient that should be 0 is about as large as rounding: an element of a mean's gradient is 1 / numel().
+        least = 8 * coarsest / math.sqrt(max(whole.numel(), 1))
+        allowed = max(math.sqrt(coarsest) * max(whole.norm().item(), parts.norm().item()), least)
+        if (whole - parts).norm().item() > allowed:  # False for NaN
+            return True
+    return False
+
+
+def _gradients(root: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(root, inputs, allow_unused=True, materialize_grads=True)
+    return [gradient.to_dense() for gradient in found]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf  # a loss may change it in place, and not a leaf
+
+
+def _parameters(loss: Loss) -> list[Tensor]:
+    return [each for each in loss.parameters() if each.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def _reduction_of(loss: Any, said: str | None) -> str:

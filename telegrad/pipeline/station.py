@@ -228,9 +228,9 @@ class BatchRun:
         losses.append(loss.detach())
         if self._given.is_unsure:
             for values, value in ((self._outputs, output), (self._targets, targets)):
-                values.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value))
+                values.append(tree_map(_severed, value))
             if len(losses) == self.spec.batches:  # before the last backward pass, so no worker has stepped
-                check_sum(self._given.loss, self._outputs, self._targets, losses)
+                check_sum(self._given.loss, self._outputs, self._targets, losses, self._given.weights)
         return loss
 
     def _send_on(self, action: Action, output: Any) -> list[Tensor]:
@@ -312,6 +312,11 @@ class BatchRun:
             self._over = True
         self._ended()
         tell()
+
+
+def _severed(leaf: Any) -> Any:
+    """Return a tensor without its history, for a backward pass that ends there."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 class StageWorker:

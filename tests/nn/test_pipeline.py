@@ -197,6 +197,18 @@ def test_unusable_losses_are_refused(what: str) -> None:
         spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
 
 
+class Scaled(nn.Module):
+    """A loss of which only the gradients at its parameter are not the mean over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, _: object) -> torch.Tensor:
+        largest = outputs.detach().abs().max() * (self.scale - self.scale.detach())
+        return outputs.mean() + largest
+
+
 class OwnCrossEntropy(nn.CrossEntropyLoss):
     """A loss whose code the pipeline does not know."""
 
@@ -210,6 +222,8 @@ class OwnCrossEntropy(nn.CrossEntropyLoss):
         lambda outputs, _: (outputs**2).mean().sqrt(),
         lambda outputs, _: outputs.flatten().logsumexp(0),
         partial(cross_entropy, size_average=False),
+        lambda outputs, _: (outputs**2).mean() / (outputs**2).mean().detach(),  # only its gradients differ
+        Scaled(),
     ],
 )
 def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> None:
@@ -219,6 +233,21 @@ def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> Non
         pipeline.forward_backward(context, inputs, targets, loss)
     with autograd.context() as context:
         pipeline.forward_backward(context, inputs, targets, loss, "mean")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, _: (outputs - outputs.detach()).mean(),  # 0, with gradients
+        lambda outputs, _: outputs.softmax(1).sum(1).mean(),  # whose gradients are 0
+        lambda outputs, _: outputs.detach().mean() + 0 * outputs.mean(),
+        lambda outputs, _: (outputs * 1).mul_(2).bfloat16().mean(),
+    ],
+)
+def test_a_mean_over_samples_needs_no_reduction(loss: Any) -> None:
+    inputs, targets = batch(7)
+    with autograd.context() as context:
+        spread(chunks=3).forward_backward(context, inputs, targets, loss)
 
 
 def test_the_id_of_the_context_is_the_first_argument() -> None:
