@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 logging.getLogger("telegrad").addFilter(SafeRecords())
+
+# A torch that is imported later warns that NumPy, which is optional, is not installed; each worker would do so.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
 

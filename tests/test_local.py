@@ -29,6 +29,12 @@ def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.Complet
     )
 
 
+def test_without_numpy_nothing_is_printed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    ran = run("import telegrad\nif __name__ == '__main__': telegrad.local(1).shutdown()", tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
 WHOLE = """
 import os, signal, sys, threading, time
 import telegrad

@@ -21,7 +21,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
 from tests import links
-from tests.cluster import agents, wait_until
+from tests.cluster import agents, agents_here, wait_until
 from tests.naming import alike
 
 
@@ -161,6 +161,17 @@ def test_a_connection_that_broke_is_made_again() -> None:
             assert str(told.value).count("This call") == 1
         assert a.agent.call("w1", echo, (2,), None) == 2
         gate.set()
+
+
+def test_only_functions_are_said_to_be_repeatable() -> None:
+    with agents_here(2) as (_, b):
+        event = remote("w1", threading.Event)
+        waits = event.rpc_async().wait()
+        assert not event.rpc_sync().is_set()
+        links.cut(b)
+        with pytest.raises(errors.PeerLost, match=r"of wait\(\) of the value of a reference was in flight for \S+ s$"):
+            waits.wait()
+        event.rpc_sync().set()
 
 
 def test_futures_of_calls_are_futures_of_torch() -> None:

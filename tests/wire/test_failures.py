@@ -373,7 +373,7 @@ def test_long_names_are_cut_in_messages() -> None:
 def test_an_exception_that_ends_a_process_arrives_as_a_remote_error(error: BaseException) -> None:
     back = journey(error)
     assert type(back) is errors.RemoteError
-    assert type(error).__name__ in str(back)
+    assert f"{type(error).__name__}, which is no Exception, was raised" in str(back)
 
 
 def test_an_exception_whose_str_raises() -> None:

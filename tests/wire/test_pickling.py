@@ -526,7 +526,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
         ((DEEPER, (), {}), r"the variable `config`\['all'\]\[0\] that the function `deeper` uses \(_thread.lock\)"),
         (
             (NESTED, (), {}),
-            r"`config`\['all'\]\[0\] that the variable `deeper`, a function, that the function `nested` uses",
+            r"`config`\['all'\]\[0\] that this function uses: the variable `deeper` that the function `nested` uses",
         ),
         ((WITH_DEFAULT, (), {}), "the variable `value` that the function `with_default` uses"),
         ((GLOBAL, (), {}), "the variable `LOCK` that the function `<lambda>` uses"),

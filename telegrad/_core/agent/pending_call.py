@@ -20,7 +20,7 @@ from torch import Tensor
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
-from telegrad._core.calls.call_names import NOTED_AS, user_name
+from telegrad._core.calls.call_names import KNOWN_AS, NOTED_AS, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
@@ -272,7 +272,8 @@ class PendingCall:
 
     def connection_lost_error(self, reason: PeerError) -> PeerError:
         age = perf_counter() - self.begun
-        again = "; rpc_sync and rpc_async repeat it with idempotent=True" if isinstance(reason, PeerLost) else ""
+        can_repeat = isinstance(reason, PeerLost) and not hasattr(self.label, KNOWN_AS)  # a function of the user
+        again = "; rpc_sync and rpc_async repeat it with idempotent=True" if can_repeat else ""
         error = type(reason)(f"{reason}. This call of {user_name(self.label)} was in flight for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
         return error

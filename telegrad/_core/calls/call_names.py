@@ -16,7 +16,7 @@ from telegrad._core.pickling.remote_text import short
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the user's name for it
+KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the user's name for it
 NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a shorter name for its instances
 OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
 RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
@@ -28,7 +28,7 @@ _names: dict[Any, str] = {}  # of importable functions whose arguments do not af
 def known_as(name: str) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
-        setattr(function, _KNOWN_AS, name)
+        setattr(function, KNOWN_AS, name)
         return function
 
     return mark
@@ -53,7 +53,7 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
         return function
     if args and hasattr(function, RUNS):
         return str(getattr(function, RUNS)(*args))
-    known_as = getattr(function, _KNOWN_AS, None)
+    known_as = getattr(function, KNOWN_AS, None)
     if isinstance(known_as, str):
         return known_as
     if isinstance(function, MethodType) and hasattr(function.__self__, RUNS):

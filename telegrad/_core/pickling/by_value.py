@@ -211,7 +211,8 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         step, part = bad
         if type(value) is FunctionType:
             function = where if where.startswith("the function") else f"{where or 'a value'}, a function,"
-            where, within, advice = f"the variable `{step}`", f" that {function}{within} uses", _ADVICE_FOR_VARIABLES
+            within = f" that this function uses: {where}{within}" if within else f" that {function} uses"
+            where, advice = f"the variable `{step}`", _ADVICE_FOR_VARIABLES
         else:
             where += step
         value = part

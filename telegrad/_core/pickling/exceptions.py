@@ -65,9 +65,10 @@ def readable(error: BaseException) -> BaseException:
 def _description(error: BaseException, worker: str, function: str) -> bytes:
     story = tell(error, worker, function)
     kind = _original(type(error))
-    name = short(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
-    if not isinstance(error, Exception):
-        return pickle.dumps((None, name, story), 5)  # an exit of the callee must not end the caller
+    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # a program that a worker imported
+    name = short(f"{home}.{kind.__qualname__}".removeprefix("builtins."))
+    if not isinstance(error, Exception):  # an exit of the callee must not end the caller
+        return pickle.dumps((None, f"{name}, which is no Exception,", story), 5)
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
             sent = _dump(attempt(error))
