@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_709,
-    "lines of the core": 38_157,
-    "lines of the tests": 84_314,
+    "lines of the package": 60_736,
+    "lines of the core": 38_183,
+    "lines of the tests": 84_324,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,

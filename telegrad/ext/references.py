@@ -3,8 +3,9 @@
 from telegrad._core.references import Id
 from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.rpc.proxy import Proxy
 from telegrad._core.rpc.restorable import RestorableRRef, Restore, check_restore, wait_for
-from telegrad._core.rpc.rref import Proxy, RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker.value_access import fetch, methods
 
 __all__ = [

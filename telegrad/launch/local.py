@@ -189,7 +189,7 @@ class LocalGroup:
         return [worker.name for worker in self._workers if worker.process.returncode is None]
 
     def _wait(self, text: Callable[[], str]) -> AbstractContextManager[Wait]:
-        return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver))
+        return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver, level=logging.INFO))
 
     def _at_exit(self) -> None:
         self.shutdown(graceful=not hasattr(sys, "last_type"))  # `last_type` is set by an uncaught exception

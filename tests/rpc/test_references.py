@@ -308,6 +308,9 @@ def operate(on: str, other: str) -> None:
         1 in a  # noqa: B015
     assert a != b
     assert bool(a)
+    for use in (lambda: bool(a[0] < b[0]), lambda: max(a[0], b[0]), lambda: not a.add(b), lambda: bool(a @ b)):
+        with pytest.raises(errors.UsageError, match=r"write ref\.rpc_sync\(\)\.method\(\)$"):
+            use()
 
 
 @pytest.mark.parametrize(("on", "other"), [("worker1", "worker1"), ("worker1", "worker2"), ("worker0", "worker1")])

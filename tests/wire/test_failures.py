@@ -246,6 +246,11 @@ def test_an_exception_of_the_main_program_keeps_its_type(monkeypatch: pytest.Mon
     assert type(journey(main.Mine("text"))) is main.Mine
 
 
+def test_the_program_that_a_worker_imports_is_named_main() -> None:
+    kind = type("Stop", (BaseException,), {"__module__": "__mp_main__"})
+    assert "__mp_main__" not in str(journey(kind("z")))
+
+
 def test_an_exception_type_that_cannot_be_subclassed() -> None:
     back = journey(Final(1, 2))
     assert type(back) is Final

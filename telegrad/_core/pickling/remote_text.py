@@ -222,6 +222,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be formatted)\n"
+    told = re.sub("^__mp_main__[.]", "__main__.", told, flags=re.MULTILINE)  # the driver's program, imported here
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
 
 

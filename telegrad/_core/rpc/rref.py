@@ -21,6 +21,7 @@ from telegrad._core.pickling.remote_text import fold
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.rpc.proxy import Proxy
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import (
@@ -39,7 +40,6 @@ from telegrad.errors import CallTimeout, NotOwner, UsageError
 Operator = Callable[..., Any]
 new_tuple = tuple.__new__  # takes half the time of a named tuple's own `__new__`, which is written in Python
 T = TypeVar("T", covariant=True)
-R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -72,14 +72,16 @@ class RRef(Generic[T]):
         tensor(6.)
     """
 
-    __slots__ = ("__weakref__", "_handle", "_table")
+    __slots__ = ("__weakref__", "_handle", "_is_computed", "_table")
 
     _handle: Handle
+    _is_computed: bool  # by an operator, or by a method of tensors
     _table: ReferenceTable
 
     @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         self._table = current.references()
+        self._is_computed = False
         self._table.agent.streams.publish()
         self._handle = self._table.own(ValueSlot.of(value))
 
@@ -89,6 +91,7 @@ class RRef(Generic[T]):
         made = cls.__new__(cls)
         made._table = table
         made._handle = handle
+        made._is_computed = False
         return made
 
     # The owner
@@ -326,7 +329,18 @@ class RRef(Generic[T]):
         made: RRef[Any] = self._recorded("remote", name, self._table.create)(
             self._reach(), PreparedCall(with_values, args, kwargs, held, function), DEFAULT
         )
+        made._is_computed = True
         return made
+
+    def __bool__(self) -> bool:
+        """Return True, or raise UsageError if the reference is the result of an operator or a method of tensors."""
+        if self._is_computed:
+            raise UsageError(
+                f"bool() of {self!r}, a reference to a result, does not tell whether the result is true: an `if`, a "
+                "`while` or max() needs the value. Write ref.to_here() there, as in `if (a < b).to_here()`. To call a "
+                "method of an object that is named like one of tensors, write ref.rpc_sync().method()"
+            )
+        return True
 
     # Without these Python would iterate with __getitem__, without end.
     __iter__ = __contains__ = None
@@ -408,38 +422,6 @@ class RRef(Generic[T]):
             return f"<{name} on {self._handle.owner.name!r}{'' if confirmed else ', not confirmed yet'}>"
         state = f"here: {type(box.value).__name__}" if box.full else "here, still being made"
         return f"<{name} {'here, failed' if box.failure else state}>"
-
-
-class Proxy(Generic[R]):
-    """Makes `proxy.method(*args)` call that method at the owner of the value, and `proxy(*args)` call the value.
-
-    Example:
-        >>> words = rpc.remote("worker1", list, ("ab",))
-        >>> words.rpc_sync().index("b")
-        1
-    """
-
-    __slots__ = ("_call", "_timeout")
-
-    def __init__(self, call: Callable[[str, float, Any, Any], R], timeout: float) -> None:
-        self._call = call
-        self._timeout = timeout
-
-    def __getattr__(self, method: str) -> Callable[..., R]:
-        if method.startswith("__"):
-            raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return partial(_use, self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return _use(self, "", *args, **kwargs)
-
-
-def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:
-    try:
-        return proxy._call(method, proxy._timeout, args, kwargs)
-    except BaseException as error:
-        fold(error)
-        raise
 
 
 REDUCERS[RRef] = lambda pickler, reference: reduce_reference(pickler, reference._handle)

@@ -21,7 +21,7 @@ from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.references import Id
 from telegrad._core.references.handles import DELETED
 from telegrad._core.rpc import rref as references
-from telegrad._core.rpc.rref import Proxy
+from telegrad._core.rpc.proxy import Proxy
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import opened
 from telegrad.compat.rpc import calls
