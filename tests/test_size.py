@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 60_647,
     "lines of the core": 38_151,
-    "lines of the tests": 84_449,
+    "lines of the tests": 84_478,
     "files of the package": 265,
     "words of the glossary": 80,
     "global statements": 5,

@@ -592,7 +592,7 @@ def nobody_of_that_name() -> Scene:
 def turns() -> Scene:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: box.rpc_sync().f()")
-    for age in (3, 4):
+    for age in (4, 3):  # the older first
         scene.call("worker0", "worker1", "train.Box.f", age, by=main)
     return scene
 
@@ -600,8 +600,30 @@ def turns() -> Scene:
 def futures() -> Scene:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', f)")
-    for age in (3, 4):
+    for age in (4, 3):  # the older first
         scene.call("worker0", "worker1", "train.f", age, by=main, state=UNFINISHED)
+    return scene
+
+
+def at_lines(count: int) -> Scene:
+    scene = Scene(*(f"worker{rank}" for rank in range(count)), "spins")
+    for rank in range(count):
+        main = scene.thread(f"worker{rank}", f"train.py:{rank} main: rpc.rpc_sync('spins', spin)")
+        scene.call(f"worker{rank}", "spins", "train.spin", 9, by=main, runs="train.py:20 spin: x += 1")
+    return scene
+
+
+def hook() -> Scene:
+    scene = Scene("worker0", "worker1")
+    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
+    outside = ["/lib/torch/autograd/graph.py:823 _engine_run_backward"]
+    scene.thread("worker1", f"train.py:50 hook: {SLEEPS}", outside=outside)
+    return scene
+
+
+def unmade_value() -> Scene:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
     return scene
 
 
@@ -646,6 +668,13 @@ FOUND: list[tuple[Scene, list[tuple[Any, ...]]]] = [
     (nobody_of_that_name(), [("unknown", 75, "worker8", "worker0", 3, 3, "1")]),
     (turns(), [("turn", 35, "worker1", "worker0", 4, 2, "1")]),
     (futures(), [("unfinished", 50, "worker1", "worker0", 4, 3, "1")]),
+    (at_lines(5), [("busy", 40, "spins", "worker0 worker1 worker2 worker3 worker4", 9, 11, "3 6 9 12 15 1 4 7 10")]),
+    (
+        at_lines(6),
+        [("busy", 40, "spins", "worker0 worker1 worker2 worker3 worker4 worker5", 9, 10, "3 6 9 12 15 18 1 4 7 10")],
+    ),
+    (hook(), [("backward", 55, "worker1", "worker0", 6.5, 2, "1")]),
+    (unmade_value(), [("value", 55, "worker0", "", 5, 1, "1")]),
     (
         no_store(),
         [("store", 85, "worker1", "worker1", 12.0, 4, "1"), ("missing", 80, "rank 0 rank 2", "worker2", 12.0, 3, "2")],
