@@ -370,7 +370,7 @@ class Causes:
             WEIGHTS[kind] if weight is None else weight,
             list(dict.fromkeys(workers)),
             list(dict.fromkeys(node.worker for node in waiters)),
-            max(map(graph.age, (*causes, *waiters)), default=0.0),
+            max(map(graph.age, (*causes, *waiters))),
             title,
             details + self._told(waiters),
             stacks(graph, threads),

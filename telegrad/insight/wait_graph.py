@@ -279,7 +279,7 @@ class WaitGraph(GroupIndex):
             return _guesses("value", self._makers(call))
         if _OF_PIPELINE in came["function"]:
             return self._to_stages(call)
-        return _guesses("future", self._unattended(call.to, came["age"])) if came["state"] != states.RUNNING else []
+        return _guesses("future", self._unattended(call.to, call)) if came["state"] != states.RUNNING else []
 
     def _of_thread(self, node: Node) -> list[Edge]:
         thread, me = self.threads[node], node.worker
@@ -288,24 +288,23 @@ class WaitGraph(GroupIndex):
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
-        since = self.calls_in[self.serves[node]]["age"] if node in self.serves else float("inf")
+        served = self.serves.get(node)
         if wait is None:
             text = at["text"] if at is not None else ""
             hopeful = thread["name"] == states.COROUTINE or _WAITS_FOR_FUTURES.search(text)
             within = _WITHIN.search(text) and _OF_LOCKS.search("".join(thread["stack"][-1:]))
-            futures = _guesses("future", self._unattended(me, since) if hopeful else [])
+            futures = _guesses("future", self._unattended(me, served) if hopeful else [])
             return futures or _guesses("thread", self._aside(node) if within else [])
         if what == "backward":
             passes = [each for each in self.passes if each.worker == me]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
         if what == "value" and set(wait["on"]) <= {me}:
-            running = (call for call in self.came(me, states.RUNNING) if call != self.serves.get(node))
-            return [Edge(call, "value", True) for call in running]
+            return [Edge(call, "value", True) for call in self.came(me, states.RUNNING) if call != served]
         if what == "room":
             out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
             return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
         if what not in (*_FOR_WORKERS, *AT_REST):
-            return _guesses("future", self._unattended(me, since)) or _guesses("thread", self._aside(node))
+            return _guesses("future", self._unattended(me, served)) or _guesses("thread", self._aside(node))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
         return [Edge(Node(WORKER, name), what) for name in on if name != me]
 
@@ -354,16 +353,20 @@ class WaitGraph(GroupIndex):
     def _makers(self, fetch: Node) -> list[Node]:
         """Return the calls that may make a value; mostly the fetching worker has made that call."""
         running = list(filter(self._is_old, self.came(fetch.to, states.RUNNING)))
-        return [
-            call for call in (*running, *self.came(fetch.to, states.QUEUED)) if call.worker == fetch.worker
-        ] or running
+        calls = (*running, *self.came(fetch.to, states.QUEUED))
+        return [call for call in calls if call.worker == fetch.worker] or running
 
     def _is_old(self, came: Node) -> bool:
         return self.calls_in[came]["age"] >= self._young
 
-    def _unattended(self, name: str, since: float) -> list[Node]:
-        """Return a worker's calls for which no thread waits; a coroutine or a future may."""
-        return [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since + 0.1]
+    def _unattended(self, name: str, served: Node | None) -> list[Node]:
+        """Return a worker's calls for which no thread waits, and which the function of its call `served` can have made;
+        a coroutine or a future may wait for them."""
+        since = self.calls_in[served]["age"] + 0.1 if served is not None else float("inf")
+        calls = [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since]
+        if served is None or served.worker != name:
+            return calls
+        return [call for call in calls if call.to != name or call.number > served.number]  # numbers show the order
 
     def _aside(self, waiter: Node) -> list[Node]:
         """Return the threads of the program that wait for calls, and those of this package that run user code outside
@@ -406,13 +409,8 @@ class WaitGraph(GroupIndex):
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
         """Return the threads of a worker that run user functions called from code that matches a pattern."""
-        return [
-            node
-            for node in self.threads_of[name]
-            if self.threads[node]["at"] is not None
-            and not self.wait(node)
-            and any(map(code.search, self.threads[node]["stack"]))
-        ]
+        threads = ((node, self.threads[node]) for node in self.threads_of[name] if not self.wait(node))
+        return [node for node, one in threads if one["at"] is not None and any(map(code.search, one["stack"]))]
 
     def is_fetch(self, call: Node) -> bool:
         """Return True if a call fetches the value of a reference."""

@@ -179,9 +179,9 @@ def test_requests() -> None:
 
 @pytest.mark.parametrize("status", [404, 400, 421])
 def test_a_server_that_is_no_etcd_is_not_asked_again(status: int) -> None:
-    with pytest.raises(DirectoryRefused):
+    with pytest.raises(DirectoryRefused, match="no JSON gateway" if status == 404 else "'not found'"):
         etcd_messages.answer_of(status, b"not found")
-    with pytest.raises(EtcdRefused):
+    with pytest.raises(EtcdRefused, match="502: 'bad gateway'"):
         etcd_messages.answer_of(502, b"bad gateway")
 
 

@@ -25,6 +25,7 @@ REPLIES = [
     ("write", [b"differs", 7, None], RedisReply(b"differs", 7)),
     ("delete", [b"done", 7, None], RedisReply(b"done", 7)),
     ("list", [b"done", 7, [[b"a", RECORD]]], RedisReply(b"done", 7, (ENTRY,))),
+    ("list", [b"done", 7, [[b"\xff", RECORD]]], RedisReply(b"done", 7, (ENTRY._replace(key="\\xff"),))),
     (
         "watch",
         [b"done", 8, 8, [[7, b"a", RECORD], [8, b"a"]], -1],
@@ -78,7 +79,7 @@ def test_a_damaged_entry_is_named(record: Any) -> None:
 
 
 def test_changes_after_the_revision_of_the_group_are_malformed() -> None:
-    with pytest.raises(RedisMalformed, match="history"):
+    with pytest.raises(RedisMalformed, match=r"^history "):
         read_reply("watch", b"", [b"done", 7, 8, [[8, b"a"]], -1])
 
 
@@ -86,13 +87,23 @@ def test_changes_after_the_revision_of_the_group_are_malformed() -> None:
     ("operation", "content", "key"),
     [
         ("attach", [7], "state"),
+        ("attach", [], "state"),
+        ("grant", [], "state"),
         ("grant", [b"3"], "state"),
         ("grant", [-3], "state"),
         ("renew", [], None),
+        ("list", [], "order"),
         ("list", [b"a"], "order"),
         ("list", [[[b"a"]]], "order"),
         ("list", [[[b"a", RECORD]], 5], "order"),
+        ("list", [[[5, RECORD]]], "order"),
         ("watch", [7, []], "history"),
+        ("watch", [7, 7, -1], "history"),
+        ("watch", [7, [], b""], "history"),
+        ("watch", [b"7", [], -1], "history"),
+        ("watch", [7, [[7]], -1], "history"),
+        ("watch", [7, [[7, 5]], -1], "history"),
+        ("watch", [7, [[b"7", b"a"]], -1], "history"),
         ("watch", [7, [7], -1], "history"),
         ("watch", [7, [[7, b"a", RECORD, 5]], -1], "history"),
         ("watch", [7, [[7, b"a", b"junk"]], -1], "history"),
@@ -107,7 +118,7 @@ def test_the_key_of_a_wrong_reply_is_named(operation: str, content: list[Any], k
         read_reply(operation, b"a", [b"done", 7, *content])
     assert caught.value.key == key
     for reply in (None, [b"done"], [b"done", None], [b"done", -1], [b"other", 7]):
-        with pytest.raises(RedisMalformed, match="state"):
+        with pytest.raises(RedisMalformed, match=r"^state "):
             read_reply(operation, b"a", reply)
 
 

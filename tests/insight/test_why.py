@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -231,6 +232,17 @@ def test_a_callback_that_does_not_end() -> None:
     scene.thread("worker0", f"train.py:20 double: {SLEEPS}", name="telegrad-worker")
     finding, _ = only(scene, "asleep", "worker0")
     assert "A thread waits for this one, it seems: worker0's thread telegrad-worker is in double" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [({}, "unfinished"), ({"runs": f"train.py:20 serve: {SLEEPS}"}, "asleep")],
+)
+def test_calls_of_a_worker_to_itself_do_not_wait_for_each_other(more: dict[str, str], kind: str) -> None:
+    scene = Scene("worker0")
+    for age in (3.0, 2.99):  # two of a loop
+        scene.call("worker0", "worker0", "train.serve", age, state=UNFINISHED, **more)
+    only(scene, kind, "worker0")
 
 
 def test_locks_taken_in_both_orders() -> None:
@@ -531,3 +543,236 @@ def test_busy_loops_in_two_threads() -> None:
         scene.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)
     finding, _ = only(scene, "busy", "worker1")
     assert "2 threads run train.spin" in finding.title
+
+
+def slots_of_each_other() -> Scene:
+    scene = Scene("worker0", "worker1", "worker2", slots=1)
+    main = scene.thread("worker2", "train.py:9 main: rpc.rpc_sync('worker0', outer)")
+    for callee, by in (("worker0", main), ("worker1", None)):
+        scene.call("worker2", callee, "train.outer", 6, by=by, runs="train.py:20 outer: poll(task.done())")
+    scene.call("worker1", "worker0", "train.leaf", 4)
+    scene.call("worker0", "worker1", "train.leaf", 3)
+    return scene
+
+
+def meeting() -> Scene:
+    scene = Scene("worker0", "worker1", "worker2")
+    waits = wait("barrier", "worker2", "worker3", "worker4", about="barrier of all", age=9)
+    for name in ("worker0", "worker1"):
+        scene.thread(name, "train.py:40 step: everybody.barrier()", wait=waits)
+    scene.thread("worker2", "train.py:50 load: read(file)", asleep=False)
+    scene.silent["worker3"] = "stopped (SIGSTOP)"
+    scene["worker0"]["gone"] = {"worker4": "worker 'worker4' left early"}
+    return scene
+
+
+def one_line() -> Scene:
+    scene = Scene("worker0", "worker1", "worker2")
+    for name in ("worker0", "worker1"):
+        scene.thread(name, "train.py:40 step: dist.barrier()")
+    scene.thread("worker2", "train.py:50 load: x = x + 1")
+    return scene
+
+
+def arrivals() -> Scene:
+    scene = Scene("worker0", "worker1", "worker2", "worker3")
+    for age, name in ((8, "worker0"), (7, "worker1")):
+        main = scene.thread(name, "train.py:9 main: rpc.rpc_sync('worker3', arrive)")
+        scene.call(name, "worker3", "train.arrive", age, by=main, runs="train.py:20 arrive: condition.wait()")
+    scene.thread("worker2", f"train.py:50 load: {SLEEPS}")
+    return scene
+
+
+def nobody_of_that_name() -> Scene:
+    scene = Scene("worker0", "worker1")
+    scene.call("worker0", "worker8", "train.f", 3, by=scene.thread("worker0", "train.py:9 main: push()"))
+    return scene
+
+
+def turns() -> Scene:
+    scene = Scene("worker0", "worker1")
+    main = scene.thread("worker0", "train.py:9 main: box.rpc_sync().f()")
+    for age in (4, 3):  # the older first
+        scene.call("worker0", "worker1", "train.Box.f", age, by=main)
+    return scene
+
+
+def futures() -> Scene:
+    scene = Scene("worker0", "worker1")
+    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', f)")
+    for age in (4, 3):  # the older first
+        scene.call("worker0", "worker1", "train.f", age, by=main, state=UNFINISHED)
+    return scene
+
+
+def at_lines(count: int) -> Scene:
+    scene = Scene(*(f"worker{rank}" for rank in range(count)), "spins")
+    for rank in range(count):
+        main = scene.thread(f"worker{rank}", f"train.py:{rank} main: rpc.rpc_sync('spins', spin)")
+        scene.call(f"worker{rank}", "spins", "train.spin", 9, by=main, runs="train.py:20 spin: x += 1")
+    return scene
+
+
+def hook() -> Scene:
+    scene = Scene("worker0", "worker1")
+    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
+    outside = ["/lib/torch/autograd/graph.py:823 _engine_run_backward"]
+    scene.thread("worker1", f"train.py:50 hook: {SLEEPS}", outside=outside)
+    return scene
+
+
+def unmade_value() -> Scene:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
+    return scene
+
+
+def no_store() -> Scene:
+    scene = joining("worker1", "worker2", size=3, missing=[])
+    scene["worker1"]["threads"][0]["wait"] = wait("store", about="the store at tcp://h:1, which")
+    scene["worker1"]["place"] = ""
+    return scene
+
+
+def two_groups() -> Scene:
+    scene = Scene("worker0", "worker1", "worker2")
+    _tell(scene["worker2"], group="h", generation=2)
+    scene.call("worker0", "worker1", "train.f", 3, state="running")
+    return scene
+
+
+def gathering() -> Scene:
+    scene = leaving("train.py:33 main: input()")
+    for name in ("worker0", "worker1"):
+        scene[name]["threads"][0]["wait"] = wait("_all_gather", "worker2", age=4)
+        _tell(scene[name], phase="member")
+    _tell(scene["worker2"], idle=80.0)
+    return scene
+
+
+def brief(each: Finding) -> tuple[Any, ...]:
+    threads = re.findall(r"\((\d+)\)", " ".join(each.stacks))
+    names = " ".join(each.workers), " ".join(each.waiting)
+    return (each.kind, each.weight, *names, each.age, len(each.details), " ".join(threads))
+
+
+# The workers, those that wait, the age, the lines of details, and the threads of each finding.
+FOUND: list[tuple[Scene, list[tuple[Any, ...]]]] = [
+    (slots_of_each_other(), [("slot deadlock", 90, "worker0 worker1", "worker2", 6, 13, "3 5 1")]),
+    (
+        meeting(),
+        [("silent", 95, "worker3", "", 0.0, 0, ""), ("barrier", 65, "worker2 worker3 worker4", "", 9, 6, "1 2")],
+    ),
+    (arrivals(), [("barrier", 65, "worker2", "worker0 worker1", 8, 6, "3 6 1 4")]),
+    (one_line(), [("barrier", 10, "worker2", "", 0.0, 4, "1 2")]),
+    (nobody_of_that_name(), [("unknown", 75, "worker8", "worker0", 3, 3, "1")]),
+    (turns(), [("turn", 35, "worker1", "worker0", 4, 2, "1")]),
+    (futures(), [("unfinished", 50, "worker1", "worker0", 4, 3, "1")]),
+    (at_lines(5), [("busy", 40, "spins", "worker0 worker1 worker2 worker3 worker4", 9, 11, "3 6 9 12 15 1 4 7 10")]),
+    (
+        at_lines(6),
+        [("busy", 40, "spins", "worker0 worker1 worker2 worker3 worker4 worker5", 9, 10, "3 6 9 12 15 18 1 4 7 10")],
+    ),
+    (hook(), [("backward", 55, "worker1", "worker0", 6.5, 2, "1")]),
+    (unmade_value(), [("value", 55, "worker0", "", 5, 1, "1")]),
+    (
+        no_store(),
+        [("store", 85, "worker1", "worker1", 12.0, 4, "1"), ("missing", 80, "rank 0 rank 2", "worker2", 12.0, 3, "2")],
+    ),
+    (
+        joining("worker0", "worker1", size=4, missing=[]),
+        [("missing", 80, "rank 2 rank 3", "worker0 worker1", 12.0, 4, "1")],
+    ),
+    (
+        joining("worker0", "worker1", size=4, missing=["rank 1", "rank 2"]),
+        [("missing", 80, "rank 2", "worker0 worker1", 12.0, 3, "1")],
+    ),
+    (two_groups(), [("generations", 70, "worker2", "", 0.0, 1, ""), ("busy", 40, "worker1", "worker0", 3, 1, "")]),
+    (gathering(), [("shutdown", 45, "worker2", "worker0 worker1", 4, 3, "3 1 2")]),
+]
+
+
+@pytest.mark.parametrize(("scene", "expected"), FOUND)
+def test_findings(scene: Scene, expected: list[tuple[Any, ...]]) -> None:
+    assert list(map(brief, Report(scene.sight).findings)) == expected
+
+
+TEXTS: list[tuple[Scene, str]] = [
+    (
+        slots_of_each_other(),
+        """\
+3 workers asked, all answered; one cause of waits:
+
+Deadlock through the slots of worker0 and worker1, it seems: the calls that hold them wait for calls
+  that are queued for one.
+  worker1 called train.leaf on worker0 4.0 s ago, where it is queued
+  1 call to worker0 waits for a free slot there
+  worker0, in train.outer for worker2, waits for calls, it seems, for 6.0 s, and waits for
+    train.leaf on worker1, it seems
+      train.py:20 in outer: poll(task.done())
+  worker0 called train.leaf on worker1 3.0 s ago, where it is queued
+  1 call to worker1 waits for a free slot there
+  worker1, in train.outer for worker2, waits for calls, it seems, for 6.0 s, and waits for
+    train.leaf on worker0, it seems
+      train.py:20 in outer: poll(task.done())
+  worker0 runs 1 call at once (num_worker_threads). Waiting in rpc_sync or for a call's future frees
+    the slot; loops and other waits keep it
+  worker1 runs 1 call at once (num_worker_threads). Waiting in rpc_sync or for a call's future frees
+    the slot; loops and other waits keep it
+  worker2's main thread waits for train.outer on worker0, for 6.0 s
+      train.py:9 in main: rpc.rpc_sync('worker0', outer)
+  worker2 called train.outer on worker1 6.0 s ago
+
+What each worker does:
+  worker0 and worker1: runs 1 call: train.outer of worker2, for 6.0 s; 1 call queued
+  worker2: main thread waits for train.outer on worker0, for 6.0 s, at train.py:9 in main
+""",
+    ),
+    (
+        meeting(),
+        """\
+4 workers asked, 1 did not answer; 2 causes of waits, the most important first:
+
+1. worker3 does not answer: stopped (SIGSTOP).
+
+2. worker2, worker3 and worker4 have not arrived at barrier of all, where worker0 and worker1 wait.
+   worker0's main thread waits for barrier of all, of worker2, worker3 and worker4, for 9.0 s
+       train.py:40 in step: everybody.barrier()
+   worker2's main thread is busy all the time: it loops, it seems, or computes
+       train.py:50 in load: read(file)
+   worker3 does not answer: stopped (SIGSTOP)
+   worker4 is no longer in the group: left early
+
+What each worker does:
+  worker0 and worker1: main thread waits for barrier of all, of worker2, worker3 and worker4, for
+    9.0 s, at train.py:40 in step
+  worker2: main thread is busy all the time: it loops, it seems, or computes, at train.py:50 in load
+  worker3: no answer
+""",
+    ),
+    (
+        arrivals(),
+        """\
+4 workers asked, all answered; one cause of waits:
+
+worker2 has not arrived, it seems, where worker0 and worker1 wait for all workers.
+  worker0 and worker1 are at the same line:
+      train.py:20 in arrive: condition.wait()
+  worker2's main thread sleeps, in a wait outside Telegrad
+      train.py:50 in load: gate.wait()
+  worker0's main thread waits for train.arrive on worker3, for 8.0 s (and 1 more like it: worker1)
+      train.py:9 in main: rpc.rpc_sync('worker3', arrive)
+
+What each worker does:
+  worker0 and worker1: main thread waits for train.arrive on worker3, for 8.0 s, at train.py:9 in
+    main (the first of them)
+  worker2: main thread sleeps, in a wait outside Telegrad, at train.py:50 in load
+  worker3: runs 2 calls, the longest train.arrive of worker0, for 8.0 s
+""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scene", "text"), TEXTS)
+def test_whole_texts(scene: Scene, text: str) -> None:
+    assert Report(scene.sight).text().replace("Files are under /home/ann/project/\n", "") == text

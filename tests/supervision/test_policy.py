@@ -188,17 +188,19 @@ def test_a_group_of_serving_workers_ends_when_all_have_ended() -> None:
 
 
 def test_the_first_signal_is_passed_on_and_the_second_kills() -> None:
-    group = policy(role("a", count=2), role("b"))
+    group = policy(role("a", count=2), role("b"), role("s", serves=True))
     started(group, 0)
     group.ended("b0", 1, 0.1)
-    assert states(group) == [RUNS, RUNS, WAITS]
+    assert states(group) == [RUNS, RUNS, WAITS, RUNS]
     assert done(group.signalled(SIGINT, 1)) == [SendSignal("a0", SIGINT), SendSignal("a1", SIGINT)]
-    assert states(group) == [ENDING, ENDING, ENDED]
+    assert states(group) == [ENDING, ENDING, ENDED, RUNS]
     assert group.ended("a1", 130, 1) == []
     actions = group.signalled(SIGINT, 2)
-    assert (said(actions), done(actions)) == ("all workers are killed", [SendSignal("a0", SIGKILL)])
+    assert said(actions) == "all workers are killed"
+    assert done(actions) == [SendSignal("a0", SIGKILL), SendSignal("s0", SIGKILL)]
     assert group.due == inf
     assert group.ended("a0", -SIGKILL, 2) == [EndServing()]
+    assert group.ended("s0", -SIGKILL, 2) == []
     assert group.code == 128 + SIGINT
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.security.handshake import (
+    ITSELF,
     LONGEST,
     ONE_SIDED,
     PROTOCOL,
@@ -19,6 +20,7 @@ from telegrad._core.security.handshake import (
     Acceptor,
     Hello,
     Initiator,
+    StreamId,
     VersionRange,
     is_hello,
 )
@@ -27,7 +29,7 @@ from telegrad._core.security.tls import HANDSHAKE
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
-A = Hello("a", 0, "incarnation of a", "program")
+A = Hello("a", 0, "incarnation of a", "program", (("cuda:0", "cuda:1"),))
 B = Hello("b", 1, "incarnation of b", "")
 
 
@@ -52,12 +54,12 @@ def converse(
     return b"".join(said_a), b"".join(said_b)
 
 
-@given(st.integers(1, 500))
-def test_each_end_learns_the_peer_in_any_pieces(size: int) -> None:
-    a, b = ends()
+@given(st.integers(1, 500), st.sampled_from([ITSELF, StreamId("c", 1), StreamId("c", -1)]))
+def test_each_end_learns_the_peer_in_any_pieces(size: int, stream_id: StreamId) -> None:
+    a, b = Initiator(KEY, A, B.incarnation, stream_id=stream_id), Acceptor(KEY, B)
     converse(a, b, lambda data: [data[at : at + size] for at in range(0, len(data), size)])
     assert (a.done, b.done) == (True, True)
-    assert (a.peer, b.peer) == (B, A)
+    assert (a.peer, b.peer, b.stream_id) == (B, A, stream_id)
     assert (a.leftover, b.leftover) == (b"", b"")
 
 
@@ -167,6 +169,7 @@ def test_a_handshake_fails_over_another_connection(carrier_a: bytes, carrier_b: 
 
 def test_a_name_that_is_too_long_is_an_error_at_its_own_end() -> None:
     a, b = Initiator(KEY, A._replace(name="a" * LONGEST), B.incarnation), Acceptor(KEY, B)
+    assert len(a._say(b"", bytes(LONGEST))) == LONGEST + 2
     with pytest.raises(HandshakeError, match="too long"):
         exchange(a, b)
 
