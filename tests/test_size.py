@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_647,
-    "lines of the core": 38_151,
-    "lines of the tests": 84_217,
-    "files of the package": 265,
+    "lines of the package": 60_951,
+    "lines of the core": 38_184,
+    "lines of the tests": 84_419,
+    "files of the package": 266,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,
