@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 60_736,
-    "lines of the core": 38_183,
-    "lines of the tests": 84_324,
-    "files of the package": 265,
+    "lines of the package": 61_038,
+    "lines of the core": 38_216,
+    "lines of the tests": 84_787,
+    "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,

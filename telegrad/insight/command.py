@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--sort", default="", metavar="COLUMN", help="sort by this column: the highest numbers first")
     top.add_argument("--filter", default="", metavar="WORDS", help="only rows that contain all of these words")
     top.add_argument(
-        "--worker", default="", metavar="NAME", help="show the calls, threads, bytes and passes of this worker"
+        "--worker", default="", metavar="NAME", help="show the calls, threads, references and log of this worker"
     )
     top.add_argument("--stacks", action="store_true", help="with --worker: also the stacks of its threads")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")

@@ -1,5 +1,5 @@
-"""Snapshots of a group; its history: the two latest ones, and a minute of events of all workers on one clock; and the
-data that the dashboard draws.
+"""Snapshots of a group; its history: the two latest ones, a minute of events of all workers on one clock, and ten
+minutes of figures; and the data that the dashboard draws.
 
 No I/O: a `Source` queries the group, and times are part of its results.
 """
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 
 from telegrad.ext.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
 from telegrad.reporting import QUEUED, WorkerState, counts
+from telegrad.reporting.figures import FAILED, LONGEST, Point, Rate, Series, oldest_call, rate_between, trouble
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
 SECONDS = 60.0  # the longest span that can be shown
 KEPT = 6000  # events of a kind per worker; the limit is per kind, because many calls must not evict few steps
 MOST = 16_000  # events of a kind that `recent` returns for all workers together; it is called every second
-LOOKS = 600  # snapshots whose memory figures are kept
+OWN = "telegrad.insight."  # calls of the observers, which are left out
 
 # Upper bounds of the histogram's buckets, in seconds.
 BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2, 5))
@@ -70,14 +71,6 @@ class Flow(NamedTuple):
     rate: float  # bytes per second, since the previous snapshot
 
 
-class Rate(NamedTuple):
-    """The rates of a worker, per second."""
-
-    calls: float  # calls served for other workers
-    sent: float  # bytes
-    received: float
-
-
 class Function(NamedTuple):
     name: str
     calls: int
@@ -97,8 +90,8 @@ class GroupHistory:
         self.before: GroupSnapshot | None = None
         self.sight = GroupSnapshot((), {})
         self.last: dict[str, WorkerState] = {}  # the latest state of each worker, including silent ones
-        # Times, and the resident bytes of each worker's process.
-        self.memory: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=LOOKS))
+        self._series: dict[str, Series] = defaultdict(Series)
+        self._pause = 0.0  # seconds since the query before
         self.trouble = ""  # why the latest query failed; "" if it did not
         self._events: dict[str, dict[str, deque[Event]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
         self._shifts: dict[str, tuple[object, float]] = {}  # by worker: its process, and its clock's zero on our clock
@@ -117,16 +110,21 @@ class GroupHistory:
         if sight.accounts:
             self.epoch = self.epoch or sight.accounts[0]["time"]
             times = sorted(account["time"] for account in sight.accounts)
-            self.now = times[len(times) // 2] - self.epoch  # the median: one wrong clock has no effect
-            self.before = self.sight
+            now = times[len(times) // 2] - self.epoch  # the median: one wrong clock has no effect
+            self._pause, self.now, self.before = now - self.now, now, self.sight
         self.sight = sight
+        rates = self.rates()
         accounts = {account["worker"]: account for account in sight.accounts}
         for name, account in accounts.items():
             process = account["host"], account["pid"]
             if self._shifts.get(name, ("",))[0] != process:  # a new process has a new clock
                 self._shifts[name] = process, account["time"] - account["clock"] - self.epoch
                 self._after[name] = account["clock"] - SECONDS
-            self.memory[name].append((self.now, account["memory"]))
+            rate = rates.get(name, Rate(0, 0, 0))
+            point: Point = [self.now, rate.calls, 0.0, rate.sent + rate.received, account["memory"]]
+            self._series[name].add([*point, rate.processor or 0.0])
+        for name in [name for name, own in self._series.items() if not own.after(self.now - LONGEST)]:
+            del self._series[name]
         self.last = {name: account for name, account in self.last.items() if name in sight.silent} | accounts
         return dict(self._after)
 
@@ -135,9 +133,14 @@ class GroupHistory:
         for worker, own in events.items():
             if own and worker in self._shifts:
                 _, shift = self._shifts[worker]
-                kept = self._events[worker]
+                kept, failed = self._events[worker], 0
                 for kind, begun, ended, *rest in own:
+                    if kind in (CALLED, RAN) and rest[2].startswith(OWN):
+                        continue
                     kept[kind].append((kind, begun + shift, ended + shift, *rest))
+                    failed += kind == CALLED and bool(rest[-1]) and ended + shift > self.now - self._pause
+                if self._pause > 0 and worker in self._series:
+                    self._series[worker].newest[FAILED] += failed / self._pause
                 self._after[worker] = max(event[2] for event in own)
 
     def recent(self, seconds: float) -> Recent:
@@ -159,14 +162,7 @@ class GroupHistory:
 
     def rates(self) -> dict[str, Rate]:
         """Return the rates since the previous snapshot, of each worker that is in both."""
-        return {
-            new["worker"]: Rate(
-                max(0, new["calls_done"] - old["calls_done"]) / seconds,
-                max(0, sum(new["bytes_out"].values()) - sum(old["bytes_out"].values())) / seconds,
-                max(0, sum(new["bytes_in"].values()) - sum(old["bytes_in"].values())) / seconds,
-            )
-            for old, new, seconds in self._pairs()
-        }
+        return {new["worker"]: rate_between(old, new, seconds) for old, new, seconds in self._pairs()}
 
     def flows(self) -> list[Flow]:
         """Return the traffic between each two workers, as reported by either of them."""
@@ -190,10 +186,10 @@ class GroupHistory:
         edges = sorted({*total, *calls})
         return [Flow(*edge, calls[edge], total[edge], rate[edge]) for edge in edges if edge[0] != edge[1]]
 
-    def memory_after(self, time: float) -> dict[str, list[list[Any]]]:
-        """Return the times and sizes of each worker's memory after a time of day."""
+    def series_after(self, time: float) -> dict[str, list[Point]]:
+        """Return the points of each worker's series after a time of day."""
         since = time - self.epoch + 1e-3
-        new = ((name, [each for each in own if each[0] > since]) for name, own in self.memory.items())
+        new = ((name, own.after(since)) for name, own in self._series.items())
         return {name: _rounded(own) for name, own in new if own}
 
     def lost(self) -> dict[str, str]:
@@ -436,13 +432,14 @@ def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:
         **{key: account[key] for key in _SAME},  # type: ignore[literal-required]
         "calls_out": counts(account["calls_out"], lambda call: call["to"]).total(),
         "queued": counts(account["calls_in"], lambda call: call["state"])[QUEUED],
-        "oldest": max((call["age"] for call in account["calls_out"]), default=0.0),
+        "oldest": oldest_call(account),
+        "trouble": trouble(account),
         "threads": len(account["threads"]),
         "rate": rate._asdict(),
     }
 
 
-def _rounded(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+def _rounded(rows: Iterable[Iterable[Any]]) -> list[list[Any]]:
     """Return rows with times rounded to microseconds, since times are most of the data; infinite times become None."""
     return [
         [(round(each, 6) if math.isfinite(each) else None) if isinstance(each, float) else each for each in row]

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
@@ -16,11 +16,14 @@ from telegrad.ext.events import CALLED
 from telegrad.ext.texts import safe
 from telegrad.insight.history import GroupHistory, Source, functions
 from telegrad.reporting import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
+from telegrad.reporting.figures import Rate, oldest_call, trouble
 
 LEAST = 0.2  # minimum seconds between two queries
 NOTES = 3  # maximum number of lines with problems
 HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to the top; clear the rest of line, screen
 SILENT, GONE = "silent", "gone"  # phases of workers without a state report
+OF_SILENT, OF_GONE = 1e12, 1.0  # their troubles: many may be gone in an elastic group
+SHORTEST = 12  # characters to which a text is cut
 WINDOW = 10.0  # seconds over which the statistics of functions are taken
 
 # Formatters of the values; `str` marks left-aligned text columns, the others are right-aligned.
@@ -33,8 +36,8 @@ class TopView(NamedTuple):
     worker: str = ""  # show this worker instead of the whole group
     stacks: bool = False  # also show that worker's stacks
 
-    def text(self, history: GroupHistory, height: int = 0) -> str:
-        """Return the group as text, with tables that fit into `height` lines, if given.
+    def text(self, history: GroupHistory, height: int = 0, width: int = 0) -> str:
+        """Return the group as text, with tables that fit into `height` lines and `width` characters, if given.
 
         Raises:
             UsageError: there is no such column or worker.
@@ -58,11 +61,18 @@ class TopView(NamedTuple):
             shown = of_group(history)
         shown = [table for table in shown if table.rows]
         for left, table in zip(range(len(shown), 0, -1), shown, strict=True):
-            shown_rows = lines(table.columns, texts(table, self.sort, self.words))
-            room = max(4, (height - len(found)) // left - 2)  # an equal part of the remaining lines
+            rows, title = texts(table, self.sort, self.words), f"{table.name}:"
+            part = (height - len(found)) // left  # an equal part of the remaining lines, and what the others leave
+            rest = sum(min(part, len(other.rows) + 3) for other in shown[len(shown) - left + 1 :])
+            room = max(4, height - len(found) - rest - 2)
+            shown_rows, beyond = lines(table.columns, rows, width)
             if height and len(shown_rows) > room:
-                shown_rows[room - 1 :] = [f"... and {len(shown_rows) - room + 1} more"]
-            found += [f"{table.name}:", *shown_rows, ""]
+                sick = sum(row[0].startswith("! ") for row in rows[room - 2 :])
+                more = f"... and {len(shown_rows) - room + 1} more" + (f", of which {sick} in trouble" if sick else "")
+                shown_rows[room - 1 :] = [more]
+            if beyond:
+                title = f"{table.name}, without {len(beyond)} columns: {', '.join(beyond)}"[:width]
+            found += [title, *shown_rows, ""]
         return "\n".join(found)
 
 
@@ -81,7 +91,7 @@ def run(source: Source, interval: float = 1.0, view: TopView = GROUP) -> None:
         history.update(source)
         if sys.stdout.isatty():
             width, height = shutil.get_terminal_size()
-            lines = view.text(history, height - 1).splitlines()[: height - 1]
+            lines = view.text(history, height - 1, width).splitlines()[: height - 1]
             print(HOME + "".join(line[:width] + END_OF_LINE for line in lines), end=END, flush=True)
         else:
             print(view.text(history), flush=True)
@@ -102,7 +112,7 @@ def once(source: Source, between: float = 1.0, view: TopView = GROUP) -> str:
 
 class Row(NamedTuple):
     values: tuple[Any, ...]  # one for each column; None: unknown
-    trouble: bool = False
+    trouble: float = 0.0  # those with the most come first
 
 
 class Table(NamedTuple):
@@ -144,11 +154,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}" if minutes < 6000 else f"{minutes // 1440}d"
 
 
+def percent(share: float) -> str:
+    return f"{share * 100:.0f}%"
+
+
 _used = "{0[0]}/{0[1]}".format  # of slots, busy and all
-WORKERS: Columns = {
-    "worker": str, "rank": count, "phase": str, "in/s": count, "out/s": count, "flight": count, "run": count,
-    "queue": count, "slots": _used, "sent/s": amount, "got/s": amount, "shared": amount, "owned": count,
-    "held": count, "ctx": count, "thr": count, "mem": amount, "gen": count, "host": str,
+WORKERS: Columns = {  # the most important first, since a narrow terminal has no room for all
+    "worker": str, "phase": str, "oldest": duration, "run": count, "queue": count, "slots": _used, "cpu": percent,
+    "mem": amount, "in/s": count, "out/s": count, "flight": count, "sent/s": amount, "got/s": amount, "shared": amount,
+    "owned": count, "held": count, "ctx": count, "thr": count, "gen": count, "rank": count, "host": str,
 }  # fmt: skip
 FUNCTIONS: Columns = {
     "calls/s": count, "p50": duration, "p99": duration, "ran": duration, "failed": count, "function": str
@@ -164,7 +178,9 @@ PEERS: Columns = {
     "worker": str, "sent/s": amount, "got/s": amount, "sent": amount, "got": amount, "flight": count, "host": str
 }  # fmt: skip
 PASSES: Columns = {"age": duration, "context": str, "number": count, "owing": str}
-ALL = (WORKERS, FUNCTIONS, CALLS_OUT, CALLS_IN, THREADS, PEERS, PASSES)
+KINDS: Columns = {"number": count, "oldest": duration, "type": str, "made at": str}
+LOG: Columns = {"number": count, "age": duration, "level": str, "logger": str, "text": str}
+ALL = (WORKERS, FUNCTIONS, CALLS_OUT, CALLS_IN, THREADS, PEERS, PASSES, KINDS, LOG)
 
 
 def of_group(history: GroupHistory) -> list[Table]:
@@ -179,19 +195,20 @@ def of_group(history: GroupHistory) -> list[Table]:
         rate = rates.get(name)
         called = sum(event[0] == CALLED for event in recent.get(name, ())) / window
         values = (
-            name, account["rank"], account["phase"], rate and rate.calls, called,
-            counts(account["calls_out"], lambda call: call["to"]).total(), states[RUNNING], states[QUEUED],
-            (account["busy"], account["slots"]), rate and rate.sent, rate and rate.received, account["shared"],
-            account["references"].get("owners"), account["references"].get("users"), account["contexts"],
-            len(account["threads"]), account["memory"], account["generation"], account["host"],
+            name, account["phase"], oldest_call(account) if account["calls_out"] else None, states[RUNNING],
+            states[QUEUED], (account["busy"], account["slots"]), rate and rate.processor, account["memory"],
+            rate and rate.calls, called, counts(account["calls_out"], lambda call: call["to"]).total(),
+            rate and rate.sent, rate and rate.received, account["shared"], account["references"].get("owners"),
+            account["references"].get("users"), account["contexts"], len(account["threads"]), account["generation"],
+            account["rank"], account["host"],
         )  # fmt: skip
-        rows.append(Row(values))
-    for phase, names in ((SILENT, history.sight.silent), (GONE, history.lost())):
+        rows.append(Row(values, trouble(account)))
+    for phase, names, urgent in ((SILENT, history.sight.silent, OF_SILENT), (GONE, history.lost(), OF_GONE)):
         for name in names:
             last = history.last.get(name)
             hosts = (account["members"][name] for account in accounts if name in account["members"])
             host = last["host"] if last else next(hosts, None)
-            rows.append(Row((name, last and last["rank"], phase, *(None,) * 15, host), trouble=True))
+            rows.append(Row((name, phase, *(None,) * 17, last and last["rank"], host), urgent))
     lately = {account["worker"]: recent.get(account["worker"], []) for account in accounts}
     found = [
         Row((each.calls / window, each.p50, each.p99, each.running, each.failures, each.name))
@@ -221,16 +238,20 @@ def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[s
         phase += f", generation {account['generation']}"
     elif account["missing"]:
         phase += f", waits for {', '.join(account['missing'])}"
+    processor = history.rates().get(name, Rate(0, 0, 0)).processor
+    used = [] if processor is None else [f"processor {percent(processor)} of a core"]
+    used += [f"memory {amount(account['memory'])}", f"lent {amount(account['shared'])}"]
+    used += [f"{device} {amount(size)}" for device, size in account.get("devices", {}).items()]
     told += [
         f"{name} rank {account['rank']} on {account['host']}, pid {account['pid']}: {safe(account['program'])}",
-        f"{phase}; slots {account['busy']}/{account['slots']}; memory {amount(account['memory'])}, "
-        f"lent {amount(account['shared'])}; contexts {account['contexts']}",
+        f"{phase}; slots {account['busy']}/{account['slots']}; {', '.join(used)}; contexts {account['contexts']}",
         "references: " + ", ".join(f"{kind} {number}" for kind, number in account["references"].items()),
     ]
     if stacks:
         for thread in account["threads"]:
             told += ["", f"Thread {safe(thread['name'])}, innermost first:", *map(safe, reversed(thread["stack"]))]
-    return "\n".join(told), [*_calls(account), _threads(account), _peers(history, account), _passes(account)]
+    tables = [*_calls(account), _threads(account), _peers(history, account), _passes(account)]
+    return "\n".join(told), [*tables, _kinds(account), _log(account)]
 
 
 def detail(history: GroupHistory, worker: str) -> dict[str, Any]:
@@ -300,7 +321,7 @@ def _peers(history: GroupHistory, account: WorkerState) -> Table:
     rows = []
     for name in {*members, *sent, *got, *flight} - {me}:
         values = (name, *rates[name], sent.get(name, 0), got.get(name, 0), flight[name], members.get(name))
-        rows.append(Row(values, trouble=name in history.sight.silent or name in lost))
+        rows.append(Row(values, OF_SILENT * (name in history.sight.silent) + OF_GONE * (name in lost)))
     return Table("Bytes", PEERS, rows)
 
 
@@ -312,6 +333,19 @@ def _passes(account: WorkerState) -> Table:
     return Table("Passes", PASSES, rows)
 
 
+def _kinds(account: WorkerState) -> Table:
+    rows = [Row((each["number"], each["age"], each["kind"], each["line"] or None)) for each in account.get("kinds", ())]
+    return Table("References", KINDS, rows)
+
+
+def _log(account: WorkerState) -> Table:
+    rows = [
+        Row((each["number"], each["age"], each["level"], each["logger"], each["text"]))
+        for each in account.get("log", ())
+    ]
+    return Table("Log", LOG, rows)
+
+
 def _place(line: SourceLine | None) -> str | None:
     """Return a short form of a line of the user's program."""
     if line is None:
@@ -320,7 +354,7 @@ def _place(line: SourceLine | None) -> str | None:
 
 
 def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
-    """Return the texts of the rows that contain all `words`, sorted by a column, or by the first one.
+    """Return the texts of the rows that contain all `words`, sorted by a column, or by trouble and the first column.
 
     The highest numbers come first. Texts are sorted naturally: "w2" before "w10". Unknown values come last.
     """
@@ -328,28 +362,50 @@ def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
     index = list(table.columns).index(column)
     known = [row for row in table.rows if row.values[index] is not None]
     known.sort(key=lambda row: _natural(row.values[index]), reverse=table.columns[column] is not str)
+    if column != by:
+        known.sort(key=lambda row: -row.trouble)
     found = []
-    for values, trouble in known + [row for row in table.rows if row.values[index] is None]:
+    for values, urgent in known + [row for row in table.rows if row.values[index] is None]:
         shown = [
             "-" if value is None else safe(show(value))
             for show, value in zip(table.columns.values(), values, strict=True)
         ]
         if all(word in " ".join(shown).casefold() for word in words.casefold().split()):
-            found.append([f"! {shown[0]}", *shown[1:]] if trouble else shown)
+            found.append([f"! {shown[0]}", *shown[1:]] if urgent else shown)
     return found
 
 
-def lines(columns: Columns, rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table as lines, with columns as wide as needed."""
+def lines(columns: Columns, rows: Sequence[Sequence[str]], width: int = 0) -> tuple[list[str], list[str]]:
+    """Return a table as lines, with columns as wide as needed, and the columns that do not fit into `width`, if given.
+
+    If not all fit, long texts are cut in the middle.
+    """
     found = [list(columns), *rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
-    return [
+    if width and sum(widths) + 2 * len(widths) - 2 > width:
+        left, fitting = width, list[int]()
+        for show, wide in zip(columns.values(), widths, strict=True):
+            is_last = len(fitting) == len(widths) - 1
+            need = min(wide, max(SHORTEST, left if is_last else width // 4)) if show is str else wide
+            if need > left:
+                break
+            fitting.append(need)
+            left -= need + 2
+        widths = fitting
+    shown = [
         "  ".join(
-            text.ljust(width) if show is str else text.rjust(width)
-            for show, text, width in zip(columns.values(), row, widths, strict=True)
+            _cut(text, wide).ljust(wide) if show is str else text.rjust(wide)
+            for show, text, wide in zip(columns.values(), row, widths, strict=False)
         ).rstrip()
         for row in found
     ]
+    return shown, list(columns)[len(widths) :]
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text of at most `width` characters, without its middle, since names often differ at their ends."""
+    begin = (width - 3) * 2 // 5
+    return text if len(text) <= width else f"{text[:begin]}...{text[len(text) - (width - 3 - begin) :]}"
 
 
 def _natural(value: Any) -> Any:

@@ -163,12 +163,12 @@ class Dashboard:
         return self._server.port
 
     def data(self, seconds: float, worker: str = "", after: float = 0.0) -> dict[str, Any]:
-        """Return the data of the last `seconds`, memory only after a time of day, and the tables of one worker."""
+        """Return the data of the last `seconds`, series only after a time of day, and the tables of one worker."""
         with self._lock:
             self._ask()
             if seconds not in self._shown:
                 self._shown[seconds] = snapshot(self._history, seconds)
-            found = self._shown[seconds] | {"memory": self._history.memory_after(after)}
+            found = self._shown[seconds] | {"series": self._history.series_after(after)}
             found["lanes"] = notable(found, worker)
             return found | ({"worker": detail(self._history, worker)} if worker else {})
 

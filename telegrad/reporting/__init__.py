@@ -112,7 +112,35 @@ class PassOut(TypedDict):
     owing: list[str]  # workers that have not finished their part
 
 
-class WorkerState(TypedDict):
+class ReferenceKind(TypedDict):
+    """References of a worker that are alike."""
+
+    kind: str  # the type of its own values; the owner of the values of others
+    number: int
+    age: float  # seconds, of the oldest; of values of others at least, as far as recorded
+    line: str  # of the program, where they were created; "" if it was not recorded
+
+
+class LogLine(TypedDict):
+    """A warning or an error that the worker's process has logged."""
+
+    number: int
+    age: float
+    level: str
+    logger: str
+    text: str
+
+
+class _Newer(TypedDict, total=False):
+    """What workers of earlier versions do not report."""
+
+    processor: float  # seconds of processor time of the process
+    devices: dict[str, int]  # bytes that torch has allocated on each accelerator that it uses
+    kinds: list[ReferenceKind]  # the most numerous ones
+    log: list[LogLine]  # the latest lines
+
+
+class WorkerState(_Newer):
     worker: str
     rank: int
     group: str  # the same for all members of the group, and for no other group

@@ -1,5 +1,5 @@
-"""Record the latest events of this process's workers, and write them and a worker's state to a file: when one of its
-calls times out, when it loses a peer, and on SIGUSR2.
+"""Record the latest events of this process's workers, and what it logs; write the events and a worker's state to a
+file: when one of its calls times out, when it loses a peer, and on SIGUSR2.
 
 `TELEGRAD_DUMPS` names the folder, or is `off`; the default is a private folder of this user. Old files are removed. On
 SIGUSR2, unless the program uses that signal, the stacks of all threads are written as well. That works even while a
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from telegrad.ext.events import BACKWARD_PASS, CALLED, STEPPED, Event
 from telegrad.ext.events import events as instruments
 from telegrad.ext.files import Folder, open_folder, private_folder
 from telegrad.ext.processes import Thread, error_text, forks, in_child, interrupts, renewed
+from telegrad.reporting import LogLine
 
 LAST = 10_000  # number of events kept
 VARIABLE = "TELEGRAD_DUMPS"
@@ -35,6 +37,14 @@ PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
 KEPT = 32  # maximum number of files of this user in the folder
 LARGEST = 16 << 20  # bytes of one file; the oldest events are dropped from a larger one
 ALL = 64 << 20  # bytes of this user's files in the folder; the newest is always kept
+LINES = 50  # log lines kept
+LONGEST_LINE = 300  # characters
+# What looks like a password or a key in a log line: after its name, in a URL, or a key of a group.
+SECRET = re.compile(
+    r"""((?:token|passw(?:or)?d|secret|api_?key|credential)s?["']?\s*[=:]\s*["']?|bearer\s+|tgk1-)[^\s"'&,;]+"""
+    r"""|(://[^/\s:@]*:)[^\s/@]+(?=@)""",
+    re.IGNORECASE,
+)
 OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files
 
 log = logging.getLogger("telegrad")
@@ -199,5 +209,42 @@ class Recorder:
         return next((event[2] for event in reversed(self._ring.copy()) if event[0] in own), 0.0)
 
 
+class RecordedLog:
+    """The latest warnings and errors that this process has logged since somebody first looked at a worker.
+
+    A handler would change what the program prints: then `basicConfig` does nothing, and warnings without a handler do
+    not appear. So this wraps the factory of records, and keeps no record, since that would keep its arguments alive.
+    """
+
+    def __init__(self) -> None:
+        self._ring: deque[tuple[int, float, str, str, str]] = deque(maxlen=LINES)
+        self._lock = renewed(threading.Lock())  # guards _make
+        self._make: Callable[..., logging.LogRecord] | None = None  # the program's own factory
+        self._numbers = itertools.count(1)
+
+    def lines(self, now: float) -> list[LogLine]:
+        """Return the latest lines, oldest first; those before the first call were not recorded."""
+        with self._lock:
+            if self._make is None:
+                self._make = logging.getLogRecordFactory()
+                logging.setLogRecordFactory(self._noted)
+        return [
+            LogLine(number=number, age=max(0.0, now - when), level=level, logger=name, text=text)
+            for number, when, level, name, text in self._ring.copy()
+        ]
+
+    def _noted(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        assert self._make is not None
+        record = self._make(*args, **kwargs)
+        with contextlib.suppress(Exception):  # such as a text that cannot be formatted, which its handler reports
+            if record.levelno >= logging.WARNING:
+                text = SECRET.sub(r"\1\2***", record.getMessage()[: 2 * LONGEST_LINE])
+                if len(text) > LONGEST_LINE:
+                    text = f"{text[:LONGEST_LINE]}..."
+                self._ring.append((next(self._numbers), record.created, record.levelname, record.name, text))
+        return record
+
+
 recorder = Recorder()
+log_lines = RecordedLog()
 in_child(recorder.forget)

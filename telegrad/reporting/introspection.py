@@ -8,14 +8,15 @@ import json
 import os
 import pathlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.errors import TelegradError, UnknownWorker
-from telegrad.ext.calls import Agent
+from telegrad.ext.calls import Agent, inspection
 from telegrad.ext.events import Event
-from telegrad.ext.processes import Thread
+from telegrad.ext.processes import Thread, renewed
 from telegrad.ext.texts import safe
 from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
 from telegrad.reporting import (
@@ -69,6 +70,8 @@ class StateQueries:
         # The answers to each query, by worker, and an event that is set at each; no lock: each use is one operation of
         # a dict.
         self._rounds: dict[int, tuple[dict[str, bytes], threading.Event]] = {}
+        self._lock = renewed(threading.Lock())  # guards _own
+        self._own: tuple[Counter[str], Counter[str]] = Counter(), Counter()  # bytes sent and received here, by worker
         agent.on(Inspect, self._on_ask)
         agent.on(Inspected, self._on_told)
         agent.layers.last_word = self.last_word
@@ -92,7 +95,9 @@ class StateQueries:
         try:
             for name in names:
                 try:
-                    self._agent.notify(name, Inspect(number, topic, after(name)))
+                    query = Inspect(number, topic, after(name))
+                    self._agent.notify(name, query)
+                    self._count(False, name, query)
                     silent[name] = f"it did not answer within {patience:g} s, although its connection is open"
                     waited.add(name)
                 except UnknownWorker:
@@ -111,6 +116,21 @@ class StateQueries:
                 silent[name] = f"its answer is invalid: {error}"
         return told, {name: safe(why) for name, why in silent.items() if name not in told}
 
+    def leave_out(self, account: WorkerState) -> WorkerState:
+        """Subtract the bytes of queries and their answers from the traffic of this worker's state."""
+        with self._lock:
+            for own, told in zip(self._own, (account["bytes_out"], account["bytes_in"]), strict=True):
+                for name in own.keys() - told.keys():
+                    del own[name]
+                for name, size in told.items():
+                    own[name] = min(own[name], size)  # a new connection counts from 0
+                    told[name] -= own[name]
+        return account
+
+    def _count(self, received: bool, name: str, message: Inspect | Inspected) -> None:
+        with self._lock:
+            self._own[received][name] += inspection.size_of(message)
+
     def last_word(self, callee: Identity, number: int) -> str:
         """Return the callee's state of a call from here, to append to a message; empty if it does not answer within
         AT_ONCE."""
@@ -122,16 +142,19 @@ class StateQueries:
         return str(answers.get(callee.name) or "")
 
     def _on_ask(self, sender: Identity, message: Inspect) -> None:
+        self._count(True, sender.name, message)
         with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be started: do not answer
             Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
         about = (sender.name, message.after) if message.topic == CALL else message.after
-        text = json.dumps(self._answer(message.topic, about)).encode()
+        answer = Inspected(message.number, json.dumps(self._answer(message.topic, about)).encode())
         with contextlib.suppress(TelegradError):  # the asking worker has gone
-            self._agent.notify(sender.name, Inspected(message.number, text), sender.incarnation)
+            self._agent.notify(sender.name, answer, sender.incarnation)
+            self._count(False, sender.name, answer)
 
     def _on_told(self, sender: Identity, message: Inspected) -> None:
+        self._count(True, sender.name, message)
         if (asked := self._rounds.get(message.number)) is not None:
             answers, came = asked
             answers[sender.name] = message.text
@@ -161,7 +184,8 @@ class Introspection(WorkerExtension):
             before.close()  # closed after the new one is open, so that programs of this host always find the worker
 
     def account(self) -> WorkerState:
-        return self.observer.account()
+        account = self.observer.account()
+        return account if self._inquiry is None else self._inquiry.leave_out(account)
 
     def look(self) -> tuple[list[WorkerState], dict[str, str]]:
         """Return the state of all workers that answer, and why the others do not."""

@@ -7,12 +7,16 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
+from telegrad.ext.events import MADE
 from telegrad.ext.graphs import Conductor
 from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import join, stores
@@ -29,15 +33,18 @@ from telegrad.reporting import (
     CallIn,
     CallOut,
     PassOut,
+    ReferenceKind,
     ThreadState,
     WaitState,
     WorkerState,
     listed,
     stacks,
 )
-from telegrad.reporting.dump import recorder
+from telegrad.reporting.dump import log_lines, recorder
 
 MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
+MOST_REFERENCES = 10_000  # the oldest references that are grouped by type
+MOST_KINDS = 20
 
 
 class Observer:
@@ -109,6 +116,10 @@ class Observer:
             calls_done=0,
             memory=_resident(),
             shared=0,
+            processor=time.process_time(),
+            devices=_allocated(),
+            kinds=[],
+            log=log_lines.lines(time.time()),
         )
         if self._worker is not None:
             self._tell_of(self._worker, told, now, waiting)
@@ -153,6 +164,7 @@ class Observer:
             told["group"] = agent.keys.group[:12]
             told["generation"] = 0 if worker.turning is None else worker.turning.generation.number
             told["references"] = worker.references.counts()
+            told["kinds"] = _kinds(worker, now)
 
     def word_on(self, caller: str, number: int) -> str:
         """Return the state of an incoming call, to append to a message; empty if the call is unknown."""
@@ -237,6 +249,29 @@ def _resident() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _allocated() -> dict[str, int]:
+    """Return the bytes that torch has allocated on each GPU, if it uses them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    sizes = {f"cuda:{each}": torch.cuda.memory_allocated(each) for each in range(torch.cuda.device_count())}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _kinds(worker: Worker, now: float) -> list[ReferenceKind]:
+    """Return the worker's references by type and line, the most numerous first."""
+    recorded = recorder.events()
+    first = recorded[0][2] if recorded else now  # what is not recorded any more is older
+    made: dict[str, float] = {event[4]: event[1] for event in reversed(recorded) if event[0] == MADE}
+    begun: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in worker.references.listed(MOST_REFERENCES):
+        begun[each.kind, each.line].append(made.get(each.number, first) if each.begun is None else each.begun)
+    most = sorted(begun.items(), key=lambda item: -len(item[1]))[:MOST_KINDS]
+    return [
+        ReferenceKind(kind=kind, number=len(times), age=max(0.0, now - min(times)), line=line)
+        for (kind, line), times in most
+    ]
 
 
 # The waits of this package, except waits for calls, as found on the stack of a thread

@@ -68,6 +68,10 @@ class Group:
             calls_done=done * 9 if rank else 0,
             memory=int((300 + 90 * rank + 12 * (self.now % 9)) * 2**20),
             shared=rank * 4 * 2**20,
+            processor=self.now * (0.5 + rank),
+            devices={"cuda:0": 2**30} if rank else {},
+            kinds=[{"kind": "torch.Tensor", "number": 3, "age": 90.0, "line": "train.py:9 in load"}] if rank else [],
+            log=[_logged(1, "first"), _logged(2, "<b>second</b>")] if rank == 1 else [],
         )
 
     def _batch(self, number: int) -> dict[str, list[Event]]:
@@ -100,6 +104,10 @@ class Group:
 
 def _call_out(to: str, number: int) -> dict[str, Any]:
     return {"to": to, "number": number, "function": "torch.add", "age": 1.0, "timeout": 60.0, "thread": None}
+
+
+def _logged(number: int, text: str) -> dict[str, Any]:
+    return {"number": number, "age": 9.0 - number, "level": "WARNING", "logger": "telegrad", "text": text}
 
 
 def _call_in(number: int) -> dict[str, Any]:

@@ -86,7 +86,10 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert sorted(title.partition(":")[0] for title in titles)[-2:] == ["trainer → stage1", "trainer → stage2"]
     assert page.locator("#timeline path").count() == 5  # one for each colour
     assert "trainer called torch.add on stage1: for 1 s now" in page.locator("#longest-table").text_content()
-    assert page.locator("#memory-chart polyline").count() == 4
+    assert page.locator("#memory-chart polyline").count() == page.locator("#history-chart polyline").count() == 4
+    assert rows(page, "history-table") == WORKERS
+    page.get_by_label("Figure").select_option("processor")
+    page.get_by_role("img", name="Processor now: stage1 150%, stage2 250%, stage3 350%, trainer 50%.").wait_for()
     assert page.locator("#functions-table svg").count() == 2
     assert "steps/s" in page.locator("#steps").inner_text()
     assert "4 of 4 workers answer" in page.locator("#group").inner_text()
@@ -106,17 +109,43 @@ def test_updates_arrive_automatically_and_keep_rows_in_place(open_page: Open, gr
 def test_one_worker(open_page: Open, group: Group) -> None:
     page = open_page()
     assert page.locator("#tables table").count() == 0
-    page.get_by_label("Calls, threads, bytes and passes of").select_option("trainer")
+    page.get_by_label("Calls, threads, references and log of").select_option("trainer")
     page.get_by_text("trainer rank 0 on node, pid 100").wait_for()
     assert "torch.add" in page.locator("#tables table").first.inner_text()
     assert page.locator("#tables caption").all_text_contents() == [
-        "Calls out: 2", "Calls in: 0", "Threads: 0", "Bytes: 2", "Passes: 0"
+        "Calls out: 2", "Calls in: 0", "Threads: 0", "Bytes: 2", "Passes: 0", "References: 0", "Log: 0"
     ]  # fmt: skip
     group.silent = {"trainer": "stuck in C"}
     page.get_by_text("! trainer does not report its state: stuck in C").wait_for()
     assert "torch.add" in page.locator("#tables table").first.inner_text()  # its last report
-    page.get_by_label("Calls, threads, bytes and passes of").select_option("no worker")
+    page.get_by_label("Calls, threads, references and log of").select_option("no worker")
     page.locator("#tables table").first.wait_for(state="detached")
+
+
+def test_a_worker_has_an_address(open_page: Open, dashboard: Dashboard) -> None:
+    page = open_page()
+    page.locator("#workers-table tbody tr[data-key=stage1] th").click()
+    page.get_by_text("stage1 rank 1 on node, pid 101").wait_for()
+    assert page.url.endswith("/#worker=stage1")
+    assert page.title() == "stage1 · Telegrad"
+    page.get_by_text("processor 150% of a core, memory").wait_for()
+    assert ", cuda:0 1.0G;" in page.locator("#about").inner_text()
+    kinds, log = page.locator("#tables table").nth(5), page.locator("#tables table").nth(6)
+    assert kinds.locator("tbody tr").all_inner_texts() == ["1\t3\t90s\ttorch.Tensor\ttrain.py:9 in load"]
+    assert [text.split("\t")[-1] for text in log.locator("tbody tr").all_inner_texts()] == ["<b>second</b>", "first"]
+    page.get_by_label("Calls, threads, references and log of").select_option("stage2")
+    page.get_by_text("stage2 rank 2 on node").wait_for()
+    page.locator("nav").get_by_text("Traffic").click()
+    assert page.url.endswith("/#traffic")
+    page.go_back()
+    page.go_back()
+    page.get_by_text("stage1 rank 1 on node").wait_for()
+    page.go_forward()
+    page.get_by_text("stage2 rank 2 on node").wait_for()
+    page.reload()
+    page.get_by_text("stage2 rank 2 on node").wait_for()
+    page.goto(f"{dashboard.url}#worker=%zz")
+    page.get_by_text("no worker '%zz' was found here").wait_for()
 
 
 def test_the_page_recovers_after_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
@@ -273,7 +302,7 @@ def test_the_page_fits_narrow_windows(open_page: Open) -> None:
 def test_axe_finds_no_faults(open_page: Open, group: Group, theme: str, width: int) -> None:
     page = open_page(color_scheme=theme, viewport={"width": width, "height": 900}, bypass_csp=True)
     page.locator("summary").evaluate_all("all => all.forEach((each) => each.click())")
-    page.get_by_label("Calls, threads, bytes and passes of").select_option("trainer")
+    page.get_by_label("Calls, threads, references and log of").select_option("trainer")
     page.get_by_text("trainer rank 0 on node, pid 100").wait_for()
     group.silent = {"stage3": "stuck in C"}
     page.get_by_text("Live; no answer from stage3").wait_for()

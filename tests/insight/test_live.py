@@ -19,7 +19,6 @@ from telegrad.insight.history import (
     Flow,
     GroupHistory,
     GroupSnapshot,
-    Rate,
     functions,
     gantt,
     lanes,
@@ -31,6 +30,7 @@ from telegrad.insight.history import (
 )
 from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, detail, duration, lines, of_group, texts
 from telegrad.reporting import RUNNING
+from telegrad.reporting.figures import CALLS, FAILED, LONGEST, MEMORY, Rate
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account
 
@@ -112,7 +112,7 @@ def test_a_silent_group_keeps_its_time_and_last_states() -> None:
     )
     history = history_of(one, two)
     assert (history.before, history.sight) == (one, two)
-    assert [resident for _, resident in history.memory["a"]] == [1, 2]
+    assert [point[MEMORY] for point in history.series_after(0)["a"]] == [1, 2]
     history.add(GroupSnapshot([], {"a": "does not answer"}))
     assert (history.now, history.sight.silent, list(history.last)) == (1, {"a": "does not answer"}, ["a"])
     history.add(GroupSnapshot([account("c", START + 2)], {}))
@@ -136,6 +136,48 @@ def test_rates_need_two_answers_of_one_process() -> None:
     assert history_of(before, GroupSnapshot([after], {})).rates() == {"a": Rate(10, 150, 0)}
     assert history_of(GroupSnapshot([after], {})).rates() == {}
     assert history_of(before, GroupSnapshot([after | {"pid": 101}], {})).rates() == {}
+
+
+def test_processor_use_needs_two_answers_that_tell_it() -> None:
+    before, after = account("a", processor=5.0), account("a", START + 2, processor=8.0)
+    history = history_of(GroupSnapshot([before], {}), GroupSnapshot([after], {}))
+    assert history.rates()["a"].processor == 1.5
+    del before["processor"]
+    assert history_of(GroupSnapshot([before], {}), GroupSnapshot([after], {})).rates()["a"].processor is None
+
+
+def test_calls_of_observers_are_left_out() -> None:
+    history = history_of(GroupSnapshot([account("a")], {}))
+    own, other = "telegrad.insight.collect.clock_reading", "telegrad.insights"
+    history.add_events({"a": [called(START - 1, START, own), called(START - 1, START, other)]})
+    assert [each.name for each in functions(history.recent(5).events)] == [other]
+
+
+def test_ten_minutes_of_figures_are_kept_in_bounded_memory_and_sent_once() -> None:
+    history = GroupHistory()
+    shown: list[list[float]] = []
+    after = 0.0
+    for now in range(1500):
+        own = account("a", START + now, calls_done=10 * now, bytes_out={"b": 300 * now}, bytes_in={"b": 200 * now})
+        failed = [called(START + now - 0.5, START + now, failure="ValueError")] * (now == 1400)
+        history.add(GroupSnapshot([own | {"processor": now / 2, "memory": now}], {}))
+        history.add_events({"a": failed})
+        shown += history.series_after(after).get("a", [])
+        after = history.epoch + history.now
+    assert [point[0] for point in shown] == list(range(1500))
+    kept = history.series_after(0)["a"]
+    assert len(kept) <= 60 + 10 + (LONGEST - 60) / 10
+    assert 890 <= kept[0][0] < 920  # the end of a part of ten seconds
+    assert kept[0][CALLS:] == [10, 0, 500, kept[0][0], 0.5]
+    assert [point for point in kept if point[FAILED]] == [[1409, 10, 0.1, 500, 1409, 0.5]]
+    history.add(GroupSnapshot([account("b", START + 2200)], {}))
+    assert list(history.series_after(0)) == ["b"]
+
+
+def test_failures_before_the_first_look_are_no_rate() -> None:
+    history = history_of(GroupSnapshot([account("a")], {}), GroupSnapshot([account("a", START + 2)], {}))
+    history.add_events({"a": [called(START - 9, START - 8, failure="X"), called(START, START + 1, failure="X")]})
+    assert history.series_after(0)["a"][-1][FAILED] == 0.5
 
 
 def test_flows_are_known_from_either_end() -> None:
@@ -237,9 +279,9 @@ def test_snapshot_of_a_group_that_trains() -> None:
     assert found["workers"][1]["queued"] == 0
     assert {function["name"] for function in found["functions"]} == {"Pipeline.batch", "torch.add"}
     assert found["training"]["spent"].keys() == set(WORKERS)
-    assert [len(own) for own in history.memory_after(0).values()] == [3] * len(WORKERS)
-    assert [len(own) for own in history.memory_after(history.epoch + 1).values()] == [1] * len(WORKERS)
-    assert history.memory_after(history.epoch + history.now) == {}
+    assert [len(own) for own in history.series_after(0).values()] == [3] * len(WORKERS)
+    assert [len(own) for own in history.series_after(history.epoch + 1).values()] == [1] * len(WORKERS)
+    assert history.series_after(history.epoch + history.now) == {}
     assert (found["size"], found["whole"], len(found["gantt"]["bars"])) == (4, True, 48)
     group.silent = {"trainer": "stuck"}
     history.update(group)
@@ -296,7 +338,7 @@ def test_rows_are_sorted_filtered_and_escaped() -> None:
     assert texts(table, "none of it", "w1 3.0k") == [["W1", "3.0K"]]
     assert texts(Table("Pairs", COLUMNS, [Row(("x\x1b[2J\ny", None))])) == [[r"x\x1b[2J\ny", "-"]]
     marked = texts(Table("Pairs", COLUMNS, [Row(("long name", 5)), Row(("b", 2048), trouble=True)]), "size")
-    assert lines(COLUMNS, marked) == ["name       size", "! b        2.0K", "long name     5"]
+    assert lines(COLUMNS, marked)[0] == ["name       size", "! b        2.0K", "long name     5"]
 
 
 def training_group() -> list[GroupSnapshot]:
@@ -320,6 +362,12 @@ def training_group() -> list[GroupSnapshot]:
                     "w2", START + time, rank=2, members=members, busy=1, host="node1", calls_out=[out], calls_in=[come],
                     threads=[main | {"asleep": True}, reader | {"wait": waits}], references={"owners": 3, "users": 4},
                     passes=[{"context": 4, "number": 1, "age": 0.02, "owing": ["ps"]}], bytes_out={"w10": 9},
+                    processor=1.5 * time, devices={"cuda:1": 2**31},
+                    kinds=[{"kind": "torch.Tensor", "number": 7, "age": 75.0, "line": "train.py:9 in load"}],
+                    log=[
+                        {"number": 1, "age": 60.0, "level": "WARNING", "logger": "root", "text": "slow"},
+                        {"number": 2, "age": 5.0, "level": "ERROR", "logger": "telegrad", "text": "lost"},
+                    ],
                 ),
             ],
             {"w10": refused},
@@ -354,11 +402,12 @@ def test_top_once_shows_workers_functions_and_problems() -> None:
         "! w9 is no longer in the group: it died",
         "",
         "Workers:",
-        "worker rank phase in/s out/s flight run queue slots sent/s got/s shared owned held ctx thr mem gen host",
-        "ps 0 member 60 0 0 0 0 0/16 4.9K 0 0 - - 0 0 300M 1 node",
-        "w2 2 member 0 4 1 1 0 1/16 0 0 0 3 4 0 2 300M 1 node1",
-        "! w9 - gone - - - - - - - - - - - - - - - -",
-        "! w10 - silent - - - - - - - - - - - - - - - node2",
+        "worker phase oldest run queue slots cpu mem in/s out/s flight sent/s got/s shared owned held ctx thr gen "
+        "rank host",
+        "! w10 silent - - - - - - - - - - - - - - - - - - node2",
+        "! w2 member 12s 1 0 1/16 150% 300M 0 4 1 0 0 0 3 4 0 2 1 2 node1",
+        "! w9 gone - - - - - - - - - - - - - - - - - - -",
+        "ps member - 0 0 0/16 - 300M 60 0 0 4.9K 0 0 - - 0 0 1 0 node",
         "",
         "Functions:",
         "calls/s p50 p99 ran failed function",
@@ -370,7 +419,8 @@ def test_top_of_one_worker() -> None:
     text = top.once(Looks(), between=0.0, view=TopView(worker="w2", stacks=True))
     assert squeezed(text)[4:] == [
         "w2 rank 2 on node1, pid 100: train.py",
-        "member for 62s, generation 1; slots 1/16; memory 300M, lent 0; contexts 0",
+        "member for 62s, generation 1; slots 1/16; processor 150% of a core, memory 300M, lent 0, cuda:1 2.0G; "
+        "contexts 0",
         "references: owners 3, users 4",
         "",
         "Thread MainThread, innermost first:",
@@ -394,12 +444,21 @@ def test_top_of_one_worker() -> None:
         "",
         "Bytes:",
         "worker sent/s got/s sent got flight host",
-        "ps 0 4.9K 0 0 1 node0",
         "! w10 0 0 9 0 0 node2",
+        "ps 0 4.9K 0 0 1 node0",
         "",
         "Passes:",
         "age context number owing",
         "20ms 4 1 ps",
+        "",
+        "References:",
+        "number oldest type made at",
+        "7 75s torch.Tensor train.py:9 in load",
+        "",
+        "Log:",
+        "number age level logger text",
+        "2 5.0s ERROR telegrad lost",
+        "1 60s WARNING root slow",
     ]
 
 
@@ -416,7 +475,7 @@ def test_top_of_workers_that_do_not_answer() -> None:
     assert TopView(worker="w2").text(GroupHistory()).startswith("0 workers")
     with pytest.raises(UsageError, match="no worker 'x' was found here; the workers are: ps, w2"):
         TopView(worker="x").text(history)
-    with pytest.raises(UsageError, match="no table has a column 'x'; the columns are: worker, rank"):
+    with pytest.raises(UsageError, match="no table has a column 'x'; the columns are: worker, phase"):
         TopView(sort="x").text(history)
     assert detail(history, "x") == {"about": "no worker 'x' was found here; the workers are: ps, w2", "tables": []}
 
@@ -426,7 +485,7 @@ def test_top_fits_into_the_terminal() -> None:
         GroupSnapshot([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"})
     )
     history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
-    text = TopView("rank").text(history, 30).splitlines()
+    text = TopView("rank").text(history, 30, 200).splitlines()
     assert len(text) <= 30
     assert text[6].startswith("w99 ")
     assert len([line for line in text if line.startswith("... and ")]) == 2
@@ -435,11 +494,35 @@ def test_top_fits_into_the_terminal() -> None:
     assert TopView().text(silent, 30).splitlines()[3] == "! and 8 more"
 
 
+def test_512_workers_in_a_small_terminal() -> None:
+    members = {f"trainer-with-a-long-name-{number}": f"node{number // 8}" for number in range(511)}
+    slow = {"to": "a", "number": 1, "function": "f", "age": 30.0, "timeout": 0.0, "thread": None}
+    sick: dict[str, dict[str, Any]] = {
+        "trainer-with-a-long-name-300": {"calls_out": [slow]},
+        "trainer-with-a-long-name-200": {"busy": 16},
+        "trainer-with-a-long-name-100": {"missing": ["a"]},
+    }
+    states = [account(name, host=host, **sick.get(name, {})) for name, host in members.items()]
+    history = history_of(GroupSnapshot(states, {"a": "stopped"}))
+    history.add_events({"trainer-with-a-long-name-0": [called(START - 1, START, f"f{n}") for n in range(5)]})
+    text = TopView().text(history, 23, 80).splitlines()
+    assert len(text) == 23 - 1  # the last line is empty
+    assert max(map(len, text)) <= 80
+    assert text[3].startswith("Workers, without 11 columns: flight, sent/s")
+    assert text[4] == "worker                phase   oldest  run  queue  slots  cpu   mem  in/s  out/s"
+    assert [line.split()[1] for line in text[5:8]] == ["a", "trai...ng-name-100", "trai...ng-name-200"]
+    assert text[8] == "! trai...ng-name-300  member     30s    0      0   0/16    -  300M     -      0"
+    assert text[13] == "... and 504 more"
+    assert text[14:17] == ["", "Functions:", "calls/s   p50   p99  ran  failed  function"]
+    short = TopView().text(history, 12, 80).splitlines()
+    assert next(line for line in short if "more" in line) == "... and 510 more, of which 2 in trouble"
+
+
 def test_rates_use_a_shorter_time_for_workers_with_many_calls() -> None:
     history = history_of(GroupSnapshot([account("a"), account("b")], {}))
     often = [called(START - 10 + n / 2000, START - 10 + n / 2000 + 0.001) for n in range(20_000)]
     seldom = [called(START - 10 + n / 10, START - 10 + n / 10, "g") for n in range(100)]
     history.add_events({"a": often, "b": seldom})
     workers, found = of_group(history)
-    assert [row.values[4] for row in workers.rows] == [pytest.approx(2000, rel=0.01), pytest.approx(10, rel=0.1)]
+    assert [row.values[9] for row in workers.rows] == [pytest.approx(2000, rel=0.01), pytest.approx(10, rel=0.1)]
     assert [row.values[0] for row in found.rows] == [pytest.approx(2000, rel=0.01), pytest.approx(10, rel=0.1)]

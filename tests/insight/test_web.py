@@ -122,7 +122,7 @@ def test_data(dashboard: Dashboard) -> None:
     assert data["gantt"]["bars"]
     assert "worker" not in data
     after = data["epoch"] + data["now"]
-    assert len(json.loads(ask(dashboard, f"/data?after={after}", Cookie=cookie(dashboard))[1])["memory"]) in (0, 4)
+    assert len(json.loads(ask(dashboard, f"/data?after={after}", Cookie=cookie(dashboard))[1])["series"]) in (0, 4)
     one = json.loads(ask(dashboard, "/data?worker=stage1", Cookie=cookie(dashboard))[1])["worker"]
     assert "stage1 rank 1 on node, pid 101" in one["about"]
     name, columns, rows = one["tables"][1]

@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,18 @@ from telegrad.reporting import (
 )
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
+from tests.cluster import (
+    PATIENCE,
+    Process,
+    agents,
+    agents_here,
+    free_port,
+    group,
+    in_threads,
+    init,
+    processes,
+    wait_until,
+)
 
 gate = threading.Event()
 inside = threading.Semaphore(0)
@@ -499,3 +511,73 @@ def test_a_file_above_the_size_limit_is_not_read(tmp_path: pathlib.Path) -> None
         file.truncate(200 << 30)  # a sparse file
     with pytest.raises(UsageError, match="it is larger than 32 MiB"):
         DumpFiles([path])
+
+
+# What a worker tells of its process
+
+
+def test_a_worker_tells_its_processor_time(pair: list[Worker]) -> None:
+    told = introspection_of(pair[0])
+    before = told.account()
+    until = process_time() + 0.05
+    while process_time() < until:
+        pass
+    after = told.account()
+    assert 0.05 <= after["processor"] - before["processor"] < 60
+    assert after["devices"] == {} or torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_references_are_told_by_type_and_age(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if debug:
+        monkeypatch.setenv("TELEGRAD_DEBUG", "1")
+    with agents_here(2) as (one, two):
+        kept = [rpc.remote("w1", torch.ones, (2,)) for _ in range(3)]
+        own = rpc.RRef({"a": 1})
+        for ref in kept:
+            ref.to_here()
+        held = {each["kind"]: each for each in introspection_of(one).account()["kinds"]}
+        assert {kind: each["number"] for kind, each in held.items()} == {"value of w1": 3, "dict": 1}
+        assert all(0 < each["age"] < 60 for each in held.values())
+        assert all(("test_witness.py:" in each["line"]) == debug for each in held.values())
+        (owned,) = introspection_of(two).account()["kinds"]
+        assert (owned["kind"], owned["number"], owned["line"]) == ("torch.Tensor", 3, "")
+        assert 0 < owned["age"] < 60
+        del kept, own, ref
+
+
+def test_the_latest_warnings_are_told_without_secrets(pair: list[Worker]) -> None:
+    told = introspection_of(pair[0])
+    told.account()
+    root_handlers, log = logging.getLogger().handlers.copy(), logging.getLogger("telegrad")
+    for number in range(dump.LINES + 5):
+        log.warning("number %d", number)
+    log.info("not told")
+    text = "token=abc, password: 'xy', redis://me:pw@host:1/2 and http://a:8080/b %s"
+    logging.getLogger("train").error(text, "z" * 999)
+    found = told.account()["log"]
+    assert len(found) == dump.LINES
+    assert [each["text"] for each in found[:2]] == ["number 6", "number 7"]
+    last = found[-1]
+    assert (last["level"], last["logger"]) == ("ERROR", "train")
+    assert last["text"].startswith("token=***, password: '***', redis://me:***@host:1/2 and http://a:8080/b zzz")
+    assert len(last["text"]) == dump.LONGEST_LINE + 3
+    assert logging.getLogger().handlers == root_handlers
+
+
+def test_the_traffic_of_observers_is_left_out() -> None:
+    def traffic() -> list[tuple[int, int, int]]:
+        accounts, _ = introspection_of(workers[0]).look()
+        return [(sum(own["bytes_out"].values()), sum(own["bytes_in"].values()), own["calls_done"]) for own in accounts]
+
+    with agents_here(2) as workers:
+        rpc.rpc_sync("w1", abs, (-1,))
+        traffic()
+        before = traffic()
+        for _ in range(5):
+            traffic()
+        assert traffic() == before
+        rpc.rpc_sync("w1", abs, (-1,))
+        (out, _, _), (_, come, calls) = traffic()
+    assert 0 < out - before[0][0] == come - before[1][1] < 500
+    assert calls - before[1][2] == 1

@@ -7,6 +7,7 @@ bookkeeping for it.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls import futures
 from telegrad._core.reactor.scheduler import Work
+from telegrad._core.wire.messages import PREFIX
 
 
 class Traffic(NamedTuple):
@@ -80,6 +82,11 @@ def traffic(agent: Agent) -> Traffic:
             found.sent[link.peer] = found.sent.get(link.peer, 0) + link.sent
             found.received[link.peer] = found.received.get(link.peer, 0) + link.taken
     return found
+
+
+def size_of(message: tuple[Any, ...]) -> int:
+    """Return the bytes that `traffic` counts for a control message without tensors."""
+    return PREFIX.size + len(pickle.dumps((type(message).__name__, *message), 5))
 
 
 def shared(agent: Agent) -> int:

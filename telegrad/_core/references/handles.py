@@ -43,7 +43,7 @@ log = logging.getLogger("telegrad")
 class ValueSlot(Signal):
     """A signal that the value of a reference exists. It is filled once; other threads may wait for it."""
 
-    __slots__ = ("answer", "failure")
+    __slots__ = ("answer", "begun", "failure")
 
     value: Any = Signal._value  # type: ignore[misc]
     full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call; set after value and failure
@@ -51,6 +51,7 @@ class ValueSlot(Signal):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begun = perf_counter()
         self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
         self.answer = b""  # for the caller, if a call creates the value
 

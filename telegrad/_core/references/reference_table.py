@@ -14,8 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
@@ -57,6 +58,15 @@ MOST_REFUSED = 1 << 10
 TRY_AGAIN = 0.1  # seconds after an unexpected failure
 
 log = logging.getLogger("telegrad")
+
+
+class Listed(NamedTuple):
+    """A reference of a worker, for introspection."""
+
+    number: str
+    kind: str  # the type of a value of this worker; the owner of another value
+    begun: float | None  # time of `perf_counter`; None for values of others
+    line: str  # where it was created, if that is recorded
 
 
 class ReferenceTable(Maker):
@@ -395,6 +405,17 @@ class ReferenceTable(Maker):
                 "pending_letters": self._courier.unsettled,
             }
 
+    def listed(self, most: int) -> list[Listed]:
+        """Return the `most` oldest references to values of this worker, and as many to those of others."""
+        found: list[tuple[Id, type | str, float | None]] = []
+        with self._lock:  # types, because a value that loses its last reference must not be freed on this thread
+            for ref, box in islice(self._boxes.items(), most):
+                found.append((ref, type(box.value) if box.full and not box.failure else "no value", box.begun))
+            for ref, share in islice(self._machine.shares.items(), most):
+                found.append((ref, f"value of {share.owner.rpartition('#')[0]}", None))
+        sites = self._sites or {}
+        return [Listed(number(ref), _name(kind), begun, sites.get(ref, "")) for ref, kind, begun in found]
+
     def close(self, reason: PeerError) -> None:
         """Release everything; remaining handles cannot be used, for that reason, except for values in this process."""
         with self._lock:
@@ -409,3 +430,7 @@ class ReferenceTable(Maker):
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
         del boxes
+
+
+def _name(kind: type | str) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -1,6 +1,7 @@
-// Charts: traffic, calls in lanes, a pipeline's batch, memory, steps.
+// Charts: traffic, calls in lanes, a pipeline's batch, series of figures, steps.
 
 import { boxes, line, make, show, text, ticks, widthOf } from "./draw.js";
+import { TIME, most } from "./series.js";
 import { bytes, clipped, seconds, share, short } from "./words.js";
 
 export const KINDS = ["forward", "backward", "input", "weights"]; // of actions on micro-batches; others are on weights
@@ -133,26 +134,27 @@ function firstStage(gantt, worker) {
   return Math.min(...gantt.bars.filter((bar) => bar.worker === worker).map((bar) => bar.stage));
 }
 
-export function drawMemory(svg, data) {
+// One figure of the 12 workers with the most of it, over the time that is known; `word` writes a value.
+export function drawSeries(svg, data, figure, word, name) {
   const width = widthOf(svg);
   const [from, right, height] = [60, width < 500 ? 80 : 120, 200];
-  const sizes = Object.entries(data.memory).map(([, own]) => own.at(-1)[1]).sort((one, other) => other - one);
-  const lines = Object.entries(data.memory).filter(([, own]) => own.at(-1)[1] >= (sizes[11] ?? 0)).slice(0, 12);
-  const greatest = Math.max(1, ...lines.flatMap(([, own]) => own.map((each) => each[1])));
-  const first = Math.min(...lines.map(([, own]) => own[0][0]));
+  const sorted = Object.entries(data.series).sort(([, one], [, other]) => most(other, figure) - most(one, figure));
+  const lines = sorted.slice(0, 12).sort(([one], [other]) => one.localeCompare(other)); // so that each keeps its colour
+  const greatest = Math.max(1, ...lines.map(([, own]) => most(own, figure)));
+  const first = Math.min(...lines.map(([, own]) => own[0][TIME]));
   const length = Math.max(1, data.now - first);
   const rising = ticks(greatest);
   const top = rising.at(-1);
   const x = (time) => from + ((time - first) / length) * (width - from - right);
   const y = (size) => height - 20 - (size / top) * (height - 30);
-  const children = rising.flatMap((size) => [line(from, y(size), width - right, y(size)), text(from - 6, y(size) + 4, bytes(size), "faint end")]);
+  const children = rising.flatMap((size) => [line(from, y(size), width - right, y(size)), text(from - 6, y(size) + 4, word(size), "faint end")]);
   children.push(text(from, height - 4, `−${seconds(length)}`, "faint"), text(width - right, height - 4, "now", "faint end"));
   const labels = [];
   lines.forEach(([worker, own], index) => {
-    const points = own.map(([time, resident]) => `${x(time).toFixed(1)},${y(resident).toFixed(1)}`);
+    const points = own.map((point) => `${x(point[TIME]).toFixed(1)},${y(point[figure]).toFixed(1)}`);
     const style = `series series-${index % 6}${index % 12 >= 6 ? " dashed" : ""}`;
     children.push(make("polyline", { points: points.join(" "), class: style }));
-    labels.push({ at: y(own.at(-1)[1]) + 4, worker, style });
+    labels.push({ at: y(own.at(-1)[figure]) + 4, worker, style });
   });
   labels.sort((one, other) => one.at - other.at);
   labels.forEach((label, index) => {
@@ -160,8 +162,8 @@ export function drawMemory(svg, data) {
   });
   const low = Math.max(0, (labels.at(-1)?.at ?? 0) - (height - 4));
   for (const { at, worker, style } of labels) children.push(text(width - right + 6, at - low, clipped(worker, right > 100 ? 16 : 10), style));
-  const now = lines.map(([worker, own]) => `${worker} ${bytes(own.at(-1)[1])}`).join(", ");
-  show(svg, height, `Memory now: ${now}.`, children);
+  const now = lines.map(([worker, own]) => `${worker} ${word(own.at(-1)[figure])}`).join(", ");
+  show(svg, height, `${name} now: ${now}.`, children);
 }
 
 export function drawSteps(svg, data) {

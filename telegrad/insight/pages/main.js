@@ -1,13 +1,17 @@
 // Asks the server for what there is, again and again, and has it shown.
 
-import { callInWords, drawCalls, drawGantt, drawMemory, drawSteps, drawTraffic, under } from "./charts.js";
+import { callInWords, drawCalls, drawGantt, drawSeries, drawSteps, drawTraffic, under } from "./charts.js";
+import { BYTES, CALLS, FAILED, MEMORY, PROCESSOR, remember } from "./series.js";
 import { framed } from "./tables.js";
-import { fillTables, fillWorker, found, remember, some } from "./views.js";
-import { seconds as inSeconds, share, short } from "./words.js";
+import { choose, fillTables, fillWorker, found, some } from "./views.js";
+import { bytes, seconds as inSeconds, share, short } from "./words.js";
 
 const PAUSE = 1000; // milliseconds between two looks; the server looks no more often
 const LONGEST = 15000; // between two tries where it does not answer
 const PATIENCE = 8000; // with one answer
+
+const FIGURES = { served: [CALLS, short], failed: [FAILED, short], bytes: [BYTES, bytes], processor: [PROCESSOR, share] };
+const ADDRESS = "#worker="; // and the name of a worker
 
 const at = (id) => document.getElementById(id);
 const state = at("state");
@@ -84,7 +88,10 @@ function render() {
   fillWorker(at, latest);
   drawTraffic(at("matrix"), data);
   shown = drawCalls(at("timeline"), data);
-  if (Object.keys(data.memory).length) drawMemory(at("memory-chart"), data);
+  if (Object.keys(data.series).length) {
+    drawSeries(at("memory-chart"), data, MEMORY, bytes, "Memory");
+    drawSeries(at("history-chart"), data, ...FIGURES[at("figure").value], at("figure").selectedOptions[0].text);
+  }
   const { steps, passes, pass_p50 } = data.training;
   at("steps").replaceChildren(`${short(steps / data.seconds)} steps/s `, small(passes ? `${passes} backward passes, median ${inSeconds(pass_p50)}` : ""));
   drawSteps(at("series"), data);
@@ -93,6 +100,25 @@ function render() {
     const { batch, begun, ended, idle } = data.gantt;
     at("pipeline-title").textContent = `Pipeline: batch ${batch}, ${inSeconds(ended - begun)}, idle ${share(idle)}`;
     drawGantt(at("gantt"), data.gantt);
+  }
+}
+
+// Shows the worker of the address. The addresses of sections leave it as it is.
+function follow() {
+  if (location.hash && !location.hash.startsWith(ADDRESS)) return;
+  const name = decoded(location.hash.slice(ADDRESS.length));
+  choose(at, name);
+  if (name) at("worker").scrollIntoView();
+  document.title = name ? `${name} · Telegrad` : "Telegrad";
+  look();
+}
+
+// A person may have typed the address.
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
   }
 }
 
@@ -129,14 +155,13 @@ at("seconds").addEventListener("change", () => {
   look();
 });
 at("find").addEventListener("input", render);
-at("one").addEventListener("change", look);
+at("figure").addEventListener("change", render);
+at("one").addEventListener("change", () => (location.hash = ADDRESS + encodeURIComponent(at("one").value)));
 at("workers-table").addEventListener("click", (event) => {
   const name = event.target.closest("tbody tr")?.dataset.key;
-  if (!name) return;
-  at("one").value = name;
-  at("worker").scrollIntoView();
-  look();
+  if (name) location.hash = ADDRESS + encodeURIComponent(name);
 });
+addEventListener("hashchange", follow);
 at("pause").addEventListener("click", () => {
   paused = !paused;
   at("pause").setAttribute("aria-pressed", paused);
@@ -176,7 +201,8 @@ for (const section of document.querySelectorAll("section")) {
   }
 }
 
-history.replaceState(null, "", location.pathname); // the token is in a cookie now
+history.replaceState(null, "", location.pathname + location.hash); // the token is in a cookie now
 setTheme(kept("theme", "system"));
 at("seconds").value = kept("seconds", "15");
+follow();
 look();

@@ -3,6 +3,7 @@
 import { fill, framed } from "./tables.js";
 import { boxes, make } from "./draw.js";
 import { KINDS, callInWords } from "./charts.js";
+import { BYTES, CALLS, FAILED, MEMORY, PROCESSOR, most } from "./series.js";
 import { bytes, seconds, share, short } from "./words.js";
 
 const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
@@ -11,13 +12,6 @@ const number = (title, cell) => ({ title, cell, style: "number" });
 const PLACES = 16; // of more workers, there is a table by role and host
 const ROWS = 200; // of flows
 const LONG = 10; // seconds for a call that moves its worker up
-const LOOKS = 600; // points of a worker in the chart of memory
-
-// Adds the points of the charts that the page has already, which the server does not send again.
-export function remember(data, before) {
-  if (before?.epoch !== data.epoch) return;
-  for (const [worker, own] of Object.entries(before.memory)) data.memory[worker] = [...own, ...(data.memory[worker] ?? [])].slice(-LOOKS);
-}
 
 export function some(names) {
   return names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", ");
@@ -39,17 +33,9 @@ export function found(data, words) {
     silent: own(data.silent),
     flows: data.flows.filter((flow) => names.has(flow.source) || names.has(flow.target)),
     lanes: data.lanes.filter((lane) => names.has(lane.worker)),
-    memory: own(data.memory),
+    series: own(data.series),
     training: { ...data.training, spent: own(data.training.spent) },
   };
-}
-
-// The rank of a worker in the table: no answer, a wait for others to join or leave, full, or the age of its oldest call.
-function trouble(row) {
-  if (row.silent) return 1e12;
-  if (row.missing.length) return 1e11;
-  if (row.busy >= row.slots) return 1e10;
-  return row.oldest >= LONG ? row.oldest : 0;
 }
 
 function grouped(rows) {
@@ -59,7 +45,7 @@ function grouped(rows) {
       groups.set(name, [...(groups.get(name) ?? []), row]);
     }
   }
-  return [...groups].map(([name, own]) => ({ name, own, worst: Math.max(...own.map(trouble)) })).sort((one, other) => other.worst - one.worst);
+  return [...groups].map(([name, own]) => ({ name, own, worst: Math.max(...own.map((row) => row.trouble)) })).sort((one, other) => other.worst - one.worst);
 }
 
 function sum(own, amount) {
@@ -83,7 +69,7 @@ function counted(own) {
 
 export function fillTables(at, data) {
   const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest events are kept"}`;
-  const rows = [...silent(data), ...data.workers].sort((one, other) => trouble(other) - trouble(one));
+  const rows = [...silent(data), ...data.workers].sort((one, other) => other.trouble - one.trouble);
   at("groups").hidden = rows.length <= PLACES;
   fill(at("groups-table"), "Those in trouble first", GROUPS, at("groups").hidden ? [] : grouped(rows));
   fill(at("workers-table"), workersCaption(data), WORKERS, rows);
@@ -92,9 +78,16 @@ export function fillTables(at, data) {
   fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
   fill(at("functions-table"), `Calls of the ${last}, the most time-consuming first`, functionColumns(data.bounds), data.functions);
   fill(at("spent-table"), `Where the time went, ${last}`, spentColumns(data.seconds), Object.entries(data.training.spent));
-  fill(at("memory-table"), "Memory of the workers' processes", MEMORY, memory(data));
+  fill(at("memory-table"), "Memory of the workers' processes", MEMORIES, memory(data));
+  fill(at("history-table"), "The most, in the last ten minutes at most", MOST, Object.entries(data.series));
   fill(at("references-table"), "References to values on other workers, and messages about them in flight", referenceColumns(data), data.workers);
   if (data.gantt) fill(at("gantt-table"), "Actions in the order in which they began", GANTT, data.gantt.bars);
+}
+
+// Chooses a worker, which may be unknown as yet.
+export function choose(at, name) {
+  if (![...at("one").options].some((option) => option.value === name)) at("one").add(new Option(name));
+  at("one").value = name;
 }
 
 // The tables of the worker that was chosen, which the server has made.
@@ -125,6 +118,7 @@ const WORKERS = [
   number("Sent/s", (row) => (row.silent ? "" : bytes(row.rate.sent))),
   number("Received/s", (row) => (row.silent ? "" : bytes(row.rate.received))),
   number("Threads", (row) => row.threads ?? ""),
+  number("Processor", (row) => (row.silent || row.rate.processor === null ? "" : share(row.rate.processor))),
   number("Memory", (row) => (row.silent ? "" : bytes(row.memory))),
   number("Contexts", (row) => row.contexts ?? ""),
   number("Generation", (row) => row.generation ?? ""),
@@ -140,7 +134,7 @@ function phase(row) {
 }
 
 function silent(data) {
-  return Object.entries(data.silent).map(([worker, why]) => ({ worker, host: data.hosts[worker], silent: why || "no reason is known" }));
+  return Object.entries(data.silent).map(([worker, why]) => ({ worker, host: data.hosts[worker], trouble: 1e12, silent: why || "no reason is known" }));
 }
 
 function workersCaption(data) {
@@ -213,10 +207,18 @@ function stack(spent, length) {
 
 function memory(data) {
   const shared = new Map(data.workers.map((worker) => [worker.worker, worker.shared]));
-  return Object.entries(data.memory).map(([worker, own]) => ({ worker, now: own.at(-1)[1], most: Math.max(...own.map((each) => each[1])), shared: shared.get(worker) ?? 0 }));
+  return Object.entries(data.series).map(([worker, own]) => ({ worker, now: own.at(-1)[MEMORY], most: most(own, MEMORY), shared: shared.get(worker) ?? 0 }));
 }
 
-const MEMORY = [
+const MOST = [
+  { title: "Worker", cell: ([worker]) => worker },
+  number("Served/s", ([, own]) => short(most(own, CALLS))),
+  number("Failed/s", ([, own]) => ({ text: short(most(own, FAILED)), mark: most(own, FAILED) > 0 })),
+  number("Bytes/s", ([, own]) => bytes(most(own, BYTES))),
+  number("Processor", ([, own]) => share(most(own, PROCESSOR))),
+];
+
+const MEMORIES = [
   { title: "Worker", cell: (row) => row.worker },
   number("Now", (row) => bytes(row.now)),
   number("Most", (row) => bytes(row.most)),
