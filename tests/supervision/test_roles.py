@@ -18,13 +18,14 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text
 def test_the_file_of_the_page_is_read() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     plan = read(text, {})
-    learner, actor, buffer = plan.roles
+    learner, actor, buffer, cache = plan.roles
     assert (plan.logs, plan.grace) == ("logs", 10.0)
     assert (learner.command, learner.serves, learner.count) == (("python", "learner.py"), False, 1)
     assert (actor.count, actor.restarts, actor.within) == (4, 10, 600)
     assert (buffer.command, buffer.serves) == (SERVE, True)
+    assert (cache.command, cache.serves) == (("python", "cache.py"), True)
     slots = plan.slots(0)
-    assert [slot.name for slot in slots] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
+    assert [slot.name for slot in slots] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0", "cache0"]
     assert slots[3].filled_in(actor.command[-1]) == "2"
     assert all(f"`{key}`" in PAGE for key in (*KEYS, *RunConfig._fields[1:]))
 
