@@ -105,6 +105,6 @@ OPERATIONS: tuple[tuple[Callable[[Client, str, str, str], Life | None], Failures
     (Client.restored, (PeerError,)),
     (Client.look_up, (PeerError,)),
     (Client.stream, (PeerError,)),
-    (Client.weigh, (PeerError, RRefError, UnknownPublisher, CallTimeout)),
+    (Client.weigh, (PeerError, RRefError, UnknownPublisher, UnknownWorker, CallTimeout)),
 )
 assert issubclass(ShutDown, PeerError)  # raised for a worker that has left
