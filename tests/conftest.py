@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,6 +25,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Tests do not use the shared key and the other state of the user's own programs.
 _STATE = tempfile.TemporaryDirectory(prefix="telegrad-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+# A busy machine may take long for any example.
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("patient")
 
 if torch.version.cuda and not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()  # torch 2.11 may crash if its compiler does this late in a process

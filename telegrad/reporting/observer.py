@@ -263,7 +263,7 @@ def _kinds(worker: Worker, now: float) -> list[ReferenceKind]:
     """Return the worker's references by type and line, the most numerous first."""
     recorded = recorder.events()
     first = recorded[0][2] if recorded else now  # what is not recorded any more is older
-    made: dict[str, float] = {event[4]: event[1] for event in reversed(recorded) if event[0] == MADE}
+    made: dict[str, float] = {event[4]: event[1] for event in recorded if event[0] == MADE}
     begun: dict[tuple[str, str], list[float]] = defaultdict(list)
     for each in worker.references.listed(MOST_REFERENCES):
         begun[each.kind, each.line].append(made.get(each.number, first) if each.begun is None else each.begun)

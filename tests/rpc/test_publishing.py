@@ -482,7 +482,7 @@ def test_each_use_raises_if_restoring_raises_system_exit(crowd: Crowd) -> None:
     made.to_here()
     restart(crowd, "w1")
     for _ in range(2):
-        with pytest.raises(errors.RemoteError, match="SystemExit was raised"):
+        with pytest.raises(errors.RemoteError, match="SystemExit, which is no Exception, was raised"):
             made.to_here(timeout=10)
 
 

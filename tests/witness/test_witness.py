@@ -414,6 +414,7 @@ def test_dumps_contain_the_state_and_events_of_workers(
     assert introspection_of(pair[0]).dump() is None  # tests disable dumps
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
     monkeypatch.setattr(dump, "KEPT", 2)
+    pair[0].agent.call("w1", len, ((),), None)
     paths = in_threads(*[introspection_of(worker).dump for worker in pair])
     written = DumpFiles(paths)
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
