@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 test: lint test-only
 
 test-only: $(INSTALLED)
-	$(BIN)/pytest -m "not nightly and not cuda" -n 4 --dist loadfile
+	$(BIN)/pytest -m "not nightly and not cuda" -n 3 --dist loadfile
 
 nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped

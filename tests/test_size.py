@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 61_038,
     "lines of the core": 38_216,
-    "lines of the tests": 84_796,
+    "lines of the tests": 84_807,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

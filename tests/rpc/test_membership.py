@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 
@@ -176,6 +179,14 @@ def test_serving_ends_when_a_required_worker_dies(tcp: str) -> None:
         assert "'boss' was lost" in text
 
 
+def wait_until_serving() -> None:
+    """Wait until the main thread of this process is in `serve`."""
+    main = threading.main_thread().ident
+    assert main is not None
+    stack = lambda: [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]  # noqa: E731
+    wait_until(lambda: "wait_for_end" in stack())
+
+
 def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:
     with processes(4) as made:
         boss, *servers, y = made
@@ -184,7 +195,7 @@ def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:
         for process, required in zip(servers, ((), ("boss",)), strict=True):
             process.run(join, f"w{len(required)}", tcp)
             process.begin(serve, *required)
-            assert boss.run(call, f"w{len(required)}") == 3
+            boss.run(call, f"w{len(required)}", wait_until_serving, ())
         boss.run(lambda: current.here().end_with_the_program())
         for process in servers:
             kind, text = process.end()
