@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_038,
-    "lines of the core": 38_216,
-    "lines of the tests": 84_807,
+    "lines of the package": 61_045,
+    "lines of the core": 38_221,
+    "lines of the tests": 84_816,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -115,13 +115,13 @@ def check_sum(
     coarsest = max(torch.finfo(each.dtype).eps for each in (value, *leaves) if each.is_floating_point())
     whole, parts = value.item(), [each.item() for each in losses]
     name = getattr(loss, "__qualname__", type(loss).__name__)
-    differ = abs(whole - sum(parts)) > math.sqrt(coarsest) * sum(map(abs, parts))
-    if whole != sum(parts) and differ and not (math.isnan(whole) and math.isnan(sum(parts))):
+    is_equal = whole == sum(parts) or abs(whole - sum(parts)) <= math.sqrt(coarsest) * sum(map(abs, parts))
+    if not (is_equal or (math.isnan(whole) and math.isnan(sum(parts)))):
         raise UsageError(
             f"the loss {name} of this batch is {whole:.6g}, but its micro-batches give {sum(parts):.6g}: {_NO_MEAN}"
         )
     inputs = [leaf for leaf in leaves if leaf.requires_grad] + _parameters(loss)
-    if value.requires_grad and _gradients_differ(loss, outputs, targets, weights, value, inputs, coarsest):
+    if value.requires_grad and inputs and _gradients_differ(loss, outputs, targets, weights, value, inputs, coarsest):
         raise UsageError(
             f"the loss {name} of this batch is the sum over its micro-batches, {whole:.6g}, but its gradients are not "
             f"the sum of theirs, perhaps because it detaches something that it computes from all samples: {_NO_MEAN}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
+from telegrad.pipeline.microbatches import check_sum
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents
@@ -224,6 +226,7 @@ class OwnCrossEntropy(nn.CrossEntropyLoss):
         partial(cross_entropy, size_average=False),
         lambda outputs, _: (outputs**2).mean() / (outputs**2).mean().detach(),  # only its gradients differ
         Scaled(),
+        lambda outputs, _: outputs.mean() + (math.nan if len(outputs) == 8 else 0),
     ],
 )
 def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> None:
@@ -248,6 +251,12 @@ def test_a_mean_over_samples_needs_no_reduction(loss: Any) -> None:
     inputs, targets = batch(7)
     with autograd.context() as context:
         spread(chunks=3).forward_backward(context, inputs, targets, loss)
+
+
+def test_a_loss_of_frozen_stages_may_have_parameters_that_are_not_known() -> None:
+    scale, batches = nn.Parameter(torch.ones(())), [torch.ones(2), torch.ones(2)]
+    half = torch.tensor(0.5)
+    check_sum(lambda outputs, _: (outputs * scale).mean(), batches, batches, [half, half], [0.5, 0.5])
 
 
 def test_the_id_of_the_context_is_the_first_argument() -> None:
