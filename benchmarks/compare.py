@@ -60,7 +60,7 @@ def times_slower(row: Row, now: Sequence[float], before: Sequence[float]) -> lis
 
 
 def compare(row: Row, way: str, sides: Sequence[Workers], rounds: int) -> bool:
-    """Measure a row and print its line. Return True if it has become slower, or ends no more."""
+    """Measure a row and print its line. Return True if it has become slower, or has failed."""
     (now, before), (failed, _) = take_turns(row, sides, rounds)
     if failed or not (now and before):
         print(f"| {row.name} | {way} | {row.unit} | not measured {failed} |", flush=True)

@@ -1,4 +1,4 @@
-"""What rows that miss their targets spend most of their time on; docs/performance.md has the measurements."""
+"""The largest costs of rows that miss their targets; docs/performance.md has the measurements."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ class GroupHistory:
         """Return the events that ended in the last `seconds`, the latest of each kind first."""
         most = min(KEPT, MOST // max(1, len(self._events)))
         answering = {account["worker"]: account["clock"] for account in self.sight.accounts}
-        events, window = dict[str, list[Event]](), seconds
+        events: dict[str, list[Event]] = {}
+        window = seconds
         for worker, kinds in self._events.items():
             # Use the worker's own clock if it answers: its wall clock may be wrong.
             now = answering[worker] + self._shifts[worker][1] if worker in answering else self.now
@@ -264,8 +265,9 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
     recent, window = history.recent(seconds)
     ranked = [account["worker"] for account in accounts]
     events = {worker: recent[worker] for worker in [*ranked, *sorted(recent.keys() - set(ranked))] if worker in recent}
+    span = now - seconds, now
     rates = history.rates()
-    found = lanes(_with_going(events, accounts, history.epoch), now - seconds, now, PARTS, ROWS)
+    found = lanes(_with_going(events, accounts, history.epoch), *span, PARTS, ROWS)
     first = accounts[0] if accounts else None
     return {
         "epoch": history.epoch,
@@ -285,7 +287,7 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
         "functions": [function._asdict() for function in functions(events)[:FUNCTIONS]],
         "bounds": BOUNDS,
         "gantt": gantt(events),
-        "training": training(events, now - seconds, now, parts=max(4, min(30, int(seconds * 2)))),
+        "training": training(events, *span, parts=max(4, min(30, int(seconds * 2)))),
     }
 
 

@@ -132,7 +132,7 @@ class LogLine(TypedDict):
 
 
 class _Newer(TypedDict, total=False):
-    """What workers of earlier versions do not report."""
+    """Fields that workers of earlier versions do not report."""
 
     processor: float  # seconds of processor time of the process
     devices: dict[str, int]  # bytes that torch has allocated on each accelerator that it uses

@@ -39,7 +39,7 @@ LARGEST = 16 << 20  # bytes of one file; the oldest events are dropped from a la
 ALL = 64 << 20  # bytes of this user's files in the folder; the newest is always kept
 LINES = 50  # log lines kept
 LONGEST_LINE = 300  # characters
-# What looks like a password or a key in a log line: after its name, in a URL, or a key of a group.
+# A password or a key in a log line: after its name, in a URL, or a key of a group.
 SECRET = re.compile(
     r"""((?:token|passw(?:or)?d|secret|api_?key|credential)s?["']?\s*[=:]\s*["']?|bearer\s+|tgk1-)[^\s"'&,;]+"""
     r"""|(://[^/\s:@]*:)[^\s/@]+(?=@)""",
@@ -210,7 +210,7 @@ class Recorder:
 
 
 class RecordedLog:
-    """The latest warnings and errors that this process has logged since somebody first looked at a worker.
+    """The latest warnings and errors that this process has logged since the first query of a worker's state.
 
     A handler would change what the program prints: then `basicConfig` does nothing, and warnings without a handler do
     not appear. So this wraps the factory of records, and keeps no record, since that would keep its arguments alive.

@@ -21,6 +21,7 @@ from telegrad._core.pickling.remote_text import (
     MOST_TOLD,
     REMOTE_TRACEBACK,
     Text,
+    as_main,
     brief,
     cut,
     is_large,
@@ -65,8 +66,7 @@ def readable(error: BaseException) -> BaseException:
 def _description(error: BaseException, worker: str, function: str) -> bytes:
     story = tell(error, worker, function)
     kind = _original(type(error))
-    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # a program that a worker imported
-    name = short(f"{home}.{kind.__qualname__}".removeprefix("builtins."))
+    name = short(as_main(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")))
     if not isinstance(error, Exception):  # an exit of the callee must not end the caller
         return pickle.dumps((None, f"{name}, which is no Exception,", story), 5)
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):

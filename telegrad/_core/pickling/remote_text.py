@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.pickling.main_program import SPAWNED_MAIN
 from telegrad._core.processes import PACKAGE
 from telegrad.errors import TelegradError
 
@@ -222,8 +223,12 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be formatted)\n"
-    told = re.sub("^__mp_main__[.]", "__main__.", told, flags=re.MULTILINE)  # the driver's program, imported here
-    return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
+    return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{as_main(told)}")
+
+
+def as_main(text: str) -> str:
+    """Return a text whose lines name `__main__`, not the module as which a worker imports that program."""
+    return re.sub(f"^{SPAWNED_MAIN}[.]", "__main__.", text, flags=re.MULTILINE)
 
 
 def with_lines(story: str) -> str:

@@ -1,4 +1,4 @@
-// The series of the workers' figures: what the page knows of the last ten minutes.
+// The series of the workers' figures of the last ten minutes.
 
 export const [TIME, CALLS, FAILED, BYTES, MEMORY, PROCESSOR] = [0, 1, 2, 3, 4, 5]; // of a point of a series
 const LONGEST = 600; // seconds
