@@ -110,6 +110,7 @@ if __name__ == "__main__":
 
 INTERRUPTS = {
     "calls": ("", 'soon.start(); rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", slow))'),
+    "awaits a call": ("", 'soon.start(); rpc.rpc_async("worker0", slow).wait()'),
     "waits": ("", "soon.start(); threading.Event().wait(60)"),
     "shuts down": ("", 'rpc.rpc_async("worker0", slow); soon.start(); rpc.shutdown()'),
     "starts": ("soon.start()", "threading.Event().wait(60)"),
@@ -118,7 +119,11 @@ INTERRUPTS = {
 
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize(
-    "when", [pytest.param(when, marks=pytest.mark.nightly if when == "shuts down" else ()) for when in INTERRUPTS]
+    "when",
+    [
+        pytest.param(when, marks=pytest.mark.nightly if when in ("awaits a call", "shuts down") else ())
+        for when in INTERRUPTS
+    ],
 )
 def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pathlib.Path) -> None:
     before, within = INTERRUPTS[when]
@@ -132,6 +137,8 @@ def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pa
     assert all(line.startswith("  ") for line in lines[1:-1]), ran.stderr
     assert lines[-1] == "KeyboardInterrupt"
     assert ran.stdout == "[0, 0]\n"
+    if when != "shuts down":
+        assert sum(f"{os.sep}telegrad{os.sep}" in line for line in lines) <= 1, ran.stderr  # the handler's frame
 
 
 FORGETFUL = """

@@ -16,8 +16,8 @@ ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 61_045,
-    "lines of the core": 38_221,
-    "lines of the tests": 84_816,
+    "lines of the core": 38_214,
+    "lines of the tests": 84_831,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

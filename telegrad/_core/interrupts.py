@@ -196,11 +196,16 @@ def raised_by_handler(error: BaseException) -> bool:
     return _signal_of(error) is not None
 
 
+def runs_handler(frame: FrameType) -> bool:
+    """Return True for the frame that runs a signal handler. By this frame its errors are known."""
+    return frame.f_code is _Handler.__call__.__code__
+
+
 def _signal_of(error: BaseException) -> int | None:
     """Return the signal whose handler raised an error; None for other errors."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is _Handler.__call__.__code__:
+        if runs_handler(trace.tb_frame):
             return int(trace.tb_frame.f_locals["signum"])
         trace = trace.tb_next
     return None

@@ -336,7 +336,7 @@ class Policy:
             self._begin_together(one.role, now)
             return []
         if code == 0:
-            return [Log(f"{name} ended with exit code 0"), *self._end_if_done(now)]
+            return [Log(f"{name} ended with exit code 0{self._runs_on(one.role)}"), *self._end_if_done(now)]
         return self._after_failure(one, code, now)
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -408,6 +408,13 @@ class Policy:
         names = ", ".join(one.name for one in living)
         text = f"all work is done: {names} {'ends' if len(living) == 1 else 'end'}"
         return [*([Log(text)] if living else []), *self._end_serving(now)]
+
+    def _runs_on(self, role: Role) -> str:
+        """Once a role has ended, name the roles for which the group runs on."""
+        needed = {one.role.name for one in self._in(WAITS, RUNS, ENDING) if not one.role.serves}
+        if not needed or role.name in needed:
+            return ""
+        return f"; the group still waits for {' and '.join(sorted(needed))} (no `serves = true`)"
 
     def _end_serving(self, now: float) -> list[Action]:
         """Issue EndServing once, when only serving workers are left."""

@@ -79,6 +79,14 @@ def test_a_group_ends_when_its_workers_have_ended() -> None:
     assert group.code == 0
 
 
+def test_the_end_of_a_role_tells_which_others_the_group_waits_for() -> None:
+    group = policy(role("a", count=2), role("b"), role("c", serves=True))
+    started(group, 0)
+    assert said(group.ended("a0", 0, 1)) == "a0 ended with exit code 0"
+    told = "a1 ended with exit code 0; the group still waits for b (no `serves = true`)"
+    assert said(group.ended("a1", 0, 1)) == told
+
+
 def test_restarts_come_with_growing_pauses_until_they_are_used_up() -> None:
     group = policy(role("a", restarts=4))
     now, times = 0.0, []

@@ -195,14 +195,14 @@ class Future(torch.futures.Future[T]):
         Raises:
             Exception: the error of the call, if it failed.
         """
-        if not self.done():
-            forks.check(self.depth)
-            call = self.call  # loaded once: another thread may clear it
-            if call is not None:
-                call.help()  # the waiting thread reads the response itself, where it can
-            else:
-                wait_for(self)
         try:
+            if not self.done():
+                forks.check(self.depth)
+                call = self.call  # loaded once: another thread may clear it
+                if call is not None:
+                    call.help()  # the waiting thread reads the response itself, where it can
+                else:
+                    wait_for(self)
             value: T = _uncovered(super().wait())
         except BaseException as error:
             fold(error)

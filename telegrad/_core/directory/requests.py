@@ -16,7 +16,7 @@ from __future__ import annotations
 import encodings.idna  # noqa: F401 see below
 import hashlib
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 # Otherwise imported at the first connection, by many forked processes that connect at the same moment.
@@ -160,29 +160,18 @@ class Channel:
             DecryptionFailed: the bytes are not the next record of the other end.
         """
         self._records += data
-        for record in _split(self._records, _check_record):
+        for record in _split(self._records, "record", TAG + 1, LONGEST + TAG):
             self._content += self._decrypt(record)
-        return list(_split(self._content, self._check_message))
-
-    def _check_message(self, size: int) -> None:
-        if size > self._longest:
-            raise ProtocolViolation(f"a message of {size} bytes was announced; at most {self._longest} are allowed")
+        return list(_split(self._content, "message", 0, self._longest))
 
 
-def _check_record(size: int) -> None:
-    if not TAG < size <= LONGEST + TAG:
-        raise ProtocolViolation(f"a record of {size} bytes was announced")
-
-
-def _split(data: bytearray, check: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield the complete pieces at the begin of `data`, each of which follows its length; then remove them.
-
-    `check` is called with each length, and raises if it is invalid.
-    """
+def _split(data: bytearray, what: str, least: int, most: int) -> Iterator[bytes]:
+    """Yield the complete pieces at the begin of `data`, each of which follows its length; then remove them."""
     start = 0
     while len(data) - start >= _HEAD:
         (size,) = _LENGTH.unpack_from(data, start)
-        check(size)
+        if not least <= size <= most:
+            raise ProtocolViolation(f"a {what} of {size} bytes was announced; {least} to {most} are allowed")
         end = start + _HEAD + size
         if end > len(data):
             break

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.interrupts import runs_handler
 from telegrad._core.pickling.main_program import SPAWNED_MAIN
 from telegrad._core.processes import PACKAGE
 from telegrad.errors import TelegradError
@@ -373,15 +373,14 @@ def _is_shown(frame: FrameType) -> bool:
 def fold(error: BaseException) -> None:
     """Take the frames of this package out of the traceback; a `raise` without arguments then adds none.
 
-    Errors of signal handlers are known by their frames, and keep them.
+    The frame that runs a signal handler stays, because the handler's errors are known by it.
     """
     links = []
-    if not raised_by_handler(error):
-        while (link := error.__traceback__) is not None:
-            links.append(link)
-            error.__traceback__ = link.tb_next
+    while (link := error.__traceback__) is not None:
+        links.append(link)
+        error.__traceback__ = link.tb_next
     for link in reversed(links):
-        if _is_shown(link.tb_frame):
+        if _is_shown(link.tb_frame) or runs_handler(link.tb_frame):
             error.__traceback__ = TracebackType(error.__traceback__, link.tb_frame, link.tb_lasti, link.tb_lineno)
 
 
