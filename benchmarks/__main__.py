@@ -1,9 +1,9 @@
 """Compare Telegrad with torch.distributed.rpc: `python -m benchmarks [words of row names] [--quick]`.
 
 Pipelines are also compared with torch.distributed.pipelining. Prints the tables. A full run also writes `latest.json`,
-`latest.md` and `latest.png` to `benchmarks/results`. A run with selected rows, `--quick` or another number of threads
-writes them only to the folder of `--results`. `python -m benchmarks.floods` measures calls while another caller floods
-the callee.
+`latest.md`, `latest.png` and `times.png` to `benchmarks/results`. A run with selected rows, `--quick` or another number
+of threads writes them only to the folder of `--results`. `python -m benchmarks.floods` measures calls while another
+caller floods the callee.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 
 from benchmarks.command import choose, machine, run
 from benchmarks.limits import LIMITS
-from benchmarks.plot import draw
+from benchmarks.plot import draw, draw_times
 from benchmarks.report import table
 from benchmarks.results import Run
 from benchmarks.rows import ROWS
@@ -30,6 +30,7 @@ def main() -> int:
         (chosen.folder / "latest.md").write_text(table(found))
         (chosen.folder / "latest.json").write_text(json.dumps(found.as_json(), indent=1))
         draw(found, chosen.folder / "latest.png")
+        draw_times(found, chosen.folder / "times.png")
     return 1 if any(result.ours_failed for result in found.results) else 0
 
 

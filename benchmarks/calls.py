@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.groups import HOSTS
 from benchmarks.limits import COPY, SIZES, TCP
 from benchmarks.measuring import MB, OTHER, TELEGRAD, THIRD, Row, times
 from benchmarks.targets import OfLimit, OfPeer, OfRow, Target
@@ -142,6 +143,11 @@ def _transfer(name: str, direction: str, way: str) -> Row:
     return Row(f"{name} {direction}", "GB/s", True, measure, (way,), targets=tuple(targets), rounds=rounds)
 
 
+def _between_hosts(size: int, direction: str) -> Row:
+    measure = partial(bandwidth, size=size * MB, direction=direction)
+    return Row(f"{size} MB {direction}", "GB/s", True, measure, (HOSTS,), workers=2, targets=(OfPeer(1),), rounds=3)
+
+
 _BOTH, _QUICKER = ("host", "tcp"), (OfPeer(0.3),)
 
 CALLS = [
@@ -164,4 +170,6 @@ CALLS = [
     Row("reference from user to user", "µs", False, sharing),
     Row("call by proxy", "µs", False, proxy_call),
     *(_transfer(name, direction, way) for way in _BOTH for name in SIZES for direction in ("to", "from", "echo")),
+    Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), (HOSTS,), workers=2, targets=_QUICKER),
+    *(_between_hosts(size, direction) for size in (4, 8, 16, 32, 64) for direction in ("to", "from")),
 ]

@@ -8,6 +8,7 @@ _COSTS = {  # the first words that are in "transport: name" count
     "rpc_async": "100 small calls of Python for each remote call, at both ends, and the garbage collector",
     "remote, to_here": "Python: two messages, the reference, and its end",
     "tcp: 16 MB": "copies into and out of the kernel on two cores, which do the work of both hosts",
+    "hosts: ": "encryption, and copies into and out of the kernel, on two cores that do the work of both hosts",
     "16 MB in": "Python for each tensor",
     "16 MB": "the second process fetches the data from the other core's cache, or from memory",
     "start of": "the import of telegrad.rpc in each worker",

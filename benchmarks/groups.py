@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import traceback
 from collections.abc import Callable
@@ -18,10 +19,13 @@ from torch import distributed
 
 from benchmarks.measuring import PIPELINING
 from benchmarks.processes import Child, Failed, answer_all, free_port
+from tests.hosts import Network, enter
 
 START_PATIENCE = 60.0
 _CLOSE_PATIENCE = 10.0
-_TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # names of torch's transports; hints for Telegrad
+HOSTS = "hosts"  # the way on which each worker is on a host of its own, a network namespace
+_TRANSPORTS = {"tcp": ["uv"], HOSTS: ["uv"]}  # names of torch's transports; hints for Telegrad
+_CHANNELS = {HOSTS: ["mpt_uv", "basic"]}  # torch's others read the memory of other processes, as no other host can
 
 
 class Group:
@@ -38,9 +42,13 @@ class Group:
         """Start the processes, which run `run`, or `work` by default."""
         port = free_port()
         self._children: list[Child] = []
+        self._network = Network(size) if way == HOSTS else None
         try:
+            if self._network is not None:
+                self._network.make()
             for rank in range(size):
-                self._children.append(Child(run or work, rank, size, library, way, port, threads=threads))
+                place = rank, size, library, way, port, self._network
+                self._children.append(Child(run or work, *place, threads=threads))
             for child in self._children:
                 child.wait_answer(START_PATIENCE, self._children)
         except BaseException as error:
@@ -87,14 +95,20 @@ class Group:
     def kill(self) -> None:
         for child in self._children:
             child.kill()
+        if self._network is not None:
+            self._network.remove()
 
 
-def join(library: str, rank: int, size: int, way: str, port: int) -> Any:
-    """Join a group on this host. Return the library's `rpc` module."""
+def join(library: str, rank: int, size: int, way: str, port: int, address: str = "127.0.0.1") -> Any:
+    """Join a group. Return the library's `rpc` module. `address` is that of worker 0."""
     rpc = importlib.import_module(library)
     maps = {f"worker{other}": {0: 0} for other in range(size)} if way == "cuda" else None
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300, device_maps=maps
+        init_method=f"tcp://{address}:{port}",
+        _transports=_TRANSPORTS.get(way),
+        _channels=_CHANNELS.get(way),
+        rpc_timeout=300,
+        device_maps=maps,
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     return rpc
@@ -105,14 +119,20 @@ def _join_ranks(rank: int, size: int, port: int) -> Any:
     return importlib.import_module(PIPELINING)
 
 
-def work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
-    """Run a worker that executes the functions of the pipe."""
+def work(
+    pipe: Connection, rank: int, size: int, library: str, way: str, port: int, network: Network | None = None
+) -> None:
+    """Run a worker that executes the functions of the pipe, on its host of the network if there is one."""
     try:
+        if network is not None:
+            enter(network.namespaces[rank])
+            os.environ.update(TP_SOCKET_IFNAME="wire", GLOO_SOCKET_IFNAME="wire")  # torch would choose loopback
         if library == PIPELINING:
             joined, leave = _join_ranks(rank, size, port), distributed.destroy_process_group
         else:
             importlib.import_module(library.replace("rpc", "nn"))  # torch's RPC needs it on all workers
-            joined = join(library, rank, size, way, port)
+            address = network.addresses[0] if network is not None else "127.0.0.1"
+            joined = join(library, rank, size, way, port, address)
             leave = joined.shutdown
     except Exception:
         pipe.send((False, traceback.format_exc()))

@@ -1,8 +1,9 @@
-"""Plot the results relative to torch.distributed.rpc."""
+"""Plot the results relative to torch.distributed.rpc, and times by size, hops and workers."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 import statistics
 
 import matplotlib
@@ -11,6 +12,7 @@ matplotlib.use("agg")  # works without a display
 
 from matplotlib import pyplot
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -62,6 +64,42 @@ def draw(run: Run, path: pathlib.Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def draw_times(run: Run, path: pathlib.Path) -> None:
+    """Draw the times of transfers by size, of backward passes by hops, and of calls by workers."""
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for way, style in (("host", "-"), ("tcp", "--"), ("hosts", ":")):
+        _curves(panels[0], run, rf"{way}: (\d+) ([KM]B) to$", f", {way}", style)
+    panels[0].set(title="a tensor to a worker", xlabel="size, MB", ylabel="ms", yscale="log")
+    _curves(panels[1], run, r"host: backward through (\d+) hops$", "", "-")
+    panels[1].set(title="forward and backward through nested calls", xlabel="hops", ylabel="µs")
+    _curves(panels[2], run, r"host: all to all, (\d+) workers", "", "-")
+    panels[2].set(title="empty calls among all workers, each", xlabel="workers", ylabel="µs")
+    for panel in panels:
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.grid(color="#dddddd", linewidth=0.6)
+        panel.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _curves(panel: Axes, run: Run, rows: str, way: str, style: str) -> None:
+    """Draw a curve for each library through the rows whose "way: name" matches; the first group is the place on x."""
+    for library, colour_ in (("Telegrad", MET), ("torch.distributed.rpc", FREE)):
+        points = []
+        for result in run.results:
+            found = re.match(rows, f"{result.way}: {result.name}")
+            figures = result.ours if library == "Telegrad" else result.theirs
+            if found and figures:
+                at, median = float(found[1]), statistics.median(figures)
+                if result.unit == "GB/s":
+                    at = at / 1024 if found[2] == "KB" else at
+                    median = at * 1.048576 / median  # ms
+                points.append((at, median))
+        if points:
+            panel.plot(*zip(*sorted(points), strict=True), style, marker="o", color=colour_, label=library + way)
 
 
 def told(result: Result) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.groups import HOSTS
 from benchmarks.measuring import OTHER, TELEGRAD, THIRD, Row, times
 from benchmarks.targets import OfPeer
 
@@ -66,6 +67,19 @@ def chain_step(rpc: Any, hops: int, fast: bool) -> float:
     tensor = torch.ones(3, 3, requires_grad=True)
     options = {"mode": "fast"} if fast and rpc.__name__ == TELEGRAD else {}
     return training_step(rpc, lambda: hop(rpc.__name__, tensor, hops).sum(), 100, **options)
+
+
+def row_step(rpc: Any, calls: int) -> float:
+    """Return the time of a step whose calls follow each other."""
+    tensor = torch.ones(3, 3, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        value = tensor
+        for _ in range(calls):
+            value = rpc.rpc_sync(OTHER, torch.add, (value, 1))
+        return value.sum()
+
+    return training_step(rpc, forward, 100)
 
 
 def local_graph(rpc: Any, nodes: int = 10_000) -> float:
@@ -158,12 +172,16 @@ def server_steps(rpc: Any, trainers: int, steps: int = 100) -> float:
     return trainers * steps / (perf_counter() - start)
 
 
-_HALF = (OfPeer(0.5),)
+_THIRD, _HALF = (OfPeer(0.35),), (OfPeer(0.5),)
 _THREE_FIFTHS = (OfPeer(0.6),)
 
 TRAINING = [
-    Row("context, forward, backward of an add", "µs", False, add_step, targets=_HALF),
-    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False), targets=_THREE_FIFTHS),
+    Row("context, forward, backward of an add", "µs", False, add_step, ("host", HOSTS), targets=_THIRD),
+    *(
+        Row(f"backward through {hops} hops", "µs", False, partial(chain_step, hops=hops, fast=False), targets=targets)
+        for hops, targets in ((2, ()), (4, ()), (8, _THREE_FIFTHS))
+    ),
+    Row("backward through 8 calls in a row", "µs", False, partial(row_step, calls=8), targets=_THREE_FIFTHS),
     Row(
         "backward through 8 hops, fast mode",
         "µs",
@@ -172,7 +190,7 @@ TRAINING = [
         targets=_THREE_FIFTHS,
     ),
     Row("backward, 10000 local nodes, to plain", "times", False, local_graph, rounds=3),
-    Row("RemoteModule forward, backward, step", "µs", False, module_step, targets=_HALF),
+    Row("RemoteModule forward, backward, step", "µs", False, module_step, targets=_THIRD),
     Row(
         "optimizer step over 4 owners",
         "µs",

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from benchmarks.groups import Group
+from benchmarks.groups import HOSTS, Group
 from benchmarks.limits import LIMITS
 from benchmarks.measuring import LIBRARIES, PIPELINING, TELEGRAD, TORCH, Row
 from benchmarks.processes import Failed
 from benchmarks.results import Result
 from benchmarks.targets import OfLimit
+from tests.hosts import why_not
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 
@@ -99,6 +100,9 @@ def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> li
     """Measure all rows, grouped by workers, and with each row the limits of the host that its targets use."""
     results = []
     for way, workers, threads in dict.fromkeys((way, row.workers, row.threads) for row in rows for way in row.ways):
+        if way == HOSTS and (why := why_not()):
+            print(f"no rows between hosts: {why}", file=sys.stderr)
+            continue
         sides = {library: Workers(library, way, workers, threads) for library in LIBRARIES}
         with closed(list(sides.values())):
             for row in rows:
