@@ -314,6 +314,84 @@ def test_differences_of_globals_are_logged_once(tmp_path: pathlib.Path) -> None:
     assert "is 0.5 at the caller and 0.1 at this worker" in ran.stderr
 
 
+KINDS = {  # globals: how they are made, read and changed in place
+    "mapping": ("{'k': 1}", "mapping['k']", "mapping.update(k=2)"),
+    "inner": ("{'a': [{'b': 1}]}", "inner['a'][0]['b']", "inner['a'][0].update(b=2)"),
+    "numbers": ("[1]", "numbers[0]", "numbers.append(2)"),
+    "members": ("{1}", "sorted(members)", "members.add(2)"),
+    "queue": ("collections.deque([1])", "list(queue)", "queue.append(2)"),
+    "counts": ("collections.defaultdict(int)", "dict(counts)", "counts.update(k=1)"),
+    "options": ("argparse.Namespace(rate=1)", "options.rate", "vars(options).update(rate=2)"),
+    "holder": (
+        "argparse.Namespace(own=argparse.Namespace(rate=1))",
+        "holder.own.rate",
+        "vars(holder.own).update(rate=2)",
+    ),
+    "Kind": ("type('Kind', (), {'rate': 1, '__module__': __name__})", "Kind.rate", "setattr(Kind, 'rate', 2)"),
+}
+ARRAYS = {
+    "tensor": ("torch.zeros(3)", "tensor.sum().item()", "tensor.add_(1)"),
+    "raw": ("torch.zeros(3)", "raw.sum().item()", "raw.data.fill_(1)"),
+    "weights": ("torch.nn.Linear(2, 2)", "weights.bias.sum().item()", "torch.nn.init.ones_(weights.bias.data)"),
+    "large": ("torch.zeros(1 << 20)", "large.sum().item()", "large.data.add_(1)"),
+    "array": ("numpy.zeros(3)", "array.sum()", "array.__iadd__(1)"),
+    "arrays": ("{'a': numpy.zeros(3)}", "arrays['a'].sum()", "arrays['a'].fill(1)"),
+    "raw_bytes": ("bytearray(b'ab')", "bytes(raw_bytes)", "raw_bytes.append(1)"),
+}
+UNCHANGED = {
+    "same": ("{'k': [1, 2.5, 'text', None]}", "same['k'][0]", "None"),
+    "net": ("torch.nn.Linear(1, 1)", "net", "0"),
+}
+
+
+def reading(kinds: dict[str, tuple[str, str, str]]) -> str:
+    text = "import argparse, collections\nimport numpy, torch, telegrad\nfrom telegrad import rpc\n"
+    for name, (make, read, change) in kinds.items():
+        text += f"{name} = {make}\ndef get_{name}():\n    return {read}\ndef set_{name}():\n    {change}\n"
+    return text + "names = " + repr(list(kinds)) + "\n"
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_each_change_in_place_of_a_sent_global_is_logged_once(tmp_path: pathlib.Path) -> None:
+    text = (
+        reading(KINDS | ARRAYS | UNCHANGED)
+        + """
+with telegrad.local(["w"]):
+    for name in names:
+        for _ in range(3):
+            rpc.rpc_sync("w", globals()["get_" + name])
+            globals()["set_" + name]()
+    mapping = {"k": 3}
+    print(rpc.rpc_sync("w", get_mapping))
+    mapping["k"] = 4
+    rpc.rpc_sync("w", get_mapping)
+"""
+    )
+    ran = start(tmp_path, text, ["{file}"])
+    assert ran.stdout == "3\n", ran.stdout + ran.stderr
+    told = re.findall("the global '(\\w+)' of the main program was changed in place", ran.stderr)
+    assert sorted(told) == sorted([*KINDS, *ARRAYS, "mapping"]), ran.stderr
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_data_that_the_driver_has_changed_before_it_starts_workers_is_logged_once(tmp_path: pathlib.Path) -> None:
+    text = (
+        reading(KINDS | UNCHANGED | {"bound": ("None", "bound", "0")})
+        + """
+if __name__ == "__main__":
+    bound = argparse.Namespace(rate=1)
+    for name in names:
+        globals()["set_" + name]()
+    with telegrad.local(["w"]):
+        for name in names * 2:
+            rpc.rpc_sync("w", globals()["get_" + name])
+"""
+    )
+    ran = start(tmp_path, text, ["{file}"])
+    told = re.findall("the global '(\\w+)' of the main program was changed at the caller", ran.stderr)
+    assert sorted(told) == sorted([*KINDS, "bound"]), ran.stdout + ran.stderr
+
+
 SERVED = """
 import torch.distributed.rpc, telegrad
 from telegrad import rpc

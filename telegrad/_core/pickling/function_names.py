@@ -29,6 +29,7 @@ _CACHED = 4096
 MOST_TRIES = 10  # attempts of one import
 WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
+_looked: set[str] = set()  # functions of the main program whose globals were compared with the driver's
 _names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
 
 
@@ -73,6 +74,11 @@ def resolve(name: str) -> Callable[..., Any]:
         try:
             for part in path.split("."):
                 found = getattr(found, part)
+            if programs.differing and module_name == MAIN and path not in _looked:
+                from telegrad._core.pickling.global_names import warn_of_differing
+
+                _looked.add(path)
+                warn_of_differing(found)
             return found  # type: ignore[no-any-return]
         except AttributeError:
             pass  # another thread may be importing the module: wait for it below

@@ -6,19 +6,35 @@ only in the driver: the code under the guard, or a function that the driver call
 
 from __future__ import annotations
 
+import array
+import ctypes
 import dis
 import functools
 import logging
 import sys
 import threading
+import zlib
+from collections import deque
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from telegrad._core.forks import renewed
-from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, source_of
+from telegrad._core.pickling import main_program as programs
+from telegrad._core.pickling.main_program import (
+    ATOMS,
+    GUARD,
+    MAIN,
+    MOST,
+    NO_DATA,
+    SPAWNED_MAIN,
+    attributes_of,
+    is_plain,
+    source_of,
+)
 from telegrad.errors import CannotEncode
 
 MAINS = (MAIN, SPAWNED_MAIN)
@@ -131,9 +147,8 @@ def lacks(thing: Any) -> bool:
     return any(name in names for name in known[1])
 
 
-ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
-MOST = 10_000  # objects examined per global
-_NO_DATA = (type, FunctionType, ModuleType)
+_LOOKS = 64  # buffers of a global whose content is compared
+_SAMPLE = 1 << 16  # bytes of each
 _OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__getnewargs_ex__", "__getnewargs__")}
 
 log = logging.getLogger("telegrad")
@@ -163,10 +178,12 @@ class SentGlobals:
             same = _is_same(self._last.get(name, self), value)
             if not same:
                 self._replaced.discard(name)
+                self._warned.discard(name)
                 self._last[name] = value
                 self._versions[name] = self._versions.get(name, 0) + 1
-            if watched and type(value) not in ATOMS and not isinstance(value, _NO_DATA):
-                self._sent.add(name)
+            if watched and type(value) not in ATOMS and not isinstance(value, ModuleType):
+                if not isinstance(value, NO_DATA):
+                    self._sent.add(name)
                 state = _state_of(value)
                 if not same:
                     self._states[name] = state
@@ -229,7 +246,7 @@ class SentGlobals:
             for name, value in list(scope.items())
             if self._looked.get(name, self) is not value
             and type(value) not in ATOMS
-            and not isinstance(value, _NO_DATA)
+            and not isinstance(value, NO_DATA)
             and not name.startswith("_")
             and hidden.get(name, self) is not value
         ]
@@ -283,7 +300,7 @@ def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
 def _can_be_pickled(part: Any) -> bool:
     """Return False if pickle refuses an object because of its class. Run no code of the class."""
     kind: Any = type(part)
-    if not _is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
+    if not is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
         return True
     try:
         object.__reduce_ex__(part, 2)
@@ -299,7 +316,7 @@ def _parts(value: Any) -> Iterator[Any]:
     while todo and len(seen) < MOST:
         each = todo.pop()
         kind: Any = type(each)
-        if kind in ATOMS or id(each) in seen or isinstance(each, _NO_DATA):
+        if kind in ATOMS or id(each) in seen or isinstance(each, NO_DATA):
             continue
         seen.add(id(each))
         if kind is tuple:
@@ -310,27 +327,66 @@ def _parts(value: Any) -> Iterator[Any]:
         elif isinstance(each, dict):
             yield each
             todo += list(each.values())
-        elif kind in (list, set):
+        elif kind in (list, set, deque):
             yield each
             todo += list(each)
-        elif _is_plain(kind):
+        elif is_buffer(each):
+            yield each
+        elif is_plain(kind):
             yield each
             todo += list(getattr(each, "__dict__", {}).values())
 
 
-def _is_plain(kind: Any) -> bool:
-    """Return True if pickle saves the objects of a class by their attributes."""
-    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-
-
 def _state_of(value: Any) -> int:
-    """Return a number that changes if the value is changed in place: a tensor written, an element set."""
-    found = []
+    """Return a number that changes if the value is changed in place: a tensor written, an element or attribute set."""
+    found: list[Any] = []
+    looks = 0
+    if isinstance(value, type | FunctionType):
+        value = attributes_of(value) if isinstance(value, type) else value.__dict__
     for part in _parts(value):
         if isinstance(part, Tensor):
             found.append(0 if part.is_inference() else part._version)
+        if isinstance(part, Tensor) or is_buffer(part):
+            looks += 1
+            found.append(_sample(part) if looks <= _LOOKS else 0)
         else:
-            held = part if isinstance(part, dict | list | set) else getattr(part, "__dict__", {})
+            held = part if isinstance(part, dict | list | set | deque) else getattr(part, "__dict__", {})
             values = list(held.values()) if isinstance(held, dict) else list(held)
             found += [hash(each) if type(each) in ATOMS else id(each) for each in values]
     return hash(tuple(found))
+
+
+def is_buffer(part: Any) -> bool:
+    """Return True for arrays of numbers and bytes that can be changed."""
+    return isinstance(part, bytearray | array.array) or type(part).__module__ == "numpy"
+
+
+def _sample(part: Any) -> int:
+    """Return a checksum of the content of a tensor or an array; of some of its bytes if it is large."""
+    try:
+        if isinstance(part, Tensor):
+            if type(part) not in (Tensor, Parameter) or not part.is_cpu or not part.is_contiguous():
+                return 0
+            content: Any = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+        else:
+            content = memoryview(part).cast("B")
+    except (TypeError, ValueError, RuntimeError):  # not in one piece, or objects; a tensor without memory
+        return 0
+    step = 1 + len(content) // _SAMPLE
+    return zlib.crc32(content if step == 1 else bytes(content[::step]))
+
+
+def warn_of_differing(function: Any) -> None:
+    """Warn once of each global that a called function reads and that the driver had changed before it began."""
+    found = lookups_from(function, names_of_main())
+    for name in sorted(programs.differing & (found.read - found.written)):
+        warn_of_change(name)
+
+
+def warn_of_change(name: str) -> None:
+    programs.differing.discard(name)
+    log.warning(
+        "telegrad: the global %r of the main program was changed at the caller under `%s`, and this worker uses its "
+        "value of the top level: pass it as an argument, or change it at the top level",
+        *(name, GUARD),
+    )

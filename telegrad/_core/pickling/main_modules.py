@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from telegrad._core.checks import short_repr
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.function_names import program as own_program
-from telegrad._core.pickling.global_names import ATOMS, MAINS, SentGlobals, lookups_from, names_of_main
-from telegrad._core.pickling.main_program import GUARD, MAIN, Program
+from telegrad._core.pickling.global_names import MAINS, SentGlobals, lookups_from, names_of_main, warn_of_change
+from telegrad._core.pickling.main_program import ATOMS, GUARD, MAIN, NO_DATA, Program
 from telegrad.errors import CannotDecode
 
 LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program
@@ -67,11 +68,13 @@ class MainNamespace:
         self._own = own  # names without a version come from the program itself
         self._versions = dict.fromkeys(names, OWN) if imported else {}  # includes names that a function has deleted
         self._first: dict[str, Any] = {}  # numbers and texts as received
+        self._data: dict[str, str] = {}  # digests of other values, as imported
         if imported:
             self._first = {name: value for name, value in names.items() if type(value) in ATOMS}
+            self._data = programs.own_data or programs.data_of(program, names)
         self._made: dict[tuple[str, int], Any] = {}  # functions and classes without their state
         self._warned: set[str] = set()
-        # Guards the five attributes above, and makes checking and binding a name atomic.
+        # Guards the six attributes above, and makes checking and binding a name atomic.
         self._lock = renewed(threading.Lock())
 
     def __reduce__(self) -> Any:
@@ -122,9 +125,12 @@ class MainNamespace:
         Raises:
             CannotDecode: a global is missing here and could not be sent.
         """
-        told = []
+        told, changed = [], []
         with self._lock:
             for name, version, value in items:
+                if name in programs.differing and self.version(name) == OWN:
+                    changed.append(name)
+                    continue
                 has = self.version(name) if name in self.names else self._versions.get(name, -1)
                 if has >= version:
                     if has in (version, OWN) and self._differs(name, value):  # same version, but from another sender
@@ -141,19 +147,26 @@ class MainNamespace:
                     self._versions[name] = version
                     if type(value) in ATOMS:
                         self._first[name] = value
+        for name in changed:
+            warn_of_change(name)
         for name, value in told:
             log.warning(
-                "telegrad: the global %r of %s is %r at the caller and %r at this worker, which uses its own: pass "
+                "telegrad: the global %r of %s is %s at the caller and %s at this worker, which uses its own: pass "
                 "it as an argument, or assign it at the top level, outside of `%s`",
-                *(name, self.program.path, value, self.names[name], GUARD),
+                *(name, self.program.path, short_repr(value), short_repr(self.names[name]), GUARD),
             )
 
     def _differs(self, name: str, value: Any) -> bool:
-        """Return True, once, if a number or text differs from the sender's and was not changed here."""
-        if type(value) not in ATOMS or name in self._warned or name not in self._first or name not in self.names:
+        """Return True, once, if data differs from the sender's: of numbers and texts, if they were not changed here."""
+        if name in self._warned or name not in self.names:
             return False
         here = self.names[name]
-        if here is not self._first[name] or (type(here) is type(value) and here == value):
+        if type(value) in ATOMS:
+            is_same = here is not self._first.get(name, self) or (type(here) is type(value) and here == value)
+        else:
+            known = not isinstance(value, (Unsendable, *NO_DATA)) and name in self._data
+            is_same = not known or programs.digest_of(value) == self._data[name]
+        if is_same:
             return False
         self._warned.add(name)
         return True
@@ -272,7 +285,7 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
     items = []
     for name in sorted(names):
         value = scope.names[name]
-        if name in has and not isinstance(value, type | FunctionType | ModuleType) and type(value) not in ATOMS:
+        if name in has and not isinstance(value, NO_DATA) and type(value) not in ATOMS:
             if pickler.same_program or not _can_be_sent(pickler, value):
                 items.append(Item(name, 0, Unsendable(f"{type(value).__module__}.{type(value).__qualname__}")))
                 continue

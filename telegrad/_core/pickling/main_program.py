@@ -14,9 +14,10 @@ import importlib.util
 import json
 import os
 import sys
+from collections import deque
 from functools import lru_cache
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from telegrad._core.host.private_files import open_regular
@@ -26,7 +27,14 @@ MAIN = "__main__"
 SPAWNED_MAIN = "__mp_main__"  # the name multiprocessing gives to the main module of a spawned child
 GUARD = 'if __name__ == "__main__":'
 
+ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
+MOST = 10_000  # objects examined per global
+NO_DATA = (type, FunctionType, ModuleType)
+_MOST_DIGESTS = 1000  # globals whose data the workers of `telegrad.local` compare with their own
+
 importing: list[str] = []  # the file being imported as main program
+own_data: dict[str, str] = {}  # of the imported main program: the digests of its globals, after the import
+differing: set[str] = set()  # globals whose data was other at the driver when it started this worker
 serves_torch = False  # True in the compatibility mode, which sets it
 hosts = False  # True if this process started workers that import its program; read without a lock
 
@@ -112,12 +120,68 @@ def _bound(node: ast.AST) -> set[str]:
     return names.union(*map(_bound, ast.iter_child_nodes(node)))
 
 
+# Data of the program's globals
+
+
+def data_of(program: Program, names: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of the globals that the top level of a program has bound, except numbers and texts."""
+    top = source_of(program.path).top
+    found = [each for each in sorted(top & names.keys()) if type(names[each]) not in ATOMS and each[0] != "_"]
+    return {each: digest_of(names[each]) for each in found[:_MOST_DIGESTS]}
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of the numbers and texts in a value: in containers, and in public attributes.
+
+    All other objects, such as tensors, count by their class alone: each process may have its own, like a model that it
+    trains.
+    """
+    found: list[str] = []
+    seen: set[int] = set()
+    todo = [value]
+    while todo and len(found) < MOST:
+        each = todo.pop()
+        kind: Any = type(each)
+        found.append(repr(each) if kind in ATOMS else kind.__qualname__)
+        if kind in ATOMS or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict):
+            known = {repr(key): key for key in each if type(key) in ATOMS}
+            found += [str(len(each)), *sorted(known)]
+            todo += [each[known[key]] for key in sorted(known)]
+        elif kind in (list, tuple, deque):
+            found.append(str(len(each)))
+            todo += each
+        elif kind in (set, frozenset):
+            found += [str(len(each)), *sorted(repr(member) for member in each if type(member) in ATOMS)]
+        elif (held := attributes_of(each)) is not None:
+            todo.append(held)
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+
+
+def attributes_of(thing: Any) -> dict[str, Any] | None:
+    """Return the public data attributes of a class of a main program, or of an object pickled by its attributes."""
+    if isinstance(thing, type):
+        own: Any = vars(thing) if thing.__module__ in (MAIN, SPAWNED_MAIN) else None
+    else:
+        own = getattr(thing, "__dict__", None) if is_plain(type(thing)) else None
+    if own is None:
+        return None
+    return {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
+
+
+def is_plain(kind: Any) -> bool:
+    """Return True if pickle saves the objects of a class by their attributes."""
+    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+
+
 # Importing the program
 
 
 def to_text(program: Program) -> str:
-    """Return a program as a command-line argument of a worker that will import it."""
-    return json.dumps([program.path, program.module, program.argv])
+    """Return a program as a command-line argument of a worker that will import it, with its data here."""
+    return json.dumps([program.path, program.module, program.argv, data_of(program, vars(sys.modules[MAIN]))])
 
 
 def adopt(text: str, name: str) -> None:
@@ -125,9 +189,12 @@ def adopt(text: str, name: str) -> None:
 
     Raise the exceptions of the import.
     """
-    path, module, argv = json.loads(text)
+    path, module, argv, data = json.loads(text)
+    program = Program("", path, module, argv=tuple(argv))
     try:
-        load(Program("", path, module, argv=tuple(argv)), as_main=True)
+        names = vars(load(program, as_main=True))
+        own_data.update(data_of(program, names))
+        differing.update(each for each, digest in data.items() if each in names and own_data.get(each) != digest)
     except BaseException:
         print(
             f"telegrad: worker {name!r} could not import {path}, which has the functions that it runs: put the code "
