@@ -376,13 +376,19 @@ with telegrad.local(["w"]):
 @pytest.mark.timeout(2 * PATIENT)
 def test_data_that_the_driver_has_changed_before_it_starts_workers_is_logged_once(tmp_path: pathlib.Path) -> None:
     text = (
-        reading(KINDS | UNCHANGED | {"bound": ("None", "bound", "0")})
+        reading(KINDS | UNCHANGED | {"bound": ("None", "bound", "0"), "own": ("None", "own", "0")})
         + """
+def make_own():
+    global own
+    own = [1]
+
 if __name__ == "__main__":
     bound = argparse.Namespace(rate=1)
     for name in names:
         globals()["set_" + name]()
+    make_own()
     with telegrad.local(["w"]):
+        rpc.rpc_sync("w", make_own)  # each process has its own: no warning
         for name in names * 2:
             rpc.rpc_sync("w", globals()["get_" + name])
 """

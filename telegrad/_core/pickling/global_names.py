@@ -378,13 +378,17 @@ def _sample(part: Any) -> int:
 
 def warn_of_differing(function: Any) -> None:
     """Warn once of each global that a called function reads and that the driver had changed before it began."""
-    found = lookups_from(function, names_of_main())
-    for name in sorted(programs.differing & (found.read - found.written)):
-        warn_of_change(name)
+    names = names_of_main()
+    found = lookups_from(function, names)
+    for name in sorted(programs.differing & (found.read - found.written) & names.keys()):
+        warn_of_change(name, names[name])
 
 
-def warn_of_change(name: str) -> None:
+def warn_of_change(name: str, value: Any) -> None:
+    """Warn of a global that the driver had changed, unless this worker has changed it, too."""
     programs.differing.discard(name)
+    if programs.digest_of(value) != programs.own_data[name]:
+        return
     log.warning(
         "telegrad: the global %r of the main program was changed at the caller under `%s`, and this worker uses its "
         "value of the top level: pass it as an argument, or change it at the top level",

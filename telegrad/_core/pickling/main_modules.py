@@ -128,7 +128,7 @@ class MainNamespace:
         told, changed = [], []
         with self._lock:
             for name, version, value in items:
-                if name in programs.differing and self.version(name) == OWN:
+                if name in programs.differing and name in self.names and self.version(name) == OWN:
                     changed.append(name)
                     continue
                 has = self.version(name) if name in self.names else self._versions.get(name, -1)
@@ -148,7 +148,7 @@ class MainNamespace:
                     if type(value) in ATOMS:
                         self._first[name] = value
         for name in changed:
-            warn_of_change(name)
+            warn_of_change(name, self.names.get(name))
         for name, value in told:
             log.warning(
                 "telegrad: the global %r of %s is %s at the caller and %s at this worker, which uses its own: pass "

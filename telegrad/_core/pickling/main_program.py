@@ -30,10 +30,11 @@ GUARD = 'if __name__ == "__main__":'
 ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
 MOST = 10_000  # objects examined per global
 NO_DATA = (type, FunctionType, ModuleType)
+_NAMESPACES = {("argparse", "Namespace"), ("types", "SimpleNamespace")}
 _MOST_DIGESTS = 1000  # globals whose data the workers of `telegrad.local` compare with their own
 
 importing: list[str] = []  # the file being imported as main program
-own_data: dict[str, str] = {}  # of the imported main program: the digests of its globals, after the import
+own_data: dict[str, str] = {}  # digests of the imported main program's globals, after the import
 differing: set[str] = set()  # globals whose data was other at the driver when it started this worker
 serves_torch = False  # True in the compatibility mode, which sets it
 hosts = False  # True if this process started workers that import its program; read without a lock
@@ -131,7 +132,7 @@ def data_of(program: Program, names: dict[str, Any]) -> dict[str, str]:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of the numbers and texts in a value: in containers, and in public attributes.
+    """Return a digest of the numbers and texts in a value: in containers, and in public attributes of data classes.
 
     All other objects, such as tensors, count by their class alone: each process may have its own, like a model that it
     trains.
@@ -161,14 +162,17 @@ def digest_of(value: Any) -> str:
 
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
-    """Return the public data attributes of a class of a main program, or of an object pickled by its attributes."""
-    if isinstance(thing, type):
-        own: Any = vars(thing) if thing.__module__ in (MAIN, SPAWNED_MAIN) else None
-    else:
-        own = getattr(thing, "__dict__", None) if is_plain(type(thing)) else None
+    """Return the public data attributes of a class of a main program, or of an object that is meant to hold data."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and _holds_data(kind))
+    own: Any = getattr(thing, "__dict__", None) if is_known and (kind is thing or is_plain(kind)) else None
     if own is None:
         return None
     return {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
+
+
+def _holds_data(kind: Any) -> bool:
+    return (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
 
 
 def is_plain(kind: Any) -> bool:
@@ -193,8 +197,8 @@ def adopt(text: str, name: str) -> None:
     program = Program("", path, module, argv=tuple(argv))
     try:
         names = vars(load(program, as_main=True))
-        own_data.update(data_of(program, names))
-        differing.update(each for each, digest in data.items() if each in names and own_data.get(each) != digest)
+        own_data.update({each: digest_of(names[each]) for each in data if each in names})
+        differing.update(each for each, digest in own_data.items() if data[each] != digest)
     except BaseException:
         print(
             f"telegrad: worker {name!r} could not import {path}, which has the functions that it runs: put the code "
