@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-PATIENCE = 100  # seconds for a child; a deadlock lasts forever, and imports take long on a busy machine
+PATIENCE = 300  # seconds for a child; a deadlock lasts forever, and imports take long on a busy machine
 ASLEEP = 1.0  # seconds that a child may sleep during its imports
 
 INSTALL = "from telegrad import compat; compat.install()"

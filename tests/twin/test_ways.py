@@ -15,7 +15,7 @@ from tests.twin.sight import differences
 NAMES = ["worker0", "worker1", "worker2"]
 ROUNDS = 12
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::UserWarning")]
 OFTEN = {"fork"}
 
 

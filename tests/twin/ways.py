@@ -154,7 +154,7 @@ def _run_all(commands: list[list[str]], folder: pathlib.Path) -> None:
         start: Callable[..., Any] = subprocess.Popen
         made = [start(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT) for command in commands]
         try:
-            codes = [process.wait(2 * PATIENCE) for process in made]
+            codes = [process.wait(6 * PATIENCE) for process in made]
         finally:
             for process in made:
                 process.kill()
