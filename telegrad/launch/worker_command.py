@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 from telegrad.ext.joining import supervised
 from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
@@ -49,11 +50,17 @@ def main(arguments: list[str]) -> int:
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
+    from telegrad.ext.calls import fold
     from telegrad.ext.joining import main_program
     from telegrad.ext.workers import current
 
     if given.main:
-        main_program.adopt(given.main, given.name)
+        try:
+            main_program.adopt(given.main, given.name)
+        except Exception as error:
+            fold(error)
+            traceback.print_exception(error)
+            return 1  # as Python does
     try:
         options = rpc.TelegradOptions(
             init_method=given.init_method or (f"tcp://{given.master}" if given.master else "env://"),
