@@ -60,12 +60,7 @@ class Batched:
             return Batched, (self._function, self._max_size, self._max_wait, self._name)
         return self._path
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        result = self._call(*args, **kwargs)
-        result.__qualname__ = self._path  # errors and the log name the coroutine by it
-        return result
-
-    async def _call(self, *args: Any, **kwargs: Any) -> Any:
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._signature.bind(*args, **kwargs)
         call.apply_defaults()
         loop = asyncio.get_running_loop()
