@@ -227,9 +227,9 @@ def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport signal; signal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
-    with pytest.raises(errors.RendezvousError) as caught, monkeypatch.context() as patch:
-        for stream in () if printed else ("stdout", "stderr"):
-            patch.setattr(sys, stream, None)
+    for stream in () if printed else ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(errors.RendezvousError) as caught:
         telegrad.local(["a", "b"], rpc_timeout=PATIENT)
     assert f"worker 'b' ended with {end} before the group had formed" in str(caught.value)
     assert (line in str(caught.value), line in "".join(capsys.readouterr())) == (not printed, printed)

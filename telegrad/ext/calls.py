@@ -27,6 +27,6 @@ __all__ = [
     "FifoLock", "Future", "Helper", "How", "Incoming", "NestedCall", "NoArgs", "PendingCall", "PreparedCall",
     "RetryPolicy", "Signal", "StepCounter", "Unchecked", "await_workers", "call_all", "call_context",
     "check_timeout", "completion_of", "convert", "current_call", "fold", "folded", "futures", "inspection",
-    "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async", "rpc_sync", "runs_as", "summary",
-    "target", "user_name", "wait_or_cancel",
+    "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async", "rpc_sync", "runs_as",
+    "summary", "target", "user_name", "wait_or_cancel",
 ]  # fmt: skip
