@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from telegrad import autograd, checkpoint
 from telegrad._core.worker import current
-from telegrad.errors import UsageError
+from telegrad.errors import CannotEncode, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.cluster import agents
@@ -57,6 +58,15 @@ def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:
     state = {"value": None}
     checkpoint.load(state, folder)
     return state["value"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.usefixtures("worker")
+def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: pathlib.Path, wait: bool) -> None:
+    with pytest.raises(CannotEncode, match=r"the entry 'value\.f' of the state cannot be saved: .*lambda") as caught:
+        kept({"f": lambda: 1, "step": 1}, tmp_path, wait)
+    assert not re.search("torch/|_write", str(caught.value))
+    assert kept(2, tmp_path, wait) == 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -217,18 +218,22 @@ DEATHS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize("how", DEATHS)
-def test_a_worker_that_cannot_start_is_an_error_with_its_last_lines(
-    how: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_worker_that_cannot_start_is_an_error_after_its_output(
+    how: str, printed: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     act, end, line = DEATHS[how]
     if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until its end
     (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport signal; signal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
+    for stream in () if printed else ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, None)
     with pytest.raises(errors.RendezvousError) as caught:
         telegrad.local(["a", "b"], rpc_timeout=PATIENT)
     assert f"worker 'b' ended with {end} before the group had formed" in str(caught.value)
-    assert line in str(caught.value)
+    assert (line in str(caught.value), line in "".join(capsys.readouterr())) == (not printed, printed)
+    assert len(traceback.extract_tb(caught.tb)) == 2  # the frames of this test and of `telegrad.local`
     assert time.monotonic() - began < PATIENCE
 
 

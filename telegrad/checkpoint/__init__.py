@@ -8,6 +8,7 @@ To save, each owner writes its own part, and the driver writes the table of cont
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -15,14 +16,16 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.background import BackgroundSaves, Copies, HostMemoryPool
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, latest, tidy
 from telegrad.checkpoint.loading import load
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
+from telegrad.errors import CannotEncode
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, StepCounter, call_all
+from telegrad.ext.calls import Future, StepCounter, call_all, known_as
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
@@ -56,6 +59,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
 
     Raises:
         UsageError: `state` is no dictionary with names as keys.
+        CannotEncode: an entry cannot be pickled; with `wait=False` the future may raise it.
         CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
         CheckpointFailed: an earlier save in the background failed, and its future was not asked for the error.
@@ -140,6 +144,18 @@ def _marked(plan: SavePlan, mark: str) -> SavePlan:
 # Called on each worker
 
 
+class _Planner(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
+        try:
+            return super().transform_object(write_item, object)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise CannotEncode(
+                f"the entry {write_item.index.fqn!r} of the state cannot be saved: {error}. A checkpoint can have "
+                "models, optimizers, objects with a state_dict, and values that pickle can write, such as numbers, "
+                "strings, tensors, and lists and dictionaries of them"
+            ) from None
+
+
 class Saver:
     """The part of a checkpoint that a worker writes."""
 
@@ -150,7 +166,7 @@ class Saver:
         state = {key: packed(value) for key, value in own.items()}
         for share in shares:
             state.setdefault(share.key, {}).update(self._part(share.branch))
-        self._planner = DefaultSavePlanner()
+        self._planner = _Planner()
         self._planner.set_up_planner(state, is_coordinator=False)
         self._writer = _writer_to(path, False)
         self.plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
@@ -168,6 +184,8 @@ class Saver:
     def write(self, plan: SavePlan) -> list[WriteResult]:
         try:
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        except CannotEncode as error:
+            raise error.with_traceback(None) from None  # without the lines of torch
         finally:
             if self._copies is not None:
                 self._copies.give_back()
@@ -181,6 +199,7 @@ def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
     return writer
 
 
+@known_as("checkpoint.save")
 def _begin_share(
     path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool
 ) -> tuple[RRef[Saver], SavePlan]:
@@ -188,10 +207,12 @@ def _begin_share(
     return RRef(saver), saver.plan
 
 
+@known_as("checkpoint.save")
 def _write(saver: RRef[Saver], plan: SavePlan) -> list[WriteResult]:
     return saver.local_value().write(plan)
 
 
+@known_as("checkpoint.save")
 @async_execution
 def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
     """Write on a new thread: calls of the training must not wait for a thread."""

@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import MEETINGS, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import ASKS, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -142,6 +142,7 @@ def doing(thread: ThreadState) -> str:
         "shutdown": f"is in shutdown, and waits for {on or 'the others'}",
         "rendezvous_again": f"is in rendezvous_again, and waits for {on or 'the others'}",
         "serve": "serves the others",
+        ASKS: "asks for this report",
         "init_rpc": f"joins the group, and waits for {on or 'the others'}",
         "store": "joins the group, and waits for the store",
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",

@@ -85,6 +85,8 @@ class Report:
         flying = [out for account in sight.accounts for out in account["calls_out"]]
         many = counts(flying, lambda call: call["to"]).total()
         ages = f"the oldest for {seconds(max(out['age'] for out in flying))}; " if flying else ""
+        left = sum(bool(came.get("cancelled")) for account in sight.accounts for came in account["calls_in"])
+        still = f"{plural(left, 'cancelled call')} still run{'s' if left == 1 else ''}; " if left else ""
         lines = Counter(
             f"{at['function']} ({os.path.basename(at['file'])}:{at['line']})"
             for thread in self._graph.threads.values()
@@ -95,7 +97,7 @@ class Report:
         mains = [self._graph.threads[main] for main in self._graph.mains.values() if not self._graph.awaits[main]]
         unknown = any(main["asleep"] and main["at"] is not None and main["wait"] is None for main in mains)
         nothing = "Nothing waits for long" + (", except perhaps main threads that sleep" if unknown else "")
-        return f"{nothing}. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
+        return f"{nothing}. {asked}; {plural(many, 'call')} in flight, {ages}{still}{at_work}."
 
     def _each_worker(self) -> list[str]:
         """Return one line for all workers that do the same."""
@@ -119,7 +121,8 @@ class Report:
             oldest = max(running, key=lambda came: came["age"])
             longest = f"{', the longest' if len(running) > 1 else ':'} {oldest['function']}"
             what = f"runs {plural(len(running), 'call')}{longest}"
-            parts.append((what, f"{what} of {oldest['caller']}{lasting(oldest['age'])}"))
+            goes_on = " (cancelled)" if oldest.get("cancelled") else ""
+            parts.append((what, f"{what} of {oldest['caller']}{goes_on}{lasting(oldest['age'])}"))
         others = states.total() - len(running) - states[QUEUED]
         for count, what in ((states[QUEUED], "queued"), (others, "in progress")):
             if count:

@@ -45,7 +45,7 @@ MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
     f'the number of workers, from 1 to {MOST}, a list of their names, or the number for each role ({{"actor": 4}})'
 )
-LAST_LINES = 20  # of a worker's output, in an error message
+LAST_LINES = 20  # of a worker's output that could not be printed, in an error message
 MOMENT = 0.05  # seconds after the end of its connections for a process to end
 GRACE = 5.0  # seconds for a worker to end by itself, and to read its last output
 
@@ -88,8 +88,12 @@ class LocalGroup:
                 for rank, (name, role) in enumerate(roles.items(), 1):
                     self._workers.append(_Worker(name, ["--role", role, "--rank", str(rank), *options], self))
                 self._join(listener, rpc_timeout)
-            except BaseException:
+            except BaseException as error:
                 self._end_workers()
+                if isinstance(error, RendezvousError):
+                    from telegrad.ext.calls import fold
+
+                    fold(error)
                 raise
         _wake_at_interrupts()
         atexit.register(self._at_exit)
@@ -138,8 +142,9 @@ class LocalGroup:
             if self._called_off:
                 return  # the error tells of the first
             if not self._formed:
-                said = "".join(f"\n    {line}" for line in worker.last_lines)
-                self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
+                lines = "".join(f"\n    {line}" for line in worker.unprinted)
+                said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
+                self._called_off = f"worker {worker.name!r} {how} before the group had formed. {said}"
                 if self._store is not None:
                     from telegrad.ext.joining import call_off
 
@@ -223,7 +228,7 @@ class _Worker:
     @uninterrupted
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.unprinted: deque[str] = deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
             [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
             stdin=subprocess.PIPE,
@@ -280,12 +285,13 @@ class _Worker:
     def _print(self, stream: str, lines: list[bytes]) -> None:
         encoding = locale.getpreferredencoding(False)
         for line in (each.decode(encoding, "replace") for each in lines):
-            self.last_lines.append(line)
-            with contextlib.suppress(Exception):  # the stream belongs to the program, which may have closed it
+            try:
                 clear_line()
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
                 out.flush()
+            except Exception:  # the stream belongs to the program, which may have closed it
+                self.unprinted.append(line)
 
     def _watch(self, group: LocalGroup) -> None:
         code = self.process.wait()

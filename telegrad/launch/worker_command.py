@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 from telegrad.ext.joining import supervised
 from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
@@ -49,11 +50,10 @@ def main(arguments: list[str]) -> int:
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
-    from telegrad.ext.joining import main_program
     from telegrad.ext.workers import current
 
     if given.main:
-        main_program.adopt(given.main, given.name)
+        _adopt(given.main, given.name)
     try:
         options = rpc.TelegradOptions(
             init_method=given.init_method or (f"tcp://{given.master}" if given.master else "env://"),
@@ -118,6 +118,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
     add("--main", help=argparse.SUPPRESS)  # the driver's program
     return parser
+
+
+def _adopt(program: str, name: str) -> None:
+    """Import the driver's program. If it raises, print the traceback without frames of this package, and exit."""
+    from telegrad.ext.calls import fold
+    from telegrad.ext.joining import main_program
+
+    try:
+        main_program.adopt(program, name)
+    except Exception as error:
+        fold(error)
+        traceback.print_exception(error)
+        sys.exit(1)
 
 
 def _key_from_parent() -> bytes:

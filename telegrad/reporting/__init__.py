@@ -59,7 +59,11 @@ class CallOut(_Alike):
     thread: int | None  # the thread that waits for it; None if no thread waits
 
 
-class CallIn(_Alike):
+class _Cancelled(_Alike, total=False):
+    cancelled: bool  # True if it was cancelled; its function may still run
+
+
+class CallIn(_Cancelled):
     """An incoming call that was not answered yet."""
 
     caller: str
@@ -71,6 +75,7 @@ class CallIn(_Alike):
 
 
 COROUTINE = "coroutine"  # the name of a ThreadState that is a coroutine
+ASKS = "asks"  # the wait of a thread of the program that asks for the report
 
 # Functions that all workers of a group call, and that wait for each other.
 MEETINGS = ("barrier", "all_reduce", "process_group")

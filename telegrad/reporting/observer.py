@@ -23,6 +23,7 @@ from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
 from telegrad.reporting import (
+    ASKS,
     COROUTINE,
     JOINING,
     MEETINGS,
@@ -219,6 +220,8 @@ class Observer:
         elif wait is None and stood.waits is None and told is not None:
             begun = stood.serves[-1].begun if stood.serves else 0.0  # a wait that began before is not the call's own
             wait = told if told["age"] <= perf_counter() - begun else None
+        elif wait is None and stood.waits is None and thread is threading.current_thread():
+            wait = WaitState(what=ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
@@ -228,7 +231,8 @@ class Observer:
 def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
     name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
     age = max(0.0, now - call.begun) if call.begun else 0.0
-    return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+    told = CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+    return {**told, "cancelled": True} if call.cancelled else told
 
 
 def _state(number: int, name: str, frames: list[FrameType], wait: WaitState | None, asleep: bool | None) -> ThreadState:

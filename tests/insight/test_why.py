@@ -12,10 +12,12 @@ import pytest
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import Finding, doing, seconds, several, status
 from telegrad.insight.report import Report
-from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WorkerState
+from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WaitState, WorkerState
+from telegrad.reporting.observer import Observer
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
 SLEEPS = "gate.wait()"
+ASKED = WaitState(what="asks", on=[], about="", age=0.0)
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
@@ -44,6 +46,23 @@ def test_an_endless_loop_at_the_end_of_a_chain() -> None:
     finding, told = only(scene, "busy", "worker2")
     assert finding.waiting == ["worker1", "worker0"]
     assert told.index("worker1, in train.relay for worker0, waits") < told.index("worker0's main thread waits")
+
+
+def test_a_cancelled_call_that_still_runs_and_the_thread_that_asks() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: print(insight.why())", wait=ASKED, asleep=False)
+    scene.call("worker0", "worker1", "time.sleep", 1.2, runs="train.py:3 nap: time.sleep(5)")
+    scene["worker0"]["calls_out"].clear()
+    scene["worker1"]["calls_in"][0]["cancelled"] = True
+    told = " ".join(Report(scene.sight).text().split())
+    assert "0 calls in flight, 1 cancelled call still runs; no thread is busy" in told
+    assert "worker0: main thread asks for this report, at train.py:9 in main" in told
+    assert "worker1: runs 1 call: time.sleep of worker0 (cancelled), for 1.2 s" in told
+
+
+def test_the_report_knows_the_thread_that_asks() -> None:
+    waits = [thread["wait"] for thread in Observer("w").account()["threads"] if thread["name"] == "MainThread"]
+    assert [each and each["what"] for each in waits] == ["asks"]
 
 
 def test_a_silent_worker_without_waiting_workers() -> None:
