@@ -51,7 +51,7 @@ def test_an_endless_loop_at_the_end_of_a_chain() -> None:
 def test_a_cancelled_call_that_still_runs_and_the_thread_that_asks() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: print(insight.why())", wait=ASKED, asleep=False)
-    scene.call("worker0", "worker1", "time.sleep", 1.2, runs="train.py:3 nap: time.sleep(5)")
+    scene.call("worker0", "worker1", "time.sleep", 1.2, runs="train.py:3 nap: gate.wait()")
     scene["worker0"]["calls_out"].clear()
     scene["worker1"]["calls_in"][0]["cancelled"] = True
     told = " ".join(Report(scene.sight).text().split())
