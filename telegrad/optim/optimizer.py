@@ -18,7 +18,7 @@ from telegrad._core import checks
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
-from telegrad._core.modules.module_tree import Model, RemotePart, branches
+from telegrad._core.modules.module_tree import Model, RemotePart, branches, by_owner
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.joint_calls import call_all
@@ -40,6 +40,7 @@ from telegrad.optim.owner import (
     ask,
     changed,
     check_maker,
+    check_new,
     hyperparameters,
     import_tracer,
     may_import,
@@ -68,7 +69,7 @@ class DistributedOptimizer(Optimizer):
         **kwargs: for `optimizer_class`.
 
     Raises:
-        UsageError: `optimizer_class` needs a closure, or there is no parameter.
+        UsageError: `optimizer_class` needs a closure, there is no parameter, or a parameter is given twice.
         Exception: the error of `optimizer_class` on an owner; WorkersFailed if several owners failed.
 
     Example:
@@ -139,7 +140,7 @@ class DistributedOptimizer(Optimizer):
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with its own hyperparameters."""
+        """Add a group of parameters with its own hyperparameters; raise InvalidArgument if it has one of another."""
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
             checks.raise_invalid("param_group", _GROUP, param_group)
@@ -150,6 +151,10 @@ class DistributedOptimizer(Optimizer):
             each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
             for position, each in enumerate(several, first)
         ]
+        if not all(isinstance(each, RemotePart) for each in several):  # before any owner adds a part of the group
+            call_all(
+                by_owner(members), lambda worker, own: rpc_async(worker, check_new, (self.locals.get(worker), own))
+            )
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append(copy.deepcopy(options))
         self._members.append(members)
@@ -159,9 +164,7 @@ class DistributedOptimizer(Optimizer):
         self, number: int, members: list[RemotePart], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
         """Add a group at the owners. Return the names of its parameters, and the options with the defaults."""
-        by_worker: dict[str, list[RemotePart]] = {}
-        for branch in members:
-            by_worker.setdefault(branch.root.owner_name(), []).append(branch)
+        by_worker = by_owner(members)
         if may_import(self._maker[0]):  # the import takes seconds, which must not count against a timeout
             call_all(
                 by_worker,
@@ -183,9 +186,7 @@ class DistributedOptimizer(Optimizer):
             placed += own
             options = settled
         if not placed:
-            raise UsageError(
-                "there is no parameter to optimize: the modules have none, or this optimizer has all of them already"
-            )
+            raise UsageError("there is no parameter to optimize: the modules have none")
         return [name for _, name in sorted(placed)], options  # torch's optimizers load states by position
 
     def recover(self, timeout: float = DEFAULT) -> None:
