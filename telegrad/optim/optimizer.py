@@ -30,7 +30,7 @@ from telegrad._core.worker import current
 from telegrad.autograd import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
+from telegrad.optim.fused_step import Clipped, Done, check_norms, first_step, futures, has_hooks_before, may_ride
 from telegrad.optim.owner import (
     Changes,
     Hyperparameters,
@@ -97,6 +97,7 @@ class DistributedOptimizer(Optimizer):
         self._rides: WeakSet[_Ride] = WeakSet()  # pending fused steps; after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
         self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
+        self._rode: set[int] = set()  # ids of contexts that may go on, with passes that have stepped
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
         self._members: list[list[RemotePart]] = []  # of each group
@@ -232,11 +233,12 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             ContextEnded: the context does not exist.
+            UsageError: a pass of the context has stepped already, `backward(..., step=optimizer)`.
             Exception: the optimizer's error on an owner; WorkersFailed if several owners failed. The others have
                 stepped.
         """
         checks.context_id(context_id, "step")
-        done = self._done.get(context_id, Done())
+        done = self._done.get(context_id) or first_step(context_id, self._rode)
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
         self._keeps = False
@@ -266,6 +268,7 @@ class DistributedOptimizer(Optimizer):
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
+        self._rode = {each for each in self._rode if not current.conductor().contexts.has_ended(each)} | {context_id}
         self._done[context_id] = done
         try:
             self.step(context_id)
