@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_135,
-    "lines of the core": 38_304,
-    "lines of the tests": 84_944,
+    "lines of the package": 61_205,
+    "lines of the core": 38_344,
+    "lines of the tests": 84_972,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -89,10 +89,15 @@ class context:  # noqa: N801 - used like a function
     _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
 
     def __enter__(self) -> int:
-        outer = entered_id()
-        if outer is not None:
-            raise UsageError(f"Already have an autograd context id for this thread: {outer}. Leave that context first")
-        contexts = _find[0]().contexts
+        try:
+            outer = entered_id()
+            if outer is not None:
+                text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
+                raise UsageError(text)
+            contexts = _find[0]().contexts
+        except TelegradError as error:
+            fold(error)
+            raise
         context = contexts.begin()
         inside = Inside(context.id)
         inside.__enter__()
@@ -169,6 +174,7 @@ def backward(
 
 
 @not_compiled
+@folded
 def backward_async(
     context_id: int,
     roots: Root | Sequence[Root],
@@ -216,6 +222,7 @@ def backward_async(
 
 
 @not_compiled
+@folded
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Return the gradients of this worker's leaves that were accumulated in a context.
 

@@ -22,7 +22,7 @@ from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, lates
 from telegrad.checkpoint.loading import load
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, StepCounter, call_all
+from telegrad.ext.calls import Future, StepCounter, call_all, folded
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
@@ -36,6 +36,7 @@ __all__ = ["latest", "load", "save"]
 Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 
 
+@folded
 def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
     """Write a checkpoint into a folder.
 

@@ -51,6 +51,7 @@ _GROUP = "a dictionary with references under 'params'"
 _GROUPS = "the list of dictionaries under 'param_groups' of a state"
 
 
+@folded
 class DistributedOptimizer(Optimizer):
     """Run an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
 
@@ -224,7 +225,6 @@ class DistributedOptimizer(Optimizer):
     # Stepping
 
     @not_compiled
-    @folded
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Make all owners apply the gradients of a context concurrently. Parameters without a gradient do not change.
 
