@@ -87,7 +87,13 @@ def local(
     """
     from telegrad.launch.local import LocalGroup
 
-    return LocalGroup(workers, driver, rpc_timeout)
+    try:
+        return LocalGroup(workers, driver, rpc_timeout)
+    except errors.TelegradError as error:
+        from telegrad._core.pickling.remote_text import fold  # imports torch
+
+        fold(error)
+        raise
 
 
 def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests import public
 from tests.cluster import PATIENCE, processes
 
 LONGEST = 500  # characters of a message
+PACKAGE = os.path.dirname(telegrad.__file__)
 NAN, INF, HUGE, LONG = float("nan"), float("inf"), 10**400, "x" * 1_000_000
 REFUSED = (errors.UsageError, TypeError, ValueError)
 
@@ -318,15 +320,38 @@ def check_all() -> list[str]:
                 continue
             for parameter in parameters(function):
                 for value in (wrong_values(entry, parameter) or []) if parameter not in ANYTHING else []:
-                    fault = fault_of(lambda: things.call(entry, function, parameter, value), parameter)  # noqa: B023
+                    fault = fault_of(lambda: things.call(entry, function, parameter, value), parameter, entry)  # noqa: B023
                     if fault:
                         wrong.append(f"{entry}({parameter}={checks.short_repr(value)}): {fault}")
         assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
+        wrong += check_starts()
         rpc.shutdown(graceful=False)
     return wrong
 
 
-def fault_of(call: Callable[[], Any], parameter: str) -> str:
+# Called often, so without a decorator; or in modules that do not import torch.
+SHOW_FRAMES = {
+    "telegrad.rpc.Future.add_done_callback", "telegrad.rpc.GroupFuture.add_done_callback", "telegrad.insight.trace",
+    "telegrad.insight.tracing", "telegrad.insight.dashboard", "telegrad.launch.local.LocalGroup.shutdown",
+}  # fmt: skip
+
+
+def frames_shown(error: BaseException) -> list[str]:
+    """Return the functions of the package in the traceback of an error."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in frame.filename]
+
+
+def check_starts() -> list[str]:
+    """Return the functions of the package that errors show if a group or a context cannot start."""
+    shown = []
+    for start in (lambda: telegrad.local(1), lambda: autograd.context().__enter__()):
+        with pytest.raises((errors.AlreadyInitialized, errors.NotInitialized, errors.UsageError)) as raised:
+            start()
+        shown += frames_shown(raised.value)
+    return shown
+
+
+def fault_of(call: Callable[[], Any], parameter: str, entry: str) -> str:
     """Return the fault of a refusal, or "" for a good one."""
     try:
         call()
@@ -338,6 +363,8 @@ def fault_of(call: Callable[[], Any], parameter: str) -> str:
         said = str(error)
         if len(said) > LONGEST:
             return f"a message of {len(said)} characters"
+        if len(frames := frames_shown(error)) > 1 and entry not in SHOW_FRAMES:
+            return f"shows frames of the package: {frames}"
         words = {parameter, *ALSO.get(parameter, ())}
         return "" if any(word in said for word in words) else f"does not name it: {said[:200]}"
     except BaseException as error:

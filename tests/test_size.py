@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_251,
-    "lines of the core": 38_367,
-    "lines of the tests": 84_951,
+    "lines of the package": 61_411,
+    "lines of the core": 38_497,
+    "lines of the tests": 85_092,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

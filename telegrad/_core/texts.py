@@ -14,7 +14,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterable
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from telegrad.errors import TelegradWarning
 
@@ -66,7 +66,7 @@ def _indented(value: object) -> object:
     return value
 
 
-_PASSED_OVER = ("telegrad", "torch", "threading")  # modules whose lines are not the user's
+_PASSED_OVER = sys.stdlib_module_names | {"telegrad", "torch"}  # modules whose lines are not the user's
 
 _said: set[tuple[str, ProgramLine]] = set()
 
@@ -78,13 +78,25 @@ class ProgramLine(NamedTuple):
 
 
 def users_line() -> ProgramLine:
-    """Return the innermost line of the user's program on the stack."""
+    """Return the innermost line of the user's program on the stack. If a pool runs no line of it, name its function."""
     inner = sys._getframe(1)
     frame: FrameType | None = inner
+    run = None
     while frame is not None and _module_of(frame).partition(".")[0] in _PASSED_OVER:
+        if _module_of(frame) == "concurrent.futures.thread" and "self" in frame.f_locals:
+            item = frame.f_locals["self"]  # of a version of Python with one of these attributes
+            run = getattr(item, "fn", None) or getattr(item, "task", (None,))[0]
         frame = frame.f_back
+    if frame is None and run is not None:
+        return ProgramLine(f"<{_name_of(run)}, in a thread pool>", 1, "")
     frame = frame or inner
     return ProgramLine(frame.f_code.co_filename, frame.f_lineno, _module_of(frame))
+
+
+def _name_of(function: Any) -> str:
+    known: Any = getattr(function, "_telegrad_known_as", None)
+    name = known or getattr(function, "__qualname__", None) or type(function).__qualname__
+    return safe(str(name))
 
 
 def hint(kind: str, text: str, line: ProgramLine | None = None) -> None:

@@ -17,7 +17,7 @@ from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.guard import Capture, seeds_of, tensors_of
+from telegrad.autograd.guard import Capture, installed, look_for_gradients, seeds_of, tensors_of
 from telegrad.autograd.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
@@ -89,10 +89,15 @@ class context:  # noqa: N801 - used like a function
     _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
 
     def __enter__(self) -> int:
-        outer = entered_id()
-        if outer is not None:
-            raise UsageError(f"Already have an autograd context id for this thread: {outer}. Leave that context first")
-        contexts = _find[0]().contexts
+        try:
+            outer = entered_id()
+            if outer is not None:
+                text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
+                raise UsageError(text)
+            contexts = _find[0]().contexts
+        except TelegradError as error:
+            fold(error)
+            raise
         context = contexts.begin()
         inside = Inside(context.id)
         inside.__enter__()
@@ -169,6 +174,7 @@ def backward(
 
 
 @not_compiled
+@folded
 def backward_async(
     context_id: int,
     roots: Root | Sequence[Root],
@@ -216,6 +222,7 @@ def backward_async(
 
 
 @not_compiled
+@folded
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Return the gradients of this worker's leaves that were accumulated in a context.
 
@@ -403,18 +410,22 @@ def check_root(root: Any) -> None:
         raise UsageError(f"root of type {root.dtype} is complex, all roots need to be real: take its real part")
 
 
-def look_at_step(optimizer: Optimizer, *_: Any) -> None:
-    """Warn if an optimizer reads `.grad` although the gradients are in the context in which it steps."""
-    id_ = entered_id()
-    if id_ is None:
+def look_at_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Warn if an optimizer reads `.grad` although the gradients are in a context."""
+    if not installed():
         return
     try:
-        context = _find[0]().contexts.get(id_)
+        contexts = _find[0]().contexts
     except TelegradError:  # this process has left its group, so contexts do not concern this step
         return
+    several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
+    id_ = entered_id()
+    if id_ is None:
+        look_for_gradients(optimizer, several, [*args[1:], *kwargs.values()])
+        return
+    context = contexts.get(id_)
     if context is None or not len(context.gradients):
         return
-    several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
     passed_over = [each for each in several if context.gradients.passed_over(each)]
     if passed_over:
         earlier = any(each.grad is not None for each in passed_over)

@@ -26,17 +26,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad._core import checks
 from telegrad._core.forks import in_child
+from telegrad._core.texts import hint
 from telegrad.autograd.gradients import edge_of, nodes_behind
 from telegrad.autograd.record import UNKNOWN, AutogradContext, RecvNode, receiving
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node
@@ -200,6 +204,29 @@ class CaptureKinds:
         return [edge for node in nodes for edge in self._wanted.get(node, ())]
 
 
+# Steps of torch's optimizers
+
+_OWNER = "telegrad.optim.owner"  # the module whose steps may find no gradients, which its caller is told
+_found_none: WeakSet[Optimizer] = WeakSet()  # those that were warned of
+
+
+def look_for_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], given: Iterable[Any]) -> None:
+    """Warn once if an optimizer that steps finds no gradient, and was `given` no closure that computes them."""
+    if any(map(callable, given)) or any(each.grad is not None for each in parameters):
+        return
+    if not any(each.requires_grad for each in parameters) or optimizer in _found_none:
+        return
+    if not any(frame.f_globals.get("__name__") == _OWNER for frame, _ in traceback.walk_stack(None)):
+        _found_none.add(optimizer)
+        hint(
+            "plain step without gradients",
+            f"{type(optimizer).__name__} steps, but none of its parameters has a gradient in .grad. The gradients of "
+            "telegrad.autograd.backward are in the context: use "
+            f"telegrad.optim.DistributedOptimizer.for_module(torch.optim.{type(optimizer).__name__}, model), and its "
+            "step(context_id) in the `with` block of the context",
+        )
+
+
 # Calls of torch's engine
 
 # callbacks that only record the end of the engine's pass
@@ -214,9 +241,14 @@ take_callback: Callable[[Any], bool] | None = None
 
 def install() -> None:
     """Replace torch's engine in this process by one that checks its arguments."""
-    if type(Variable._execution_engine) is not _GuardedEngine:
+    if not installed():
         Variable._execution_engine = _GuardedEngine()
         torch._C._will_engine_execute_node = _will_run
+
+
+def installed() -> bool:
+    """Return True if this process has taken part in a context."""
+    return type(Variable._execution_engine) is _GuardedEngine
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from telegrad.checkpoint.loading import load
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
 from telegrad.errors import CannotEncode
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, StepCounter, call_all, known_as
+from telegrad.ext.calls import Future, StepCounter, call_all, folded, known_as
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
@@ -39,6 +39,7 @@ __all__ = ["latest", "load", "save"]
 Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 
 
+@folded
 def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
     """Write a checkpoint into a folder.
 

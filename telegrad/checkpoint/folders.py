@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from telegrad.ext.arguments import checks
+from telegrad.ext.calls import folded
 from telegrad.ext.files import create, make_folder, open_regular, opened, resolved
 
 Path = str | os.PathLike[str]
@@ -104,6 +105,7 @@ class Files(FileSystem):
         _sync(folder)
 
 
+@folded
 def latest(folder: Path) -> str | None:
     """Return the newest complete checkpoint: the folder itself, or one of the folders in it.
 

@@ -16,7 +16,7 @@ from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import StepCounter, call_all
+from telegrad.ext.calls import StepCounter, call_all, folded
 from telegrad.ext.files import UnsafePath, reason
 from telegrad.ext.modules import LocalOptimizer, RemotePart, joined, restore_model, state_of, without_remote_state
 from telegrad.ext.processes import raised_by_handler
@@ -26,6 +26,7 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
 
+@folded
 def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """Load a checkpoint of `save` into a state of the same form, for any distribution of its parts over workers.
 
@@ -185,6 +186,7 @@ _OF_A_LOSS = (
 )
 
 
+@folded
 def recover(
     state: dict[str, Any], checkpoint_id: Path | None, timeout: float = 60.0, after: BaseException | None = None
 ) -> None:

@@ -27,6 +27,7 @@ from telegrad.ext.calls import (
     Future,
     PreparedCall,
     current_call,
+    folded,
     known_as,
     limit_of,
     runs_as,
@@ -397,6 +398,7 @@ def tree_of(size: int, place: int) -> tuple[range, int]:
 # Process groups of `torch.distributed`, whose collectives are fast and synchronous
 
 
+@folded
 def process_group(group: Participants, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
     """As `telegrad.process_group`."""
     import torch.distributed as dist  # when a program wants one: torch may be built without it

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import not_compiled, target, user_name
+from telegrad.ext.calls import folded, not_compiled, target, user_name
 from telegrad.ext.workers import View, WorkerInfo, current, listed
 from telegrad.groups.group_methods import GroupCalls
 
@@ -15,6 +15,7 @@ Named = str | int | WorkerInfo
 
 
 @not_compiled
+@folded
 def group(of: str | Iterable[Named] | Group | None = None) -> Group:
     """Return a group of the workers of a role, of those with these names or ranks, or of all.
 
@@ -65,6 +66,7 @@ def _found(named: Named, there: View) -> WorkerInfo:
     return WorkerInfo(member.name, member.id, member.role)
 
 
+@folded
 class Group(GroupCalls):
     """A set of workers: a value that can be kept, sent, compared, and called; made by `group`.
 

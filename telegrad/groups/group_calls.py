@@ -23,6 +23,7 @@ from telegrad.ext.calls import (
     Signal,
     completion_of,
     convert,
+    folded,
     profiling,
     retry,
     summary,
@@ -236,6 +237,7 @@ class GroupFuture(Future[T]):
         self._check_has_several()
         return CompletionIterator(self)
 
+    @folded
     def first(self, n: int = 1) -> dict[Key, Any]:
         """Wait for the first values. The other calls continue.
 

@@ -16,6 +16,7 @@ from telegrad.ext.calls import (
     Unchecked,
     check_timeout,
     convert,
+    folded,
     not_compiled,
     retry,
 )
@@ -39,6 +40,7 @@ def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> R
     return None if is_plain else retry.policy_of(wait_for_worker, idempotent)
 
 
+@folded
 class GroupCalls:
     """The base class of `Group`, which knows its members."""
 

@@ -15,6 +15,7 @@ from telegrad.ext.calls import (
     RetryPolicy,
     await_workers,
     check_timeout,
+    folded,
     known_as,
     not_compiled,
     profiling,
@@ -64,6 +65,7 @@ def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> li
     return found
 
 
+@folded
 class RefGroup:
     """References, one to a value on each worker of a group; made by `Group.remote`. It can be sent like a reference.
 

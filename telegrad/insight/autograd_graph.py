@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, user_name
+from telegrad.ext.calls import Future, folded, user_name
 from telegrad.ext.files import replacing
 from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
 from telegrad.ext.processes import instances
@@ -65,6 +65,7 @@ class SentTensor(NamedTuple):
     name: str
 
 
+@folded
 class GradientGraph:
     """The nodes that a context recorded on each worker, and the messages between them, as returned by `graph`.
 
@@ -225,6 +226,7 @@ def limited(part: WorkerPart, most: int = MOST) -> WorkerPart:
     )
 
 
+@folded
 def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     """Return the autograd graph of a context, across all workers that take part in it.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from telegrad._core import checks
 from telegrad._core.modules.module_tree import RemotePart, parameters_of
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.rref import RRef
@@ -21,6 +22,7 @@ from telegrad.optim.owner import LocalOptimizer, norm_of, scale
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
 
+@folded
 def clip_grad_norm_(
     context_id: int,
     params: DistributedOptimizer | Iterable[RRef[Any]],

@@ -20,6 +20,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad.autograd import FusedStep, StepResults, look_at_step
+from telegrad.errors import UsageError
 from telegrad.optim.owner import Changes, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
@@ -31,6 +32,16 @@ class Done(NamedTuple):
     counts: Mapping[str, Future[int | None]] = {}  # of owners that have stepped
     changes: Changes | None = None  # that these owners have applied
     factor: float = 1.0  # for the gradients
+
+
+def first_step(context_id: int, rode: set[int]) -> Done:
+    """Return that nothing is done yet. Raise UsageError if a pass of the context is in `rode`, and so has stepped."""
+    if context_id in rode:
+        raise UsageError(
+            "backward(..., step=optimizer) has already stepped with the gradients of this context, so step(context_id) "
+            "would apply them twice: leave out one of the two"
+        )
+    return Done()
 
 
 class Clipped:

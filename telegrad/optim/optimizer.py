@@ -18,7 +18,7 @@ from telegrad._core import checks
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
-from telegrad._core.modules.module_tree import Model, RemotePart, branches
+from telegrad._core.modules.module_tree import Model, RemotePart, branches, by_owner
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.joint_calls import call_all
@@ -30,7 +30,7 @@ from telegrad._core.worker import current
 from telegrad.autograd import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
+from telegrad.optim.fused_step import Clipped, Done, check_norms, first_step, futures, has_hooks_before, may_ride
 from telegrad.optim.owner import (
     Changes,
     Hyperparameters,
@@ -40,6 +40,7 @@ from telegrad.optim.owner import (
     ask,
     changed,
     check_maker,
+    check_new,
     hyperparameters,
     import_tracer,
     may_import,
@@ -50,6 +51,7 @@ _GROUP = "a dictionary with references under 'params'"
 _GROUPS = "the list of dictionaries under 'param_groups' of a state"
 
 
+@folded
 class DistributedOptimizer(Optimizer):
     """Run an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
 
@@ -68,7 +70,7 @@ class DistributedOptimizer(Optimizer):
         **kwargs: for `optimizer_class`.
 
     Raises:
-        UsageError: `optimizer_class` needs a closure, or there is no parameter.
+        UsageError: `optimizer_class` needs a closure, there is no parameter, or a parameter is given twice.
         Exception: the error of `optimizer_class` on an owner; WorkersFailed if several owners failed.
 
     Example:
@@ -96,6 +98,7 @@ class DistributedOptimizer(Optimizer):
         self._rides: WeakSet[_Ride] = WeakSet()  # pending fused steps; after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
         self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
+        self._rode: set[int] = set()  # ids of contexts that may go on, with passes that have stepped
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
         self._members: list[list[RemotePart]] = []  # of each group
@@ -139,7 +142,7 @@ class DistributedOptimizer(Optimizer):
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with its own hyperparameters."""
+        """Add a group of parameters with its own hyperparameters; raise InvalidArgument if it has one of another."""
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
             checks.raise_invalid("param_group", _GROUP, param_group)
@@ -150,6 +153,10 @@ class DistributedOptimizer(Optimizer):
             each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
             for position, each in enumerate(several, first)
         ]
+        if not all(isinstance(each, RemotePart) for each in several):  # before any owner adds a part of the group
+            call_all(
+                by_owner(members), lambda worker, own: rpc_async(worker, check_new, (self.locals.get(worker), own))
+            )
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append(copy.deepcopy(options))
         self._members.append(members)
@@ -159,9 +166,7 @@ class DistributedOptimizer(Optimizer):
         self, number: int, members: list[RemotePart], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
         """Add a group at the owners. Return the names of its parameters, and the options with the defaults."""
-        by_worker: dict[str, list[RemotePart]] = {}
-        for branch in members:
-            by_worker.setdefault(branch.root.owner_name(), []).append(branch)
+        by_worker = by_owner(members)
         if may_import(self._maker[0]):  # the import takes seconds, which must not count against a timeout
             call_all(
                 by_worker,
@@ -183,9 +188,7 @@ class DistributedOptimizer(Optimizer):
             placed += own
             options = settled
         if not placed:
-            raise UsageError(
-                "there is no parameter to optimize: the modules have none, or this optimizer has all of them already"
-            )
+            raise UsageError("there is no parameter to optimize: the modules have none")
         return [name for _, name in sorted(placed)], options  # torch's optimizers load states by position
 
     def recover(self, timeout: float = DEFAULT) -> None:
@@ -222,7 +225,6 @@ class DistributedOptimizer(Optimizer):
     # Stepping
 
     @not_compiled
-    @folded
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Make all owners apply the gradients of a context concurrently. Parameters without a gradient do not change.
 
@@ -231,11 +233,12 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             ContextEnded: the context does not exist.
+            UsageError: a pass of the context has stepped already, `backward(..., step=optimizer)`.
             Exception: the optimizer's error on an owner; WorkersFailed if several owners failed. The others have
                 stepped.
         """
         checks.context_id(context_id, "step")
-        done = self._done.get(context_id, Done())
+        done = self._done.get(context_id) or first_step(context_id, self._rode)
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
         self._keeps = False
@@ -265,6 +268,7 @@ class DistributedOptimizer(Optimizer):
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
+        self._rode = {each for each in self._rode if not current.conductor().contexts.has_ended(each)} | {context_id}
         self._done[context_id] = done
         try:
             self.step(context_id)

@@ -39,7 +39,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.actors import FifoLock
 from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext
-from telegrad.errors import UsageError
+from telegrad.errors import InvalidArgument, UsageError
 
 TRACER = "torch._dynamo"
 _CACHE = "__dynamo_disable"  # where a wrapper of torch keeps the wrapped function (torch 2.13: torch/_compile.py)
@@ -108,7 +108,7 @@ class LocalOptimizer:
 
         Return the places and names of its parameters, and its options including the optimizer's defaults.
         """
-        named = _named_parameters(branches, self.parameters)
+        named = _named_parameters(branches)
         parameters = list(named.values())
         targets = [nn.Parameter(each.data) for each in parameters] if self._hogwild else parameters
         group = {**options, "params": targets}
@@ -261,6 +261,26 @@ def add_group(
     return (local, *local.local_value().add_group(number, own, options))
 
 
+@known_as("DistributedOptimizer()")
+def check_new(local: RRef[LocalOptimizer] | None, own: list[RemotePart]) -> None:
+    """On an owner: raise InvalidArgument if a parameter of a new group is in another one, or in it twice."""
+    there = None if local is None else local.local_value()
+    taken = {} if there is None else dict(zip(map(id, there.parameters), there.names, strict=True))
+    others = taken.copy()
+    for name, parameter in (each for branch in own for each in parameters_of(branch)):
+        if id(parameter) in taken:
+            fault = (
+                "some parameters appear in more than one parameter group"
+                if id(parameter) in others
+                else "a parameter group contains duplicate parameters"
+            )
+            raise InvalidArgument(
+                f"{fault}: {taken[id(parameter)]!r} and {name!r} are the same one, where a number is the position of "
+                "the reference among all. Give each parameter once"
+            )
+        taken[id(parameter)] = name
+
+
 def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
     """Call a method of an owner's part, under the method name that timeout errors show."""
     return local._call_async(method, DEFAULT, args, {}, _user_name(method))
@@ -332,9 +352,9 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
     return {name: value for name, value in group.items() if name not in without}
 
 
-def _named_parameters(branches: Iterable[RemotePart], taken: Iterable[Tensor]) -> dict[str, Tensor]:
+def _named_parameters(branches: Iterable[RemotePart]) -> dict[str, Tensor]:
     """Return the parameters of the branches, each once."""
-    known = {id(parameter) for parameter in taken}
+    known: set[int] = set()
     named: dict[str, Tensor] = {}
     for branch in branches:
         for name, parameter in parameters_of(branch):

@@ -31,6 +31,7 @@ _CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=
 _TIED = "a list of lists of names, such as [('0.embedding.weight', '2.head.weight')]"
 
 
+@folded
 class Pipeline(nn.Module, Recoverable):
     """A model whose consecutive stages are on several workers.
 
@@ -228,7 +229,6 @@ class Pipeline(nn.Module, Recoverable):
         return parts
 
     @not_compiled
-    @folded
     def forward(self, inputs: Any) -> Any:
         """Return the outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
@@ -246,7 +246,6 @@ class Pipeline(nn.Module, Recoverable):
         return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.stations_of[-1]].outputs)
 
     @not_compiled
-    @folded
     def forward_backward(
         self,
         context_id: int,

@@ -28,7 +28,7 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Agent, Deferred, known_as, limit_of, not_compiled
+from telegrad.ext.calls import DEFAULT, Agent, Deferred, folded, known_as, limit_of, not_compiled
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
 from telegrad.ext.processes import run_in_thread
 from telegrad.ext.references import RestorableRRef, RRef, wait_for
@@ -41,6 +41,7 @@ LOOK = 0.25  # seconds between checks while waiting
 log = logging.getLogger("telegrad")
 
 
+@folded
 def publish(name: str, factory: Callable[[], Any]) -> None:
     """Offer a value under a name: `lookup(name)` finds the value from any worker, on whichever worker it is then.
 
@@ -71,6 +72,7 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
 
 
 @not_compiled
+@folded
 def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
     """Return a reference to the value that is published under a name. Block until there is one.
 

@@ -14,6 +14,7 @@ from telegrad._core.agent.call_server import ASYNC_MARK
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.pickling.function_names import home_of_script
 from telegrad._core.pickling.global_names import lookups_of
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.worker.batching import batch
 from telegrad.errors import InvalidArgument
 
@@ -22,6 +23,7 @@ __all__ = ["async_execution", "batch", "by_value", "must_finish"]
 F = TypeVar("F", bound=Callable[..., object])
 
 
+@folded
 def async_execution(fn: F) -> F:
     """Mark a function that returns a `torch.futures.Future`: the caller gets the future's value once it is done.
 
@@ -55,6 +57,7 @@ def async_execution(fn: F) -> F:
     return marked  # type: ignore[return-value]
 
 
+@folded
 def must_finish(fn: F) -> F:
     """Mark a function that always runs to its end, even if its caller cancels the call or dies.
 

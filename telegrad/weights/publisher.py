@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import known_as, not_compiled
+from telegrad.ext.calls import folded, known_as, not_compiled
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import current, listed
@@ -29,6 +29,7 @@ PIECE = 1 << 20  # bytes per message between hosts
 KEEP = 8  # maximum number of versions for subscribers that read every one
 
 
+@folded
 class Publisher:
     """Publishes versions of a learner's weights under a name, to the `Subscriber`s of any worker.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, call_all
+from telegrad.ext.calls import DEFAULT, call_all, folded
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
@@ -56,6 +56,7 @@ class Content(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
 
 
+@folded
 class ShardedPublisher:
     """Publishes versions of weights that several workers own, under one name. This worker is the driver.
 
@@ -198,6 +199,7 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
 # Readers
 
 
+@folded
 class ShardedSubscriber:
     """Reads the versions of a `ShardedPublisher`.
 

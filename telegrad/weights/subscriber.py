@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, DeltaRefused, PublisherLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Future, check_timeout, limit_of, not_compiled, target
+from telegrad.ext.calls import DEFAULT, Future, check_timeout, folded, limit_of, not_compiled, target
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait, report_in_background
 from telegrad.ext.workers import Identity, WorkerInfo, current
@@ -27,6 +27,7 @@ from telegrad.weights.weight_version import Version, check_module
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
 
+@folded
 class Subscriber:
     """Reads the versions of a `Publisher` on this or another worker; `for version in subscriber` yields each.
 

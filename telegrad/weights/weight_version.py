@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.ext.arguments import checks
+from telegrad.ext.calls import folded
 from telegrad.ext.values import repeats
 from telegrad.weights.tree_layout import PLAIN, Copies, Copy, Layout, TensorView, groups_of, looks, named, place_of
 
@@ -34,6 +35,7 @@ Pair = tuple[str, Tensor, Tensor]  # name, published tensor, target
 _can_cast = cache(torch.can_cast)
 
 
+@folded
 class Version:
     """One whole version, from a subscriber. Its memory is kept while the version or one of its tensors exists.
 

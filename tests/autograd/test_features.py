@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -356,6 +357,63 @@ def test_a_local_optimizer_in_a_context_warns_that_it_does_nothing() -> None:
             plain.step()
             current.enter(None)  # the process has left its group
             plain.step()
+
+
+def test_a_local_optimizer_behind_a_context_warns_once_that_it_does_nothing() -> None:
+    model = nn.Sequential(RemoteModule("w1", nn.Linear, (3, 3)), nn.Linear(3, 3))
+    plain, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    whole = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with autograd.context() as context:
+                autograd.backward(context, model(torch.ones(2, 3)).sum())
+                whole.step(context)
+            for each in (plain, other):
+                each.step()
+    (only,) = said  # of one line
+    assert "each.step()" in linecache.getline(only.filename, only.lineno)
+    with pytest.warns(TelegradWarning, match=r"SGD steps, but none .* in \.grad.*for_module\(torch\.optim\.SGD"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Wraps(torch.optim.SGD):
+    """An optimizer that leaves its step to another one, as `ZeroRedundancyOptimizer` does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_local_optimizer_behind_a_context_is_not_warned_of_without_need() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    plain, searching = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.LBFGS(model.parameters())
+    whole = DistributedOptimizer.for_module(lambda *given: Wraps(torch.optim.SGD(*given)), model)
+
+    def loss() -> torch.Tensor:
+        model.zero_grad()
+        result: torch.Tensor = model[0](torch.ones(2, 3)).sum()  # the second layer gets no gradients
+        result.backward()
+        return result
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "none of the parameters")  # of the step below
+        with autograd.context() as context:
+            whole.step(context)
+        plain.step(loss)
+        model.zero_grad()
+        plain.step(closure=loss)
+        plain.step()
+        model.zero_grad()
+        searching.step(loss)
+        torch.optim.SGD(model.requires_grad_(False).parameters()).step()
+        model.requires_grad_().zero_grad()
+        current.enter(None)  # the process has left its group
+        plain.step()
 
 
 @pytest.mark.parametrize("written", [None, "replaced", "in place"])

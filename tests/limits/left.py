@@ -90,7 +90,7 @@ found = layer.state_dict()["running_mean"]
 -> a function that is called with `get_module_rref()`
 """,
     "Optimizers": """
-## an optimizer of torch that steps in a context finds no gradients, as a `TelegradWarning` says
+## an optimizer of torch that steps in a context, or behind it, finds no gradients, as a `TelegradWarning` says
 layer = nn.Linear(3, 3).double()
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 backward(call(torch.sin, layer(x)).sum())

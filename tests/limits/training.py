@@ -382,7 +382,7 @@ UsageError: a model must be an nn.Module, RemoteModule or RRef to a module, not 
 -> a module, a remote module, or a reference to one
 ## a model without parameters
 DistributedOptimizer.for_module(torch.optim.SGD, nn.ReLU(), lr=1)
-UsageError: there is no parameter to optimize: the modules have none, or this optimizer has all of them already
+UsageError: there is no parameter to optimize: the modules have none
 -> one at least
 ## an optimizer that is sent
 rpc.rpc_sync('w1', id, (optimizer,))

@@ -8,6 +8,7 @@ import inspect
 import io
 import linecache
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -288,6 +289,19 @@ def test_lost_gradients_are_warned_of_once_per_line_of_the_program() -> None:
     assert issubclass(only.category, TelegradWarning)
     assert "Linear on worker 'w1' was called outside of an autograd context" in str(only.message)
     assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
+
+
+def test_lost_gradients_in_a_thread_pool_are_warned_of_at_the_program_or_by_the_function() -> None:
+    module = RemoteModule("w1", nn.Linear, (3, 4))
+    with autograd.context(), ThreadPoolExecutor(1) as pool, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pool.submit(module, torch.ones(2, 3)).result()
+        pool.submit(lambda: [*map(module, torch.ones(1, 3))]).result()
+        pool.submit(module.forward, torch.ones(2, 3)).result()
+    by_name, line, forward = said
+    assert by_name.filename == "<RemoteModule(Linear).forward, in a thread pool>"
+    assert "map(module, torch.ones(1, 3))" in linecache.getline(line.filename, line.lineno)
+    assert forward.filename.startswith("<RemoteModule"), forward.filename
 
 
 def test_an_error_of_the_call_is_not_preceded_by_that_warning() -> None:

@@ -376,9 +376,10 @@ def test_wrong_uses_are_errors_with_advice() -> None:
         DistributedOptimizer(torch.optim.SGD, [], lr=1)
 
 
-def test_a_repeated_parameter_is_used_once() -> None:
-    reference = remote("w1", nn.Linear, (2, 2))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [reference, reference], lr=1)
+def test_a_shared_parameter_of_a_model_is_used_once() -> None:
+    layer = RemoteModule("w1", nn.Linear, (2, 2))
+    model = nn.ModuleList([layer, RemoteModule.init_from_module_rref("w1", layer.get_module_rref())])
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=1)
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
 
 
@@ -415,11 +416,34 @@ def test_wrong_parameters_are_refused_by_the_constructor(what: str) -> None:
         DistributedOptimizer(*make())
 
 
-def test_parameters_in_two_groups_are_refused() -> None:
-    layer = remote("w1", linear, (2, 2))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
-    with pytest.raises(UsageError, match="has all of them already"):
-        optimizer.add_param_group({"params": [layer]})
+@pytest.mark.parametrize("where", ["w0", "w1"])
+def test_parameters_that_are_given_twice_are_refused(where: str) -> None:
+    layer = RemoteModule(where, linear, (2, 2))
+    module, weight, bias, again = layer.get_module_rref(), *layer.remote_parameters(), layer.remote_parameters()[0]
+    for groups, names in (
+        ([[weight], [again, bias]], "'0' and '1'"),
+        ([[weight, bias], [weight, bias]], "'0' and '2'"),
+        ([[module], [bias]], "'0.bias' and '1'"),
+        ([[bias], [module]], "'0' and '1.bias'"),
+    ):
+        given: list[dict[str, Any]] = [{"params": each, "lr": 0.1 * len(each)} for each in groups]
+        with pytest.raises(UsageError, match=f"appear in more than one parameter group: {names} are the same"):
+            DistributedOptimizer(torch.optim.SGD, given, lr=0.1)
+    for twice in [weight, bias, again], [module, bias], [module, module]:
+        with pytest.raises(ValueError, match="contains duplicate parameters: '0"):
+            DistributedOptimizer(torch.optim.SGD, twice, lr=0.1)
+
+
+def test_a_refused_group_changes_no_owner() -> None:
+    first, second = (remote(f"w{number}", make_leaf) for number in (1, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [second], lr=1)
+    with pytest.raises(UsageError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [second, first]})
+    optimizer.add_param_group({"params": [first], "lr": 3})
+    with autograd.context() as context:
+        autograd.backward(context, first.to_here().sum() + second.to_here().sum())
+        optimizer.step(context)
+    assert [each.to_here()[0, 0].item() for each in (first, second)] == [-2, 0]
 
 
 def test_a_reference_or_remote_modules_may_replace_a_list_of_references() -> None:

@@ -174,6 +174,23 @@ def test_two_passes_in_a_context() -> None:
     assert same(spread, whole, 1e-6)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_after_a_pass_that_has_stepped_is_refused(clips: bool) -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    for _ in range(2):
+        with autograd.context() as context:
+            autograd.backward(context, leaf.to_here().sum(), step=optimizer.clipped(9.0) if clips else optimizer)
+            with pytest.raises(UsageError, match="has already stepped with the gradients of this context"):
+                optimizer.step(context)
+    assert leaf.to_here().unique().tolist() == [-1]
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum())
+        optimizer.step(context)
+        optimizer.step(context)
+    assert leaf.to_here().unique().tolist() == [-3]
+
+
 # Failures
 
 

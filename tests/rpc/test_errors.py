@@ -180,6 +180,7 @@ USES: dict[str, Callable[[], object]] = {
     "forward_async": lambda: RemoteModule("w1", Fails).eval().forward_async(torch.ones(2)).wait(),
     "module_cls": lambda: RemoteModule("w1", nested, (0,)),  # type: ignore[arg-type]
     "pipeline": lambda: Pipeline([RemoteModule("w1", Fails)], chunks=2).eval()(torch.ones(2, 2)),
+    "a keyword of an optimizer": lambda: DistributedOptimizer(torch.optim.SGD, [RRef(nn.Linear(1, 1))], boom=1),
     "an argument": lambda: rpc_async("w1", str, (Unsendable(),)),
     "a wrong name": lambda: rpc_async("boom", abs, (1,)),
     "a reference with a wrong name": lambda: remote("boom", abs, (1,)),
@@ -188,7 +189,7 @@ USES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_no_use_shows_lines_of_the_package(use: str) -> None:
-    with pytest.raises((ValueError, TelegradError), match="boom") as raised:
+    with pytest.raises((ValueError, TypeError, TelegradError), match="boom") as raised:
         USES[use]()
     text = "".join(traceback.format_exception(raised.value))
     assert "/telegrad/" not in text.replace(__file__, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -57,6 +57,13 @@ def branches(model: Model) -> list[RemotePart]:
     found = [branch for branch, is_part in _walk([RemotePart("", model)], _look) if is_part]
     if not found:
         raise UsageError(f"the model {model!r} is not a module and does not refer to one")
+    return found
+
+
+def by_owner(parts: Iterable[RemotePart]) -> dict[str, list[RemotePart]]:
+    found: dict[str, list[RemotePart]] = {}
+    for part in parts:
+        found.setdefault(part.root.owner_name(), []).append(part)
     return found
 
 

@@ -43,6 +43,7 @@ def without_remote_state() -> Iterator[None]:
         _apart.reset(token)
 
 
+@folded
 class RemoteModule(nn.Module):
     """A handle of a module on another worker: `forward` runs there, and gradients flow back to the module.
 
@@ -88,7 +89,6 @@ class RemoteModule(nn.Module):
     _represented: Id | None = None  # the value that the other attributes describe
     _surplus = ""  # suffix of its name in a model that the names of its parts in that model do not have
 
-    @folded
     def __init__(
         self,
         remote_device: str | WorkerInfo,

@@ -7,6 +7,7 @@ from typing import Any
 
 from telegrad._core import checks
 from telegrad._core.membership.members import WorkerInfo, info
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.conversion import target
 from telegrad._core.worker import current
 from telegrad.errors import InvalidArgument
@@ -14,6 +15,7 @@ from telegrad.errors import InvalidArgument
 _WANTED = "a number of workers, or a list of their names"
 
 
+@folded
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Return the worker of that name, or this one.
 
@@ -76,6 +78,7 @@ def workers() -> list[WorkerInfo]:
     return current.here().membership.workers()
 
 
+@folded
 def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
     """Wait until a dynamic or elastic group has workers; a fixed group has all of them after `init_rpc`.
 
@@ -112,6 +115,7 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
     return membership.wait_for(wanted, timeout, role)
 
 
+@folded
 def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
     """Register `callback(worker)` for each other worker: for current members now, and for later ones when they join.
 
@@ -131,6 +135,7 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
     current.here().membership.on_join(callback)
 
 
+@folded
 def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
 
@@ -146,6 +151,7 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     current.here().membership.on_leave(callback)
 
 
+@folded
 def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
     """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
 

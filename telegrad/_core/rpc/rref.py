@@ -17,7 +17,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
-from telegrad._core.pickling.remote_text import fold
+from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
@@ -202,6 +202,7 @@ class RRef(Generic[T]):
     # Gradients
 
     @not_compiled
+    @folded
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the value, a tensor of one element, across workers in a context.
 
@@ -230,6 +231,7 @@ class RRef(Generic[T]):
     # Calls at the owner
 
     @not_compiled
+    @folded
     def rpc_sync(self, timeout: float = DEFAULT) -> T:
         """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
         result. The timeout is as for `rpc.rpc_sync`.
@@ -241,6 +243,7 @@ class RRef(Generic[T]):
         return Proxy(self._call, timeout)  # type: ignore[return-value]  # completes and checks the methods of T
 
     @not_compiled
+    @folded
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy[Future[Any]]:
         """As `rpc_sync`, but return a future.
 
@@ -251,6 +254,7 @@ class RRef(Generic[T]):
         return Proxy(self._call_async, timeout)
 
     @not_compiled
+    @folded
     def remote(self, timeout: float = DEFAULT) -> Proxy[RRef[Any]]:
         """As `rpc_sync`, but return a reference to the result, which stays at the owner.
 
@@ -261,6 +265,7 @@ class RRef(Generic[T]):
         return Proxy(self._create, timeout)
 
     @not_compiled
+    @folded
     def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy[Stream[Any]]:
         """As `rpc_sync`, for a method that yields: return a stream of its items.
 

@@ -225,6 +225,7 @@ def check_may_wait(worker: Worker, what: str) -> None:
         )
 
 
+@folded
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
 
@@ -279,6 +280,7 @@ def stop_serving() -> None:
 # Elastic groups
 
 
+@folded
 def rendezvous_again(timeout: float = DEFAULT) -> Generation:
     """Let an elastic group change between two steps of its program: all workers call this before each step.
 

@@ -14,6 +14,7 @@ from telegrad._core.calls.call_context import Modes, in_setting
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
+from telegrad._core.pickling.remote_text import folded
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
@@ -105,6 +106,7 @@ class Batched:
                     result.set_result(value)
 
 
+@folded
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     """Collect concurrent calls of an async function, and run it once for all of them.
 

@@ -12,6 +12,7 @@ from telegrad._core import checks
 from telegrad._core.devices import device_streams
 from telegrad._core.devices.device_maps import Devices
 from telegrad._core.host import resources
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.security.keyring import Key, check_key
 from telegrad._core.security.tls import TlsFiles
 from telegrad.errors import DeviceError, InvalidArgument
@@ -37,6 +38,7 @@ class BackendType(enum.Enum):
     TENSORPIPE = "TENSORPIPE"
 
 
+@folded
 class RpcBackendOptions:
     """Options of every backend, for programs that use this name. `TelegradOptions` has more.
 
@@ -53,6 +55,7 @@ class RpcBackendOptions:
         self.init_method = checks.text("init_method", init_method, "a URL, such as 'tcp://HOST:PORT' or 'file:///PATH'")
 
 
+@folded
 class TelegradOptions(RpcBackendOptions):
     """Options for `init_rpc`: how this worker joins its group, and how data is sent.
 
@@ -184,6 +187,7 @@ class TelegradOptions(RpcBackendOptions):
         return Devices(device_streams.count(), maps, tuple(map(str, self.devices)))
 
 
+@folded
 class TensorPipeRpcBackendOptions(TelegradOptions):
     """`TelegradOptions` under the name and with the arguments that existing programs use.
 
