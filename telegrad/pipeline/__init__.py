@@ -42,8 +42,8 @@ class Pipeline(nn.Module, Recoverable):
     `pipeline(inputs)` returns the outputs, for a separate loss and backward pass. `forward_backward` does a training
     step except for the optimizer's step, in the order of `schedule`.
 
-    The results are those of the undivided model, except for modules that compute across the batch: batch normalization
-    sees one micro-batch at a time.
+    The results are those of the undivided model, except for modules that mix samples, such as batch normalization: each
+    stage sees one micro-batch at a time.
 
     Args:
         stages: each a `RemoteModule`, a reference to a module, or a module of this worker; its input is the output of
@@ -170,7 +170,7 @@ class Pipeline(nn.Module, Recoverable):
         An `nn.Sequential` is cut between its children. For any other model, `torch.export` records the forward pass
         with `example`, in training and in evaluation mode; `train` and `eval` select the recording. The stages are
         copies: they run beside the model, also on this worker. A model with one argument gets the inputs unchanged. For
-        several arguments, pass a tuple, or a dictionary by argument names.
+        several arguments, pass a tuple, which is spread over them in order, or a dictionary by argument names.
 
         States, optimizers and checkpoints use the names of the model: `pipeline.load_state_dict(model.state_dict())`
         works, and the reverse.
@@ -187,7 +187,8 @@ class Pipeline(nn.Module, Recoverable):
             example: a few samples of the inputs; required unless the model is an `nn.Sequential` that is cut between
                 its children.
             check: with an example, compare outputs, gradients, buffers and random numbers of the stages with those of
-                the model. This needs memory for copies of the model.
+                the model, and outputs for a batch with those for its micro-batches. This needs memory for copies of the
+                model.
             restore: make the stages recoverable, as for `RemoteModule`: this worker keeps the current parts of the
                 model, and sends them again.
 
@@ -195,7 +196,8 @@ class Pipeline(nn.Module, Recoverable):
             The pipeline.
 
         Raises:
-            UsageError: the model cannot be cut this way, or the stages differ from it; the message suggests a remedy.
+            UsageError: the model cannot be cut this way, the stages differ from it, or it mixes samples; the message
+                suggests a remedy.
         """
         from telegrad.pipeline.split import split_model  # torch.export imports sympy: 35 MB in each process
 
@@ -208,7 +210,7 @@ class Pipeline(nn.Module, Recoverable):
         checks.one_of("schedule", schedule, SCHEDULES)
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         checks.flag("check", check)
-        found = split_model(model, len(workers), at, balance, example, check)
+        found = split_model(model, len(workers), at, balance, example, check, chunks)
         stages = _sent(found.stages, places, restore)
         tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
         pipeline = cls(stages, chunks, schedule, tied)
@@ -296,6 +298,14 @@ class Pipeline(nn.Module, Recoverable):
             leads_on = any(map(attrgetter("positions"), (*own, *wanted)))  # then more gradients come to this worker
             results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
         first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
+        if last.scalars:
+            hint(
+                f"scalars of pipeline {driver.pipeline}",
+                f"the output{last.scalars[0]} of the last stage is one number for each micro-batch, not for the batch, "
+                "and the loss gets that of its micro-batch. If it is not a mean over the samples, such as an auxiliary "
+                "loss that balances experts, the loss of the batch differs from that of the undivided model. To have "
+                "that of the batch, return a value for each sample, or use chunks=1",
+            )
         got = [
             (tensor, gradient)
             for packed, gradients in (((own, first.gradients), (wanted, last.of_targets)) if leads_on else ())

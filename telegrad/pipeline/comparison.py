@@ -5,6 +5,8 @@ part, and hooks of tensors. These effects, and memory that stages would have to 
 buffers or random numbers. Or they are detected while the model runs: activation checkpointing, and functions with their
 own backward. So the model and its stages run with the same seed, in both modes, with several batch sizes. Both are
 copies: the model does not change. Between stages, tensors are copied as between workers.
+
+A model that mixes samples gives other outputs if a batch is cut into micro-batches, so the model runs with both, too.
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ import inspect
 import io
 import pickle
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from telegrad.errors import UsageError
 from telegrad.ext.processes import forks, renewed
 from telegrad.pipeline.exported import Inputs, resized
+from telegrad.pipeline.microbatches import are_parts, is_close, parts_of, sizes_of
 
 _BY_HAND = "build the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -43,8 +52,10 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in made if not value.is_leaf})
 
 
-def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
-    """Compare a model with its stages.
+def verify_stages(
+    model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any, chunks: int
+) -> None:
+    """Compare a model with its stages, and a batch with its micro-batches.
 
     Raises:
         UsageError: they differ, or the model has effects that stages cannot have.
@@ -65,6 +76,17 @@ def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs 
                 f"samples: {'; '.join(differing[:4])}. Stages share no tensors, and a recorded forward pass "
                 "contains only operators: no Python state or globals that change, no tensor hooks. "
                 f"{_INSTEAD}"
+            )
+    for mode in (True, False):
+        with torch.inference_mode(False), torch.enable_grad():
+            mixing = comparison.find_mixing(mode, chunks)
+        if mixing:
+            raise UsageError(
+                f"the outputs of {type(model).__name__} in {_MODES[mode]} change if a batch is cut into micro-batches: "
+                f"{', '.join(mixing[:4])}. It mixes or counts samples, as in h - h.mean(0) or an auxiliary loss of "
+                "the batch, and each stage sees one micro-batch at a time. Return values for each sample, and compute "
+                "in a context what needs the whole batch from the outputs of pipeline(inputs); or use chunks=1; or "
+                "check=False, if it may be computed for each micro-batch"
             )
 
 
@@ -125,6 +147,40 @@ class _Comparison:
         for part in self._parts:
             value = part(_sent(value))
         return value
+
+    def find_mixing(self, mode: bool, chunks: int) -> list[str]:
+        """Return the outputs of the model that are not those of its micro-batches, for the example."""
+        chunks = min(chunks, self.size)
+        if chunks < 2:
+            return []
+        self._whole.train(mode)
+        try:  # each sample twice, since a micro-batch of one sample may be a special case
+            batch = [leaf.repeat_interleave(2, 0) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+            parts, sizes = parts_of(batch, chunks), sizes_of(batch, batch, chunks)
+            with _seeded([self._whole]), _WithoutBatchNorm(), _WithoutChance():  # type: ignore[no-untyped-call]
+                wanted, again, *found = map(self._outputs, (batch, batch, *parts))
+        except Exception:  # the model does not accept this size: a pipeline raises the error for such a batch
+            return []
+        own = {each.dtype for each in (*wanted, *self._whole.parameters()) if each.is_floating_point()}
+        allowed = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in own)])
+        if len({*map(len, (wanted, again, *found))}) > 1 or not all(map(is_close, wanted, again, repeat(allowed))):
+            return []  # lists of samples, or random in a way that is not replaced
+        shares = [size / sum(sizes) for size in sizes]
+        return [
+            f"output {number}"
+            for number, (whole, *several) in enumerate(zip(wanted, *found, strict=True))
+            if not are_parts(whole, several, shares, allowed)
+        ]
+
+    def _outputs(self, given: Sequence[Any]) -> list[Tensor]:
+        """Run the model with copies of its buffers; return the outputs whose values can be compared."""
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        buffers = {name: buffer.clone() for name, buffer in self._whole.named_buffers()}
+        if self._inputs is None:
+            found = functional_call(self._whole, buffers, (tree_unflatten(own, self._form),))
+        else:
+            found = functional_call(self._whole, buffers, (), self._inputs.named(own))
+        return [each.detach() for each in tree_leaves(found) if isinstance(each, Tensor) and each.is_floating_point()]
 
     def _results(
         self,
@@ -201,6 +257,30 @@ def _alike(one: Any, other: Any) -> bool:
     except (AssertionError, TypeError, ValueError):
         return False
     return True
+
+
+class _WithoutBatchNorm(TorchFunctionMode):
+    """Leave out batch normalization, which is known to see one micro-batch at a time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in (functional.batch_norm, torch.batch_norm):
+            return (args[0] if args else named["input"]).clone()
+        return func(*args, **named)
+
+
+class _WithoutChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replace random numbers by constants, as a batch and its micro-batches would draw different ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        found = func(*args, **(kwargs or {}))
+        # Attention and recurrent layers have this tag, too, but compute from their inputs.
+        if torch.Tag.nondeterministic_seeded in func.tags and not re.search("attention|rnn", func.name()):
+            for each in tree_leaves(found):
+                each.fill_(0.5 if each.is_floating_point() else each.dtype == torch.bool)
+        return found
 
 
 def _sent(value: Any) -> Any:

@@ -155,6 +155,8 @@ class Inputs:
         arguments = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         self._needed = [each.name for each in arguments if each.name in self._names and each.default is each.empty]
+        by_name = {each.name for each in arguments if each.kind is each.KEYWORD_ONLY}
+        self._spread = [name for name in self._names if name in self._needed or name not in by_name]  # over a tuple
         if not self._names:
             raise UsageError(
                 f"{self._model}.forward has no named argument, so a pipeline does not know what to pass: wrap "
@@ -181,10 +183,17 @@ class Inputs:
     def _named(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, dict) and inputs and set(inputs) <= set(self._names) >= set(self._needed):
             return {name: inputs[name] for name in self._names if name in inputs}
-        names = self._needed or self._names
-        if isinstance(inputs, (tuple, list)) and len(names) > 1:
-            return dict(zip(names, inputs, strict=False))
-        return {names[0]: inputs}
+        if not isinstance(inputs, (tuple, list)) or len(self._spread) < 2:
+            return {(self._needed or self._names)[0]: inputs}
+        names = self._needed if len(inputs) == len(self._needed) else self._spread
+        named = dict(zip(names, inputs, strict=False))
+        if len(inputs) > len(named) or not named.keys() >= set(self._needed):
+            raise UsageError(
+                f"{self._model}.forward takes the arguments {listed(self._spread)}, over which a tuple is spread, and "
+                f"this one has {len(inputs)} elements. If it is one argument, or others are missing, pass a dictionary "
+                f"by the names: {{{self._spread[0]!r}: ...}}"
+            )
+        return named
 
     def __call__(self, inputs: Any) -> tuple[None, list[Any]]:
         """Return the inputs of the first stage.

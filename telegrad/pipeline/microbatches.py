@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -66,15 +68,41 @@ def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
 def joined(parts: list[Any]) -> Any:
     """Join the outputs of all micro-batches."""
     leaves, form = [tree_leaves(part) for part in parts], tree_flatten(parts[0])[1]
-    for path, value in tree_flatten_with_path(parts[0])[0]:
-        if isinstance(value, Tensor) and not value.ndim:
-            raise UsageError(
-                f"the output{keystr(path)} of the model is one number for each micro-batch, with no dimension "
-                "to join these along: return value[None], and combine the elements"
-            )
+    for path in scalars_of(parts[0]):
+        raise UsageError(
+            f"the output{path} of the model is one number for each micro-batch, with no dimension "
+            "to join these along: return value[None], and combine the elements"
+        )
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
     )
+
+
+def are_parts(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allowed: float) -> bool:
+    """Return True if an output of a batch equals those of its micro-batches: each, their mean, or all joined."""
+    if all(is_close(whole, part, allowed) for part in parts):
+        return True
+    if not whole.dim():  # a mean over the samples, which may be added to a loss that is one
+        return is_close(whole, sum(map(operator.mul, parts, weights), torch.zeros_like(whole)), allowed)
+    for dimension in range(whole.dim()):
+        with contextlib.suppress(RuntimeError):  # their other sizes differ
+            if is_close(whole, torch.cat([*parts], dimension), allowed):
+                return True
+    return False
+
+
+def is_close(one: Tensor, other: Tensor, allowed: float) -> bool:
+    """Return True if the norm of the difference is at most this part of the norm."""
+    if one.shape != other.shape:
+        return False
+    one, other = (each.float().nan_to_num(0.0, 0.0, 0.0) for each in (one, other))
+    return bool((one - other).norm() <= allowed * max(one.norm(), other.norm()))
+
+
+def scalars_of(output: Any) -> list[str]:
+    """Return the paths of the tensors without dimensions."""
+    leaves = tree_flatten_with_path(output)[0]
+    return [keystr(path) for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.dim()]
 
 
 def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float], bool]:
@@ -115,8 +143,19 @@ def check_sum(
     coarsest = max(torch.finfo(each.dtype).eps for each in (value, *leaves) if each.is_floating_point())
     whole, parts = value.item(), [each.item() for each in losses]
     name = getattr(loss, "__qualname__", type(loss).__name__)
-    is_equal = whole == sum(parts) or abs(whole - sum(parts)) <= math.sqrt(coarsest) * sum(map(abs, parts))
-    if not (is_equal or (math.isnan(whole) and math.isnan(sum(parts)))):
+    allowed = math.sqrt(coarsest) * sum(map(abs, parts))
+
+    def differs(value: float) -> bool:
+        both_nan = math.isnan(whole) and math.isnan(value)
+        return not (whole == value or abs(whole - value) <= allowed or both_nan)
+
+    if differs(sum(parts)):
+        if differs(again := loss(joined([*outputs]), joined([*targets])).item()):
+            raise UsageError(
+                f"the loss {name} is random, as with dropout: for the same outputs, it is {whole:.6g} and {again:.6g}. "
+                "So a pipeline cannot find out if it is the mean or the sum over the samples: give reduction='mean' or "
+                "reduction='sum', or do what is random in the last stage"
+            )
         raise UsageError(
             f"the loss {name} of this batch is {whole:.6g}, but its micro-batches give {sum(parts):.6g}: {_NO_MEAN}"
         )

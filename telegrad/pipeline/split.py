@@ -43,6 +43,7 @@ def split_model(
     balance: Sequence[int] | None = None,
     example: Any = None,
     check: bool = True,
+    chunks: int = 1,
 ) -> SplitModel:
     """Cut a model into `count` stages, `at` the modules of these names, or by numbers of children of a sequence.
 
@@ -72,7 +73,7 @@ def split_model(
     stages, parts = [stage for stage, _ in made], [part for _, part in made]
     found = SplitModel(stages, parts, _shared(stages, nn.Module.named_parameters), inputs)
     if check and example is not None:
-        verify_stages(model, stages, inputs, example)
+        verify_stages(model, stages, inputs, example, chunks)
     return found
 
 

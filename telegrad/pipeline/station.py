@@ -27,7 +27,7 @@ from telegrad.ext.references import RRef
 from telegrad.ext.values import INFERENCE, NO_GRAD
 from telegrad.ext.workers import Identity, current
 from telegrad.pipeline import pipeline_schedule as schedule
-from telegrad.pipeline.microbatches import Loss, check_scalar, check_sum
+from telegrad.pipeline.microbatches import Loss, check_scalar, check_sum, scalars_of
 from telegrad.pipeline.pipeline_schedule import Action, InputKey, TiedWeight, input_of, plan, with_tied
 from telegrad.pipeline.stage import Backward, PackedValue, Stage, StageInput, detach, pack_value
 from telegrad.rpc.functions import must_finish
@@ -69,6 +69,7 @@ class BatchResult(NamedTuple):
     gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
     of_targets: dict[int, Sequence[Tensor | None]]
     rode: list[tuple[bool, Any]]  # empty, or the result of the rider: True and its value, or False and its failure
+    scalars: list[str]  # the paths of outputs that are one number for each of several micro-batches
 
 
 class StageMessage(NamedTuple):
@@ -117,7 +118,7 @@ class BatchRun:
         self._setting = resumed if flags or scene or self._context is None else self._context.entered
         # Used only by the thread that runs the actions:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
-        self._result = BatchResult([], [], {}, {}, [])
+        self._result = BatchResult([], [], {}, {}, [], [])
         self._outputs: list[Any] = []  # of the micro-batches, with their targets, if the loss must be checked
         self._targets: list[Any] = []
         self._telegrad_known_as = next(iter(stages.values())).name  # the name of the function in errors
@@ -207,8 +208,7 @@ class BatchRun:
         targets = PackedValue(*self._given.targets[action.batch]) if action.stage == self._last else None
         came = [*given.differentiable, *(targets.differentiable if targets is not None else ())]
         inlet = StageInput(came) if came else None
-        tensors = inlet.tensors if inlet is not None else ()
-        count = len(given.positions)
+        tensors, count = inlet.tensors if inlet is not None else (), len(given.positions)
         with self._setting():
             output = stage.run(given.value(tensors[:count]))
             if targets is not None:
@@ -226,6 +226,8 @@ class BatchRun:
         check_root(loss)
         losses = self._result.losses
         losses.append(loss.detach())
+        if len(losses) == 1 < self.spec.batches:
+            self._result.scalars.extend(scalars_of(output))
         if self._given.is_unsure:
             for values, value in ((self._outputs, output), (self._targets, targets)):
                 values.append(tree_map(_severed, value))
@@ -281,8 +283,7 @@ class BatchRun:
     def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Tensor | None]) -> None:
         tie, number = self.spec.tied[action.batch], action.batch
         if action.kind == schedule.SEND_WEIGHT:
-            value = stage.weight(tie.name).detach()
-            self._send_tensors((schedule.LOAD_WEIGHT, tie.replica, number), [value])
+            self._send_tensors((schedule.LOAD_WEIGHT, tie.replica, number), [stage.weight(tie.name).detach()])
             return
         if action.kind == schedule.LOAD_WEIGHT:
             assert given[0] is not None

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, dropout, mse_loss
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
@@ -251,6 +251,32 @@ def test_a_mean_over_samples_needs_no_reduction(loss: Any) -> None:
     inputs, targets = batch(7)
     with autograd.context() as context:
         spread(chunks=3).forward_backward(context, inputs, targets, loss)
+
+
+def test_an_output_of_each_micro_batch_causes_one_warning() -> None:
+    pipeline, (inputs, targets) = Pipeline([whole(), WithAux()], chunks=4), batch(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with autograd.context() as context:
+                pipeline.forward_backward(context, inputs, targets, lambda outputs, to: mse_loss(outputs[0], to))
+    assert [str(each.message)[:52] for each in caught] == ["the output[1] of the last stage is one number for ea"]
+
+
+class WithAux(nn.Module):
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return value, value.mean(0).square().sum()
+
+
+def test_a_random_loss_is_said_to_be_random() -> None:
+    pipeline, (inputs, targets), loss = spread(chunks=4), batch(8), lambda outputs, to: mse_loss(dropout(outputs), to)
+    with (
+        pytest.raises(UsageError, match=r"is random, as with dropout: .*reduction='mean'"),
+        autograd.context() as context,
+    ):
+        pipeline.forward_backward(context, inputs, targets, loss)
+    with autograd.context() as context:
+        pipeline.forward_backward(context, inputs, targets, loss, "mean")
 
 
 def test_a_loss_of_frozen_stages_may_have_parameters_that_are_not_known() -> None:

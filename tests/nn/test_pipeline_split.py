@@ -167,8 +167,8 @@ def trained(pipeline: Pipeline, optimizer: DistributedOptimizer, inputs: Any, ta
 def test_a_checkpoint_is_loaded_into_another_cut_and_the_whole_model(tmp_path: pathlib.Path) -> None:
     model, other, (inputs, targets) = Own().double().eval(), Own().double(), plain_batch()
     other.table, other.plain = model.table, model.plain  # these are not in the state
-    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"], example=inputs)
-    second = Pipeline.split(other, ["w2", "w0"], at=["second"], example=inputs).eval()
+    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"], chunks=1, example=inputs)
+    second = Pipeline.split(other, ["w2", "w0"], at=["second"], chunks=1, example=inputs).eval()
     states: list[dict[str, Any]] = []
     for pipeline in (first, second):
         optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
@@ -207,6 +207,27 @@ def test_parameters_that_stages_share_are_tied(workers: list[str], tmp_path: pat
     inputs, _ = plain_batch()
     with torch.no_grad():
         assert torch.allclose(other(inputs), model(inputs))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor, shift: Tensor | None = None) -> Tensor:
+        value = self.first(value)
+        return self.last(value if shift is None else value + shift)
+
+
+def test_a_tuple_is_spread_over_arguments_with_defaults_too() -> None:
+    model, given = Shifted(), (torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+    pipeline = Pipeline.split(model, WORKERS[:2], at=["last"], chunks=2, example=given)
+    with torch.no_grad():
+        assert torch.allclose(pipeline(given), model(*given))
+    with pytest.raises(UsageError, match=r"the arguments value, shift, .* has 3 elements\..*\{'value': \.\.\.\}"):
+        pipeline((*given, given[0]))
+    with pytest.raises(UsageError, match="one has 1 elements"):
+        Pipeline.split(Masked(), WORKERS[:2], at=["norm"], example=given[:1])
 
 
 def test_wrong_arguments_of_split() -> None:

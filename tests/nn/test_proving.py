@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch.nn.functional import batch_norm, dropout
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -464,6 +464,55 @@ def test_a_sequence_is_compared_if_there_is_an_example() -> None:
     assert len(split_model(model, 2, at=["1"]).stages) == 2
     with pytest.raises(UsageError, match="differ from the model in training, with 8 samples: output 0"):
         split_model(model, 2, at=["1"], example=torch.randn(8, WIDTH))
+
+
+def centered(model: Two, value: Tensor) -> Tensor:
+    value = model.a(value).tanh()
+    return model.b(value - value.mean(0))
+
+
+def with_aux_in_training(model: Two, value: Tensor) -> tuple[Tensor, Tensor]:
+    value = dropout(model.a(value), 0.5, model.training)
+    balance = value.softmax(1).mean(0).square().sum()
+    return model.b(value), balance if model.training else torch.zeros_like(balance)
+
+
+@pytest.mark.parametrize("samples", [2, 10])
+@pytest.mark.parametrize(("function", "output"), [(centered, 0), (with_aux_in_training, 1)])
+def test_a_model_that_mixes_samples_is_refused(function: Any, output: int, samples: int) -> None:
+    example = torch.randn(samples, WIDTH)
+    with pytest.raises(UsageError, match=rf"micro-batches: output {output}\. It mixes or counts samples"):
+        split_model(Two(function), 2, at=["b"], example=example, chunks=4)
+    split_model(Two(function), 2, at=["b"], example=example, chunks=1)
+    with pytest.raises(UsageError, match="mixes or counts samples"):
+        split_model(nn.Sequential(Two(function), nn.Identity()), 2, at=["1"], example=example, chunks=4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        normalized,
+        lambda model, value: model.b(batch_norm(model.a(value), None, None, training=True)),
+        lambda model, value: model.b(dropout(model.a(value)) + torch.randn_like(value)),
+        lambda model, value: model.b(torch.native_dropout(model.a(value), 0.5, True)[0]),
+        lambda model, value: (model.b(model.a(value)), model.a.weight.sum(), value.square().mean()),
+        lambda model, value: model.b(model.a(value)).T,
+    ],
+)
+def test_batch_norm_and_random_numbers_do_not_count_as_mixing(function: Any) -> None:
+    model, example = Two(function), torch.randn(10, WIDTH)
+    before = torch.get_rng_state()
+    split_model(model, 2, at=["b"], example=example, chunks=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda _, value: value * random.random(), lambda _, value: list(value), lambda _, value: value.view(8, WIDTH)],
+)
+def test_what_cannot_be_compared_is_not_called_mixing(function: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Two(function))
+    split_model(model, 2, at=["1"], example=torch.ones(8, WIDTH), chunks=4)
 
 
 def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:

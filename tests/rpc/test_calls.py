@@ -167,10 +167,13 @@ def test_only_functions_are_said_to_be_repeatable() -> None:
     with agents_here(2) as (_, b):
         event = remote("w1", threading.Event)
         waits = event.rpc_async().wait()
+        asked = event._call_async("wait", 0, (), {}, "Pipeline.forward_backward")
         assert not event.rpc_sync().is_set()
         links.cut(b)
         with pytest.raises(errors.PeerLost, match=r"of wait\(\) of the value of a reference was in flight for \S+ s$"):
             waits.wait()
+        with pytest.raises(errors.PeerLost, match=r"of Pipeline.forward_backward was in flight for \S+ s$"):
+            asked.wait()
         event.rpc_sync().set()
 
 

@@ -272,7 +272,8 @@ class PendingCall:
 
     def connection_lost_error(self, reason: PeerError) -> PeerError:
         age = perf_counter() - self.begun
-        can_repeat = isinstance(reason, PeerLost) and not hasattr(self.label, KNOWN_AS)  # a function of the user
+        is_users = callable(self.label) and not hasattr(self.label, KNOWN_AS)  # a text is the name of a call of ours
+        can_repeat = isinstance(reason, PeerLost) and is_users
         again = "; rpc_sync and rpc_async repeat it with idempotent=True" if can_repeat else ""
         error = type(reason)(f"{reason}. This call of {user_name(self.label)} was in flight for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
