@@ -301,7 +301,7 @@ class Held(nn.Module):
 def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
-    for state, told in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"a": {"b": [torch.eye(2).to_sparse()]}}, "a.b.0, a torch.sparse_coo tensor"),
         ({"a": nested}, "a, a nested tensor"),
         ({"a": quantized}, "a, a quantized tensor"),
@@ -309,7 +309,8 @@ def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.
         ({"model": Held("meta")}, "model.table, a meta tensor"),
         ({"model": nn.LazyLinear(1)}, "model.weight, a lazy tensor"),
         ({"model": RemoteModule("w1", Held, ("sparse",))}, "model.table, a torch.sparse_coo tensor"),
-    ]:
+    ]
+    for state, told in refused:
         for wait in (True, False):
             with pytest.raises(UsageError, match=f"^a checkpoint cannot contain {told}: save a dense tensor with its"):
                 checkpoint.save(state, tmp_path, wait=wait)
