@@ -7,7 +7,7 @@ import pathlib
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
+import telegrad
 from telegrad import autograd, checkpoint
 from telegrad._core.worker import current
 from telegrad.errors import CannotEncode, UsageError
@@ -220,3 +221,115 @@ def test_owners_with_different_values_in_a_group_are_refused(worker: None, tmp_p
     assert before["param_groups"][0]["largest"] != before["param_groups"][1]["largest"]
     checkpoint.load({"optimizer": apart}, tmp_path)
     assert alike(apart.state_dict(), before)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+def test_tensors_are_written_in_place(worker: None, tmp_path: pathlib.Path) -> None:
+    model, weight, base = nn.Linear(2, 1), nn.Parameter(torch.ones(2)), torch.ones(3, 2)
+    with torch.inference_mode():
+        fixed = torch.ones(1)
+    conjugate = torch.tensor([1 + 2j]).conj()
+    pair = Pair(torch.tensor(4), 5)
+    state: dict[str, Any] = {"weight": weight, "nested": {1: [base.t(), "text"], "pair": pair}, "fixed": fixed}
+    state |= {"model": dict(model.state_dict()), "conjugate": conjugate, "step": 3}
+    checkpoint.save(state, tmp_path)
+    expected = copy.deepcopy(state)
+    with torch.no_grad():
+        for each in (*model.parameters(), weight, base, pair.first, conjugate):
+            each.zero_()
+    state |= {"nested": {1: [base.t(), "other"], "pair": pair._replace(second=0)}, "step": 0}
+    version = weight._version
+    telegrad.recover(state, tmp_path)
+    assert alike(state, expected)
+    assert alike(dict(model.state_dict()), expected["model"])
+    assert all(state[name] is value for name, value in {"weight": weight, "fixed": fixed}.items())
+    assert state["nested"]["pair"].first is pair.first
+    assert torch.equal(base, torch.ones(3, 2))
+    assert weight._version > version
+
+
+FLOATS = "torch.float32 tensor of shape"
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (torch.ones(2, 3), torch.zeros(3, 2), rf"^value in the state is a {FLOATS} \(3, 2\), and a {FLOATS} \(2, 3\)"),
+        (
+            torch.ones(1),
+            torch.zeros(()),
+            rf"a {FLOATS} \(\), and a {FLOATS} \(1,\) in the checkpoint: nothing was l",
+        ),
+        (torch.ones(2), torch.zeros(2, dtype=torch.int64), rf"a torch.int64 tensor of shape \(2,\), and a {FLOATS}"),
+        (torch.ones(2) * 1j, torch.zeros(2), r"\(2,\), and a torch.complex64 tensor of shape \(2,\) in the checkpoint"),
+        (torch.ones(2), torch.zeros(2, device="meta"), "is a meta tensor, and a torch.float32 tensor"),
+        (
+            (torch.eye(2).to_sparse(),),
+            (torch.eye(2).to_sparse(),),
+            "^value.0 in the state is a torch.sparse_coo ten",
+        ),
+        (3, torch.zeros(()), r"\(\), and of type int in the checkpoint"),
+        (
+            [torch.ones(1)],
+            [torch.zeros(1)] * 2,
+            "of type list and length 2, and of type list and length 1 in the",
+        ),
+        ({"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}, "^the checkpoint has no value.b: nothing"),
+        (
+            torch.ones(2, 3),
+            torch.zeros(3).expand(2, 3),
+            "^elements of value in the state share memory: give a ten",
+        ),
+        (torch.ones(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1)), "^elements of value in the state share memory"),
+    ],
+)
+def test_a_tensor_that_cannot_be_written_leaves_the_state_as_it_was(
+    worker: None, tmp_path: pathlib.Path, saved: Any, own: Any, message: str
+) -> None:
+    layer = RemoteModule("w1", nn.Linear, (1, 1))
+    checkpoint.save({"early": torch.ones(1), "layer": layer, "step": 3, "value": saved}, tmp_path)
+    layer.load_state_dict({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+    state = {"early": torch.zeros(1), "layer": layer, "step": 0, "value": own}
+    before = dict(state)
+    with pytest.raises(UsageError, match=message):
+        checkpoint.load(state, tmp_path)
+    assert all(state[key] is value for key, value in before.items())
+    assert not any(value.any() for value in (before["early"], *layer.state_dict().values()))
+
+
+class Held(nn.Module):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.eye(2).to_sparse() if layout == "sparse" else torch.ones(2, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"a": {"b": [torch.eye(2).to_sparse()]}}, "a.b.0, a torch.sparse_coo tensor"),
+        ({"a": nested}, "a, a nested tensor"),
+        ({"a": quantized}, "a, a quantized tensor"),
+        ({"a": torch.ones(1, device="meta")}, "a, a meta tensor"),
+        ({"model": Held("meta")}, "model.table, a meta tensor"),
+        ({"model": nn.LazyLinear(1)}, "model.weight, a lazy tensor"),
+        ({"model": RemoteModule("w1", Held, ("sparse",))}, "model.table, a torch.sparse_coo tensor"),
+    ]
+    for state, told in refused:
+        for wait in (True, False):
+            with pytest.raises(UsageError, match=f"^a checkpoint cannot contain {told}: save a dense tensor with its"):
+                checkpoint.save(state, tmp_path, wait=wait)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["w0", "w1", None])
+def test_keys_that_give_two_values_one_name_are_named(worker: None, tmp_path: pathlib.Path, where: str | None) -> None:
+    part = RemoteModule(where, nn.Linear, (1, 1)) if where else {"bias": torch.ones(1)}
+    checkpoint.save({"a.b": torch.ones(1), "a": part}, tmp_path)
+    with pytest.raises(UsageError, match=r"^the keys 'a.*' and 'a.*' of the state both have a value 'a.bias' in"):
+        checkpoint.save({"a.bias": torch.ones(1), "a": part}, tmp_path)

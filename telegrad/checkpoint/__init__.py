@@ -22,7 +22,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from telegrad.checkpoint.background import BackgroundSaves, Copies, HostMemoryPool
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, latest, tidy
 from telegrad.checkpoint.loading import load
-from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
+from telegrad.checkpoint.state import (
+    NO_LIMIT,
+    OwnerState,
+    check_names,
+    check_tensors,
+    folder_of,
+    packed,
+    pickled,
+    shares_of,
+)
 from telegrad.errors import CannotEncode
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all, folded, known_as
@@ -59,7 +68,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
         A `Future` of the path, done when the checkpoint is complete.
 
     Raises:
-        UsageError: `state` is no dictionary with names as keys.
+        UsageError: `state` is no dictionary with names as keys, or contains a tensor that is not dense.
         CannotEncode: an entry cannot be pickled; with `wait=False` the future may raise it.
         CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
@@ -94,13 +103,15 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
             if isinstance(part, Pipeline):
                 part._lend()
     shares, own = shares_of(state)
+    for key, value in own.items():
+        check_tensors(key, packed(value))
     own |= {
         key: {"param_groups": value.state_groups()}
         for key, value in state.items()
         if isinstance(value, DistributedOptimizer)
     }
     here = get_worker_info().name
-    return call_all(
+    begun: Begun = call_all(
         {here: [], **shares},
         lambda worker, theirs: rpc_async(
             worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
@@ -108,6 +119,8 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
         f"checkpoint.save: gathering the state for {path!r}",
         limit=current.agent().timeout,
     )
+    check_names(plan.planner_data for _, plan in begun.values())
+    return begun
 
 
 def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> None:
@@ -166,21 +179,23 @@ class Saver:
         self._copies = Copies(here.attached(HostMemoryPool), here.attached(StepCounter).note) if copies else None
         state = {key: packed(value) for key, value in own.items()}
         for share in shares:
-            state.setdefault(share.key, {}).update(self._part(share.branch))
-        self._planner = _Planner()
-        self._planner.set_up_planner(state, is_coordinator=False)
+            state.setdefault(share.key, {}).update(self._part(*share))
+        check_names(_planner_of({key: value}).mappings for key, value in state.items())
+        self._planner = _planner_of(state)
         self._writer = _writer_to(path, False)
         self.plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _part(self, branch: RemotePart) -> dict[str, Any]:
+    def _part(self, key: str, branch: RemotePart) -> dict[str, Any]:
         value = branch.root.local_value()
         is_optimizer = isinstance(value, LocalOptimizer)
         part = value.state() if is_optimizer else state_of(branch)
+        wrapped = packed if is_optimizer else pickled
+        for name, each in part.items():
+            check_tensors(f"{key}.{name}", wrapped(each))
         if self._copies is not None:
             part = self._copies.of(part)
-        if is_optimizer:
-            return {"state": {name: packed(each) for name, each in part.items()}}
-        return {name: pickled(each) for name, each in part.items()}
+        found = {name: wrapped(each) for name, each in part.items()}
+        return {"state": found} if is_optimizer else found
 
     def write(self, plan: SavePlan) -> list[WriteResult]:
         try:
@@ -190,6 +205,12 @@ class Saver:
         finally:
             if self._copies is not None:
                 self._copies.give_back()
+
+
+def _planner_of(state: dict[str, Any]) -> _Planner:
+    planner = _Planner()
+    planner.set_up_planner(state, is_coordinator=False)
+    return planner
 
 
 def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, MutableMapping
 from math import inf
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, pickled, shares_of, unpacked
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, kind_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import StepCounter, call_all, folded
@@ -25,18 +27,24 @@ from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
+_ALIKE = (
+    "nothing was loaded. A tensor in the state is written in place: give one of the same form, or None to get the "
+    "value of the checkpoint"
+)
+
 
 @folded
 def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """Load a checkpoint of `save` into a state of the same form, for any distribution of its parts over workers.
 
     Args:
-        state: models, optimizers and objects with `load_state_dict` are changed in place; plain values in it are
-            replaced.
+        state: models, optimizers, objects with `load_state_dict` and tensors are changed in place, also tensors in
+            dictionaries, lists and tuples. Plain values in it are replaced.
         checkpoint_id: the folder, which all workers must see under that path.
 
     Raises:
-        UsageError: the folder contains no complete checkpoint, or one of a different state.
+        UsageError: the folder contains no complete checkpoint, or one of a different state. If a tensor in `state` has
+            another shape or type, nothing was loaded.
         CallTimeout: an owner made no progress for `rpc_timeout`.
         WorkersFailed: several workers could not read the checkpoint.
 
@@ -52,21 +60,81 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     path = folder_of("load", state, checkpoint_id)
     metadata = _contents(path)
     shares, own = shares_of(state)
+    writes: list[tuple[Tensor, Tensor]] = []
+    found = {key: _find(path, metadata, (key,)) for key in own}
+    for key in own:
+        if not hasattr(state[key], "load_state_dict"):
+            found[key] = _with_own(key, state[key], found[key], writes)
     call_all(
         shares,
         lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
         f"checkpoint.load: reading {path!r}",
         limit=current.agent().timeout,
     )
+    for tensor, values in writes:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(values)
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
             value.load_groups(_find(path, metadata, (key, "param_groups")))
+        elif hasattr(value, "load_state_dict") and key in own:
+            value.load_state_dict(found[key])
         elif key in own:
-            found = _find(path, metadata, (key,))
-            if hasattr(value, "load_state_dict"):
-                value.load_state_dict(found)
-            else:
-                state[key] = found
+            state[key] = found[key]
+
+
+def _with_own(name: str, own: Any, found: Any, writes: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return a value of the checkpoint with the tensors of `own` in place of its own; list these pairs in `writes`.
+
+    Raises:
+        UsageError: a tensor of `own` cannot be written, or the checkpoint has no such tensor.
+    """
+    if isinstance(own, Tensor):
+        _check_target(name, own, found)
+        writes.append((own, found))
+        return own
+    if not _has_tensors(own):
+        return found
+    if isinstance(own, Mapping) and isinstance(found, MutableMapping):
+        for key, part in own.items():
+            if key in found:
+                found[key] = _with_own(f"{name}.{key}", part, found[key], writes)
+            elif _has_tensors(part):
+                raise UsageError(f"the checkpoint has no {name}.{key}: {_ALIKE}")
+        return found
+    if isinstance(own, list | tuple) and isinstance(found, list | tuple) and len(own) == len(found):
+        pairs = enumerate(zip(own, found, strict=True))
+        parts = [_with_own(f"{name}.{number}", *pair, writes) for number, pair in pairs]
+        return getattr(type(found), "_make", type(found))(parts)
+    raise UsageError(_unlike(name, own, found))
+
+
+def _has_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensors, parts))
+
+
+def _check_target(name: str, own: Tensor, found: Any) -> None:
+    if kind_of(own) or _described(own) != _described(found):
+        raise UsageError(_unlike(name, own, found))
+    reach = 0
+    for step, size in sorted(zip(own.stride(), own.shape, strict=True)):
+        if size > 1 and step <= reach and own.numel():
+            raise UsageError(
+                f"elements of {name} in the state share memory: give a tensor without overlaps, as by clone()"
+            )
+        reach += step * (size - 1)
+
+
+def _unlike(name: str, own: Any, found: Any) -> str:
+    return f"{name} in the state is {_described(own)}, and {_described(found)} in the checkpoint: {_ALIKE}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else "tensor"  # such as a DTensor
+        return kind_of(value) or f"a {value.dtype} {kind} of shape {tuple(value.shape)}"
+    return f"of type {type(value).__name__}" + (f" and length {len(value)}" if isinstance(value, list | tuple) else "")
 
 
 # Called on each worker

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import is_path, short_repr
@@ -57,6 +58,42 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
     for share in shares:
         by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
     return by_worker, own
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the kind of a tensor that torch cannot write to a checkpoint, or ""."""
+    kinds = {
+        "meta": tensor.is_meta,
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "lazy": nn.parameter.is_lazy(tensor),
+        str(tensor.layout): tensor.layout is not torch.strided,
+    }
+    return next((f"a {kind} tensor" for kind, is_it in kinds.items() if is_it), "")
+
+
+def check_tensors(name: str, value: Any) -> None:
+    """Raise UsageError if torch cannot write a tensor in a value of the form that `packed` returns."""
+    if type(value) in (dict, list):
+        for key, part in value.items() if type(value) is dict else enumerate(value):
+            check_tensors(f"{name}.{key}", part)
+    elif isinstance(value, Tensor) and (kind := kind_of(value)):
+        raise UsageError(
+            f"a checkpoint cannot contain {name}, {kind}: save a dense tensor with its values instead, or leave it out"
+        )
+
+
+def check_names(ways: Iterable[Mapping[str, Sequence[str | int]]]) -> None:
+    """Raise UsageError if values in different places of the state have the same name; `ways` are places by names."""
+    found: dict[str, Sequence[str | int]] = {}
+    for each in ways:
+        for name, way in each.items():
+            other = found.setdefault(name, way)
+            if other != way:
+                raise UsageError(
+                    f"the keys {other[0]!r} and {way[0]!r} of the state both have a value {name!r} in the checkpoint: "
+                    "rename one of them"
+                )
 
 
 class Pickled:

@@ -108,7 +108,7 @@ def scalars_of(output: Any) -> list[str]:
 def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float], bool]:
     """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
 
-    The last value is True if `check_sum` must confirm that. It is False for torch's own losses and one micro-batch.
+    The last value is True if `check_sum` must confirm that. It is False for one micro-batch, and torch's own losses.
 
     Raises:
         UsageError: `loss` returns no scalar, or contradicts `reduction`.
@@ -124,11 +124,16 @@ def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any
 
 
 def _is_of_torch(loss: Any) -> bool:
-    """Return True for torch's own losses without the options that replace `reduction`."""
+    """Return True for torch's own losses without options that replace `reduction`, or could be weights of samples."""
     options = loss.keywords if isinstance(loss, partial) else {}
     function = loss.func if isinstance(loss, partial) and not loss.args else loss
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
-    return home in ("torch.nn.modules.loss", "torch.nn.functional") and not {"size_average", "reduce"} & options.keys()
+    values = [*options.values(), *(function.buffers() if isinstance(function, nn.Module) else ())]
+    if {"size_average", "reduce"} & options.keys() or any(
+        isinstance(each, Tensor) and each.dim() > 1 for each in values
+    ):
+        return False  # weights of classes have one dimension
+    return home in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
 def check_sum(

@@ -47,6 +47,7 @@ class Stage:
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
         self._sample: Tensor | None = None  # a tensor of the module
+        self._replicas: dict[str, tuple[bool, bool]] = {}  # tied weights: do they, and the stage, require gradients?
         self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
         with _lock:
             self._turns = _turns.setdefault(self._module, FifoLock())
@@ -91,6 +92,7 @@ class Stage:
             elif last in holder._parameters:
                 del holder._parameters[last]
                 holder.register_buffer(last, replica)
+        self._replicas[name] = own.requires_grad, self._trains()
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Copy the owner's value to a replica."""
@@ -99,6 +101,24 @@ class Stage:
         if not torch.equal(weight, value):  # avoid a write: another pending batch may have saved the tensor
             with torch.no_grad():
                 weight.copy_(value)
+
+    def follow(self, name: str, trains: bool, owner: str) -> None:
+        """Make a replica require gradients if its owner does.
+
+        Raises:
+            UsageError: the replica or all parameters of its stage were frozen after it was tied, and the owner was not.
+        """
+        weight, (trained, stage_trained) = self.weight(name), self._replicas[name]
+        if trains and ((trained and not weight.requires_grad) or (stage_trained and not self._trains())):
+            raise UsageError(
+                f"{self.name} was frozen after its weight {name!r} was tied to {owner!r}, which is not frozen: freeze "
+                "that one, or freeze only the rest of this stage, before the pipeline is made"
+            )
+        weight.requires_grad_(trains)
+        self._replicas[name] = trains, stage_trained
+
+    def _trains(self) -> bool:
+        return any(each.requires_grad for each in self._module.parameters())
 
     def _check_shape(self, name: str, value: Tensor) -> None:
         own = self.weight(name)

@@ -280,18 +280,18 @@ class BatchRun:
 
     # Weights of several stages
 
-    def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Tensor | None]) -> None:
+    def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Any]) -> None:
         tie, number = self.spec.tied[action.batch], action.batch
+        gradients: Any = self._context and self._context.gradients
         if action.kind == schedule.SEND_WEIGHT:
-            self._send_tensors((schedule.LOAD_WEIGHT, tie.replica, number), [stage.weight(tie.name).detach()])
-            return
-        if action.kind == schedule.LOAD_WEIGHT:
-            assert given[0] is not None
-            stage.set_weight(tie.name_there, given[0])
-            return
-        assert self._context is not None
-        gradients = self._context.gradients
-        if action.kind == schedule.SEND_GRADIENT:
+            weight, key = stage.weight(tie.name), (schedule.LOAD_WEIGHT, tie.replica, number)
+            self._send_tensors(key, [weight.detach(), *[None] * (not weight.requires_grad)])
+        elif action.kind == schedule.LOAD_WEIGHT:
+            value, *frozen = given
+            stage.set_weight(tie.name_there, value)
+            if self.spec.trains:
+                stage.follow(tie.name_there, not frozen, f"{tie.owner}.{tie.name}")
+        elif action.kind == schedule.SEND_GRADIENT:
             gradient = gradients.take(stage.weight(tie.name_there))
             self._send_tensors((schedule.ADD_GRADIENT, tie.owner, number), [gradient])
         elif given[0] is not None and stage.weight(tie.name).requires_grad:

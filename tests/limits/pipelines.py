@@ -64,6 +64,14 @@ with autograd.context() as context_id:
     tied.forward_backward(context_id, x, x, nn.functional.mse_loss)
 UsageError: stage 1 of 2 of a Pipeline (Linear) has no parameter 'weights' that could be tied; it has weight, bias
 -> names of parameters
+## freezing a tied parameter through a later stage
+second = nn.Linear(3, 3)
+tied = Pipeline([remote, second], tied=[("0.weight", "1.weight")])
+second.requires_grad_(False)
+with autograd.context() as context_id:
+    tied.forward_backward(context_id, x, x, nn.functional.mse_loss)
+UsageError: stage 2 of 2 of a Pipeline (Linear) was frozen after its weight 'weight' was tied to '0.weight', which is
+-> the first stage
 ## tied parameters of other shapes
 tied = Pipeline([remote, nn.Linear(3, 4)], tied=[("0.weight", "1.weight")])
 with autograd.context() as context_id:

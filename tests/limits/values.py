@@ -237,5 +237,23 @@ checkpoint.save({'step': 1}, folder)
 checkpoint.load({'model': remote}, folder)
 UsageError: the checkpoint in ... has no model.bias, model.weight
 -> the names that were saved
+## loading over a tensor of another shape or type
+checkpoint.save({'w': torch.ones(2, 3)}, folder)
+checkpoint.load({'w': torch.ones(3, 2)}, folder)
+UsageError: w in the state is a torch.float32 tensor of shape (3, 2), and a torch.float32 tensor of shape (2, 3) in the
+-> a tensor like the saved one, or None to get that
+## loading over a tensor whose elements share memory
+checkpoint.save({'w': torch.ones(2, 3)}, folder)
+checkpoint.load({'w': torch.ones(3).expand(2, 3)}, folder)
+UsageError: elements of w in the state share memory: give a tensor without overlaps, as by clone()
+-> `clone()`
+## saving sparse, nested, quantized, meta and lazy tensors
+checkpoint.save({'model': {'mask': torch.eye(3).to_sparse()}}, folder)
+UsageError: a checkpoint cannot contain model.mask, a torch.sparse_coo tensor: save a dense tensor
+-> a dense tensor
+## two values of one name
+checkpoint.save({'model': {'weight': 1}, 'model.weight': 2}, folder)
+UsageError: the keys 'model' and 'model.weight' of the state both have a value 'model.weight' in the checkpoint
+-> other keys
 """,
 }

@@ -279,6 +279,20 @@ def test_a_random_loss_is_said_to_be_random() -> None:
         pipeline.forward_backward(context, inputs, targets, loss, "mean")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_of_samples_in_losses_of_torch_are_refused(reduction: str) -> None:
+    pipeline, inputs = spread(chunks=4), batch(4)[0]
+    targets = torch.ones(4, 3, dtype=inputs.dtype)
+    weight = torch.tensor([[1.0], [9], [0], [3]])
+    function = partial(nn.functional.multilabel_soft_margin_loss, weight=weight, reduction=reduction)
+    for loss in (function, nn.MultiLabelSoftMarginLoss(weight, reduction=reduction)):
+        with pytest.raises(UsageError, match="but its micro-batches give"), autograd.context() as context:
+            pipeline.forward_backward(context, inputs, targets, loss)
+    with autograd.context() as context:
+        of_classes = nn.MultiLabelSoftMarginLoss(weight[:3].t(), reduction=reduction)
+        pipeline.forward_backward(context, inputs, targets, of_classes)
+
+
 def test_a_loss_of_frozen_stages_may_have_parameters_that_are_not_known() -> None:
     scale, batches = nn.Parameter(torch.ones(())), [torch.ones(2), torch.ones(2)]
     half = torch.tensor(0.5)

@@ -434,6 +434,55 @@ def test_a_frozen_tied_weight_does_not_change(workers: list[str]) -> None:
     assert torch.equal(first.state_dict()["0.weight"], before)
 
 
+def frozen_weight(module: RRef[nn.Module]) -> None:
+    dict(module.local_value().named_buffers())["0.weight"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("freezes", ["stage", "weight"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_freezing_a_tied_weight_through_another_stage_is_refused(freezes: str, is_local: bool) -> None:
+    first = RemoteModule("w1", made, ("plain", 0, 1))
+    second = made("plain", 0, 2) if is_local else RemoteModule("w2", made, ("plain", 0, 2))
+    pipeline = Pipeline([first, second], tied=[("0.0.weight", "1.0.weight")])
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)
+    inputs = torch.randn(4, WIDTH).double()
+
+    def train() -> None:
+        with autograd.context() as context:
+            pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
+
+    train()
+    before = pipeline.state_dict()
+    if freezes == "stage":
+        second.requires_grad_(False)
+    else:
+        place = pipeline._drive().stations[1].owner()
+        rpc_sync(place, frozen_weight, (second.module_rref if isinstance(second, RemoteModule) else RRef(second),))
+    with pytest.raises(
+        UsageError, match=r"^stage 2 of 2 of a Pipeline .* was frozen after its weight '0.weight' was tie"
+    ):
+        train()
+    assert all(torch.equal(value, before[name]) for name, value in pipeline.state_dict().items())
+    with torch.no_grad():
+        pipeline(inputs)
+    second.requires_grad_()
+    first.requires_grad_(False)
+    train()
+    assert torch.equal(first.state_dict()["0.weight"], before["stages.0.0.weight"])
+    first.requires_grad_()
+    train()
+    assert not torch.equal(first.state_dict()["0.weight"], before["stages.0.0.weight"])
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_tied_weight_of_a_frozen_stage_gives_gradients(is_local: bool) -> None:
+    whole = nn.Sequential(made("plain", 0, 1), made("plain", 0, 2).requires_grad_(False))
+    whole.get_submodule("1.0").weight = whole.get_parameter("0.0.weight")
+    second = (made("plain", 0, 2) if is_local else RemoteModule("w2", made, ("plain", 0, 2))).requires_grad_(False)
+    pipeline = Pipeline([RemoteModule("w1", made, ("plain", 0, 1)), second], tied=[("0.0.weight", "1.0.weight")])
+    trains_alike(pipeline, whole, torch.optim.SGD, 4)
+
+
 def frozen_first(seed: int) -> nn.Module:
     module = made("plain", 0, seed)
     module.get_parameter("0.weight").requires_grad_(False)
