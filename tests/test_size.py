@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_045,
-    "lines of the core": 38_214,
-    "lines of the tests": 84_831,
+    "lines of the package": 61_085,
+    "lines of the core": 38_254,
+    "lines of the tests": 84_951,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
