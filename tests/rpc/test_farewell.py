@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
 import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import telegrad.rpc as rpc
 from telegrad._core.membership import leaving as parting
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
@@ -21,8 +24,9 @@ from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Mess
 from telegrad._core.membership.suspects import Suspect
 from telegrad._core.progress import FIRST
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
-from tests.cluster import PATIENCE, agents, free_port
+from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown, TelegradError
+from tests.cluster import PATIENCE, agents, free_port, wait_until
+from tests.cluster import group as processes_of_group
 
 begun, may_end = threading.Event(), threading.Event()
 
@@ -158,6 +162,11 @@ def test_a_worker_that_left_in_order_is_not_lost(group: list[Worker], caplog: py
     assert not caplog.records
 
 
+def together(worker: Worker) -> LeavingTogether:
+    assert isinstance(worker.parting, LeavingTogether)
+    return worker.parting
+
+
 def broken_off() -> PeerUnreachable:
     """Return the error of a connection that is reset in its handshake."""
     error = PeerUnreachable("worker broke off the handshake")
@@ -226,6 +235,74 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
         assert stays.parting._farewell.lost_ones == set(), "once is no death"
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
         assert_ends(waits)
+
+
+def test_handshakes_that_fail_now_and_then_are_no_death(group: list[Worker]) -> None:
+    """A worker that has not called shutdown answers, too."""
+    leader, other = group
+    waits = leaving(other)
+    times(other).get(timeout=PATIENCE)
+    other.agent._connections.tell_lost(leader.me.identity, broken_off())
+    wait_until(lambda: not together(other)._broken)
+    leader.shutdown(True, PATIENCE)
+    assert_ends(waits)
+
+
+def test_a_living_worker_that_seemed_dead_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parting, "BROKEN", -1.0)
+    with agents(3) as made:
+        leader, other, third = made
+        waits = [leaving(other), leaving(third)]
+        wait_until(lambda: together(other)._farewell.inside)
+        other.agent._connections.tell_lost(leader.me.identity, broken_off())
+        waits.append(leaving(leader))
+        for each in waits:
+            assert_ends(each)
+        assert [together(worker)._farewell.lost_ones for worker in made] == [set()] * 3
+
+
+def break_all(duration: float) -> None:
+    """Break the TCP connections of this process, also those that begin, for some seconds."""
+    ends = time.monotonic() + duration
+    while time.monotonic() < ends:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family == socket.AF_INET and sock.getpeername():
+                    sock.shutdown(socket.SHUT_RDWR)
+        threading.Event().wait(0.03)
+
+
+def begin_to_break(duration: float) -> None:
+    threading.Thread(target=break_all, args=(duration,), daemon=True).start()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("_", range(5))
+def test_processes_whose_connections_broke_in_shutdown_end(_: int) -> None:
+    with processes_of_group(3, transport="tcp") as made:
+        for process in made[1:]:
+            process.begin(rpc.shutdown, True, 60)
+        for duration in (0.1, 2.5):
+            made[0].run(call_all_but_me, begin_to_break, duration)
+            made[0].run(call_for, 3.0)
+        made[0].run(rpc.shutdown, True, 60)
+        for process in made[1:]:
+            process.end()
+
+
+def call_all_but_me(function: Any, *args: Any) -> None:
+    for name in ("worker1", "worker2"):
+        rpc.rpc_sync(name, function, args)
+
+
+def call_for(duration: float) -> None:
+    """Call the others, which call each other, so that connections are made again all the time."""
+    ends = time.monotonic() + duration
+    while time.monotonic() < ends:
+        for name, other in (("worker1", "worker2"), ("worker2", "worker1")):
+            with contextlib.suppress(TelegradError):
+                rpc.rpc_sync(name, rpc.rpc_sync, (other, operator.neg, (1,)), timeout=5)
 
 
 def test_repeated_broken_handshakes_are_a_single_doubt(group: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

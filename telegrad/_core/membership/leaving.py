@@ -23,7 +23,7 @@ from telegrad._core.progress import Wait
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
 
 BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
-ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed
+ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed, or a timeout names them
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
 
 log = logging.getLogger("telegrad")
@@ -129,17 +129,17 @@ class Leaving:
                 # A server calls shutdown at once and serves from here until its end: it must not poll then.
                 looks = self.all_leave()
                 if not serving:
-                    left = min(left, self._print(wait))
+                    left = min(left, self._print(wait, left))
                 if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
                     self._changed.clear()
                     pause = FIRST_LOOK
                 else:
                     pause = min(1.5 * pause, LAST_LOOK)
 
-    def _print(self, wait: Wait) -> float:
-        """Print the awaited workers if it is time; return the seconds until the next call."""
+    def _print(self, wait: Wait, left: float) -> float:
+        """Print the awaited workers if it is time; return the seconds until the next call. `left` is until the end."""
         wait.look()
-        ahead = wait.left - ASK_AHEAD
+        ahead = min(wait.left, left) - ASK_AHEAD
         if ahead > 0:
             self._has_asked = False
             return ahead
@@ -169,7 +169,7 @@ class Leaving:
         return []
 
     def ask(self) -> None:
-        """Ask another worker for the names that `missing` returns, if it knows them."""
+        """Ask other workers for what `missing` needs, and for what may have been lost."""
 
     def over(self) -> None:
         """End the wait, because the group ends: the program that started this worker has ended."""

@@ -13,9 +13,11 @@ workers are quiet when they enter, and report that, this counts as the first of 
       | -- Left ------------------> |
 
 A worker that dies is removed; if it led, the others send Entered to the next leader. Leave lists the removed workers.
+A removed worker may be alive, since connections to it can fail for a while: its next message takes it back.
 
 Only the leader knows which workers have entered. A worker that waits for long sends Who, and the leader answers
-Missing.
+Missing. Who also asks for all that may have been lost with a connection: a leader asks its question again, any other
+worker in shutdown answers Entered.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import NamedTuple
 
 
 class Entered(NamedTuple):
-    """The sender wants to shut down. From a leader: send Entered to it."""
+    """The sender wants to shut down."""
 
     begun: int | None = None  # calls since its start, if it is quiet
 
@@ -53,11 +55,11 @@ class Left(NamedTuple):
 
 
 class Who(NamedTuple):
-    """The sender asks which workers it waits for."""
+    """The sender, which wants to shut down, asks which workers it waits for, and what it was not told."""
 
 
 class Missing(NamedTuple):
-    """The workers that have not entered; once all have, those that are not quiet yet."""
+    """The workers that have not entered; once all have, those that are not quiet yet. Only a leader knows them all."""
 
     ids: tuple[int, ...]
     busy: tuple[int, ...] = ()
@@ -79,7 +81,8 @@ class ShutdownBarrier:
         self._entered: set[int] = set()
         self.inside = False  # this worker has called shutdown
         self._round = 0
-        self._asked: int | None = None  # the leader's round that waits for this worker to be quiet
+        self._of_round: set[int] = set()  # the workers that it asks
+        self._asked: dict[int, int] = {}  # rounds that wait for this worker to be quiet, by their leaders
         self._at_entry: dict[int, int] = {}  # calls begun by workers that were quiet when they entered
         self._answers: dict[int, int] = {}
         self._before: dict[int, int] | None = None  # the answers of the previous round
@@ -96,7 +99,7 @@ class ShutdownBarrier:
         """The workers known not to have called shutdown. The leader knows all, others only after `ask_who`."""
         if self.leader == self._me:
             return self._alive - self._entered
-        return self._alive & set(self._told.ids)
+        return (self._alive & set(self._told.ids)) - self._entered
 
     @property
     def busy(self) -> set[int]:
@@ -106,12 +109,17 @@ class ShutdownBarrier:
         return self._alive & set(self._told.busy)
 
     def ask_who(self) -> list[Letter]:
-        return [] if self.leader == self._me or self.state == DONE else [(self.leader, Who())]
+        """Ask the leader which workers it waits for. The leader asks those workers again."""
+        if not self.inside or self.state == DONE:
+            return []
+        if self.leader != self._me:
+            return [(self.leader, Who())]
+        return [letter for other in sorted(self._alive - {self._me}) for letter in self._ask_again(other)]
 
     @property
     def asked(self) -> bool:
-        """Return True if the leader waits for this worker to be quiet."""
-        return self._asked is not None and self.state == WAITING
+        """Return True if a leader waits for this worker to be quiet."""
+        return bool(self._asked) and self.state == WAITING
 
     def enter(self, begun: int | None = None) -> list[Letter]:
         """Enter the barrier: this worker has called shutdown. `begun` as in Entered."""
@@ -123,13 +131,18 @@ class ShutdownBarrier:
         return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
-        if sender not in self._alive or self.state == DONE:
+        if self.state == DONE:
             return []
+        if sender not in self._alive:
+            return self._take_back(sender, message)
+        if not isinstance(message, Missing):  # only a worker in shutdown sends the others
+            self._entered.add(sender)
         if isinstance(message, Entered):
             self._note_entry(sender, message.begun)  # the sender may know before this worker that it leads now
             return self._ask_again(sender) if self.leader == self._me else []
         if isinstance(message, Ask):
-            self._asked = message.round
+            self._asked[sender] = message.round
+            self._told = self._told._replace(ids=())  # all have entered
             return []
         if isinstance(message, Quiet):
             return self._on_quiet(sender, message)
@@ -138,24 +151,36 @@ class ShutdownBarrier:
             self.lost_ones |= set(message.without)
             return [(sender, Left())]
         if isinstance(message, Who):
-            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
-            return [(sender, told)] if self.leader == self._me else []
+            return self._on_who(sender)
         if isinstance(message, Missing):
-            self._told = message
+            if sender == self.leader:
+                self._told = message
             return []
         self._left.add(sender)
         self._check_left()
         return []
 
+    def _take_back(self, sender: int, message: Message) -> list[Letter]:
+        """Wait again for a worker that was removed, but is alive."""
+        if sender not in self.lost_ones or self.state == LEAVING:
+            return []
+        self._alive.add(sender)
+        self.lost_ones.discard(sender)
+        return self.remind(sender) + self.receive(sender, message)
+
+    def _on_who(self, sender: int) -> list[Letter]:
+        if self.leader == self._me:
+            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
+            return [(sender, told), *(self._ask_again(sender) if self.inside else [])]
+        return [(sender, Entered() if self.inside else Missing((self._me,)))]
+
     def quiet(self, begun: int) -> list[Letter]:
         """Report that this worker has no call in flight and runs none now."""
         if not self.asked:
             return []
-        assert self._asked is not None
-        number, self._asked = self._asked, None
-        if self.leader == self._me:
-            return self._on_quiet(self._me, Quiet(number, begun))
-        return [(self.leader, Quiet(number, begun))]
+        asked, self._asked = self._asked, {}
+        mine = self._on_quiet(self._me, Quiet(asked.pop(self._me), begun)) if self._me in asked else []
+        return [(leader, Quiet(number, begun)) for leader, number in asked.items()] + mine
 
     def lost(self, other: int, died: bool = True) -> list[Letter]:
         """Remove another worker that died or left early; without `died`, it left with the group, and Leave follows."""
@@ -166,6 +191,7 @@ class ShutdownBarrier:
         if died and self.state == WAITING:
             self.lost_ones.add(other)
         self._told = Missing(())
+        self._asked.pop(other, None)
         self._answers.pop(other, None)
         self._at_entry.clear()
         if self.state == LEAVING:
@@ -181,10 +207,16 @@ class ShutdownBarrier:
         return self._conclude() if self._round else self._ask_all()
 
     def remind(self, other: int) -> list[Letter]:
-        """Resend to a living worker what may have been lost with a connection, maybe without that worker noticing."""
-        if not self.inside or other not in self._alive or self.state == DONE:
+        """Resend to a living worker what may have been lost with a connection, maybe without that worker noticing.
+
+        Ask for its part, too: its answer shows that it lives.
+        """
+        if not self.inside or self.state == DONE or other not in self._alive | self.lost_ones:
             return []
-        return [(other, Entered()), *(self._ask_again(other) if self.leader == self._me else [])]
+        if other not in self._alive:
+            return [(other, Who())] if self.state == WAITING else []
+        asked = self._ask_again(other) if self.leader == self._me else []
+        return [(other, Entered()), *(asked or [(other, Who())])]
 
     def over(self) -> list[Letter]:
         """End the barrier: the group has ended with one of its workers."""
@@ -202,12 +234,20 @@ class ShutdownBarrier:
         if self._round == 0 and self._at_entry.keys() == self._alive:
             self._before = dict(self._at_entry)
         self._round += 1
+        self._of_round = set(self._alive)
         self._answers = {}
-        self._asked = self._round
+        self._asked[self._me] = self._round
         return [(other, Ask(self._round)) for other in sorted(self._alive - {self._me})]
 
     def _ask_again(self, other: int) -> list[Letter]:
-        return [self._leave(other)] if self.state == LEAVING else self._ask_all()
+        """Repeat what this leader waits for: the other's entry, its answer in this round, or its end."""
+        if self.state == LEAVING:
+            return [] if other in self._left else [self._leave(other)]
+        if other not in self._entered:
+            return [(other, Who())]
+        if self._of_round != self._alive:
+            return self._ask_all()
+        return [] if other in self._answers else [(other, Ask(self._round))]
 
     def _leave(self, other: int) -> Letter:
         return other, Leave(tuple(sorted(self.lost_ones)))
