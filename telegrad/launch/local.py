@@ -88,12 +88,8 @@ class LocalGroup:
                 for rank, (name, role) in enumerate(roles.items(), 1):
                     self._workers.append(_Worker(name, ["--role", role, "--rank", str(rank), *options], self))
                 self._join(listener, rpc_timeout)
-            except BaseException as error:
+            except BaseException:
                 self._end_workers()
-                if isinstance(error, RendezvousError):
-                    from telegrad.ext.calls import fold
-
-                    fold(error)
                 raise
         _wake_at_interrupts()
         atexit.register(self._at_exit)
