@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_739,
+    "lines of the package": 61_741,
     "lines of the core": 38_538,
     "lines of the tests": 85_513,
     "files of the package": 267,

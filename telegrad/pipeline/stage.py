@@ -92,7 +92,9 @@ class Stage:
             elif last in holder._parameters:
                 del holder._parameters[last]
                 holder.register_buffer(last, replica)
-        self._replicas[name] = own.requires_grad, self._trains()
+        self._replicas[name] = own.requires_grad, False
+        trains = self._trains()  # without this parameter, which may have been the last one
+        self._replicas = {each: (trained, trains) for each, (trained, _) in self._replicas.items()}
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Copy the owner's value to a replica."""

@@ -231,7 +231,7 @@ def test_a_backward_pass_reports_the_workers_that_it_waits_for(pair: list[Worker
         pass  # its own part is not reported as done yet
     assert owing == [["w1"]]
     waits = [thread["wait"] for thread in introspection_of(pair[0]).account()["threads"] if thread["wait"] is not None]
-    assert [(wait["what"], wait["on"]) for wait in waits] == [("backward", ["w1"])]
+    assert [(wait["what"], wait["on"]) for wait in waits] == [("asks", []), ("backward", ["w1"])]  # this thread, too
     gate.set()
     training.join(PATIENCE)
 
