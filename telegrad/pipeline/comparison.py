@@ -253,6 +253,8 @@ def _alike(one: Any, other: Any) -> bool:
     try:
         if not isinstance(one, Tensor):
             return type(one) is type(other) and bool(one == other)
+        if one.dtype in (torch.bfloat16, torch.float16) and isinstance(other, Tensor) and other.dtype == one.dtype:
+            return is_close(one, other, 4 * torch.finfo(one.dtype).eps)  # operators of a recorded pass round elsewhere
         torch.testing.assert_close(other, one, equal_nan=True)
     except (AssertionError, TypeError, ValueError):
         return False

@@ -515,6 +515,23 @@ def test_what_cannot_be_compared_is_not_called_mixing(function: Any) -> None:
     split_model(model, 2, at=["1"], example=torch.ones(8, WIDTH), chunks=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_compared_with_the_precision_of_its_type(dtype: torch.dtype) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(2))
+
+        def forward(self, value: Tensor) -> Tensor:
+            for layer in (self.a, self.b):
+                value = value + layer(value, value, value, need_weights=False)[0]
+            return value
+
+    torch.manual_seed(0)
+    example = torch.randn(11, 16, 64).to(dtype)
+    assert len(split_model(Attending().to(dtype), 2, at=["b"], example=example).stages) == 2
+
+
 def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:
     norm = nn.BatchNorm1d(WIDTH)
     with pytest.raises(UsageError, match=r"'0.running_mean' is used by the stages \[0, 1\]"):
