@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 61_743,
     "lines of the core": 38_538,
-    "lines of the tests": 85_530,
+    "lines of the tests": 85_535,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -44,11 +44,16 @@ def children(process: int) -> dict[int, str]:
 def pids_joined(run: Run, count: int) -> set[int]:
     """Wait until so many processes have printed that all have joined."""
 
-    def found() -> set[int]:
-        logs = [path.read_text() for path in (run.folder / "logs" / "latest").glob("a*.log")]
-        return {int(pid) for log in logs for pid in re.findall(r"all joined (\d+)\n", log)}
+    def logs() -> str:
+        return "".join(path.read_text() for path in (run.folder / "logs" / "latest").glob("*.log"))
 
-    wait_until(lambda: len(found()) >= count, PATIENT)
+    def found() -> set[int]:
+        return {int(pid) for pid in re.findall(r"all joined (\d+)\n", logs())}
+
+    try:
+        wait_until(lambda: len(found()) >= count, PATIENT)
+    except AssertionError:
+        raise AssertionError(logs()) from None
     return found()
 
 
