@@ -77,7 +77,7 @@ def local(
         The group, with the names of its workers and the method `shutdown()`.
 
     Raises:
-        RendezvousError: a worker ended before all workers had joined; what it printed was printed here before.
+        RendezvousError: a worker ended before all workers had joined; its output was printed here before.
         AlreadyInitialized: this process is already in a group.
 
     Example:

@@ -169,7 +169,7 @@ class Leaving:
         return []
 
     def ask(self) -> None:
-        """Ask other workers for what `missing` needs, and for what may have been lost."""
+        """Ask other workers for the names that `missing` returns, and for messages that may be lost."""
 
     def over(self) -> None:
         """End the wait, because the group ends: the program that started this worker has ended."""

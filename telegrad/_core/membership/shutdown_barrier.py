@@ -55,7 +55,7 @@ class Left(NamedTuple):
 
 
 class Who(NamedTuple):
-    """The sender, which wants to shut down, asks which workers it waits for, and what it was not told."""
+    """The sender, which wants to shut down, asks which workers it waits for, and for lost messages."""
 
 
 class Missing(NamedTuple):
@@ -207,7 +207,7 @@ class ShutdownBarrier:
         return self._conclude() if self._round else self._ask_all()
 
     def remind(self, other: int) -> list[Letter]:
-        """Resend to a living worker what may have been lost with a connection, maybe without that worker noticing.
+        """Send a living worker again the messages that may be lost with a connection, which it may not have noticed.
 
         Ask for its part, too: its answer shows that it lives.
         """
@@ -240,7 +240,7 @@ class ShutdownBarrier:
         return [(other, Ask(self._round)) for other in sorted(self._alive - {self._me})]
 
     def _ask_again(self, other: int) -> list[Letter]:
-        """Repeat what this leader waits for: the other's entry, its answer in this round, or its end."""
+        """Ask again for the other's entry, its answer in this round, or its end."""
         if self.state == LEAVING:
             return [] if other in self._left else [self._leave(other)]
         if other not in self._entered:

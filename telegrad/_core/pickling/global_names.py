@@ -330,7 +330,7 @@ def _parts(value: Any) -> Iterator[Any]:
         elif kind in (list, set, deque):
             yield each
             todo += list(each)
-        elif is_buffer(each):
+        elif _is_buffer(each):
             yield each
         elif is_plain(kind):
             yield each
@@ -346,7 +346,7 @@ def _state_of(value: Any) -> int:
     for part in _parts(value):
         if isinstance(part, Tensor):
             found.append(0 if part.is_inference() else part._version)
-        if isinstance(part, Tensor) or is_buffer(part):
+        if isinstance(part, Tensor) or _is_buffer(part):
             looks += 1
             found.append(_sample(part) if looks <= _LOOKS else 0)
         else:
@@ -356,7 +356,7 @@ def _state_of(value: Any) -> int:
     return hash(tuple(found))
 
 
-def is_buffer(part: Any) -> bool:
+def _is_buffer(part: Any) -> bool:
     """Return True for arrays of numbers and bytes that can be changed."""
     return isinstance(part, bytearray | array.array) or type(part).__module__ == "numpy"
 
