@@ -262,6 +262,7 @@ class LocalParts:
                     self._reported(report)
                 else:
                     self.tell(context, spec.driver, report)
+            self._gathering.pop(part.outbox, None)  # nothing waits there now
         except BaseException as error:
             self._failed(spec, error)
             if raised_by_handler(error):
