@@ -144,8 +144,9 @@ def _transfer(name: str, direction: str, way: str) -> Row:
 
 
 def _between_hosts(size: int, direction: str) -> Row:
+    """Return a row whose target is 1.3 times the peer's time, because only Telegrad encrypts."""
     measure = partial(bandwidth, size=size * MB, direction=direction)
-    return Row(f"{size} MB {direction}", "GB/s", True, measure, (HOSTS,), workers=2, targets=(OfPeer(1),), rounds=3)
+    return Row(f"{size} MB {direction}", "GB/s", True, measure, (HOSTS,), workers=2, targets=(OfPeer(0.77),))
 
 
 _BOTH, _QUICKER = ("host", "tcp"), (OfPeer(0.3),)

@@ -25,9 +25,14 @@ def signal_at_parents_end(number: int) -> None:
         _prctl(_AT_PARENTS_END, number)
 
 
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def shared_cores(workers: int) -> dict[str, str]:
     """Return thread-count variables for `workers` processes that share this host."""
-    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    threads = max(1, processors() // max(1, workers))
     return {"OMP_NUM_THREADS": str(threads)}
 
 

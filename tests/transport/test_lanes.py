@@ -10,9 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.memory.extra_streams import LANES, READY, STRIPE_FROM, ExtraStreams
+from telegrad._core.memory import extra_streams
+from telegrad._core.memory.extra_streams import LANES, READY, ExtraStreams
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, wait_until
+
+LARGE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra_streams, "STRIPE_FROM", LARGE)
 
 
 class Direction:
@@ -96,12 +104,12 @@ def test_a_dropped_content_does_not_displace_the_next(direction: Direction, size
 
 
 def test_streams_are_made_once_and_for_large_contents_only(direction: Direction) -> None:
-    assert not direction.sending.serve(STRIPE_FROM - 1)
+    assert not direction.sending.serve(LARGE - 1)
     assert not direction.sending.wanted
-    assert not direction.sending.serve(STRIPE_FROM)
+    assert not direction.sending.serve(LARGE)
     assert direction.sending.wanted
     direction.sending.make_wanted()
-    assert not direction.sending.serve(STRIPE_FROM)
+    assert not direction.sending.serve(LARGE)
     assert not direction.sending.wanted
     assert direction.made == ["lanes"]
 
@@ -112,9 +120,9 @@ def test_contents_are_striped_only_after_all_streams_are_ready(direction: Direct
     here, there = socket.socketpair()
     direction.sending.add(here, b"")
     wait_until(lambda: direction.sending._greeted == LANES - 1)
-    assert not direction.sending.serve(STRIPE_FROM)
+    assert not direction.sending.serve(LARGE)
     there.sendall(READY)
-    wait_until(lambda: direction.sending.serve(STRIPE_FROM))
+    wait_until(lambda: direction.sending.serve(LARGE))
     there.close()
 
 
@@ -130,7 +138,7 @@ def test_a_stream_that_closes_before_its_answer_is_no_failure(direction: Directi
 def test_stripes_without_streams_are_refused(direction: Direction) -> None:
     direction.join()
     with pytest.raises(ProtocolViolation, match="no streams"):
-        direction.receiving.carry(memoryview(bytearray(STRIPE_FROM)), None)
+        direction.receiving.carry(memoryview(bytearray(LARGE)), None)
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["sender's", "receiver's"])

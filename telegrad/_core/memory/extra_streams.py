@@ -20,14 +20,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad._core.forks import renewed
+from telegrad._core.processes import processors
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import shut
 from telegrad._core.threads import Thread
 from telegrad.errors import ProtocolViolation
 
-STRIPE_FROM = 8 << 20
 LANES = 3
+# Each stream has a thread at either end. With fewer processors than streams, one stream was up to 40% faster.
+STRIPE_FROM = 8 << 20 if processors() > LANES else 256 << 20
 READY = b"!"
 _ALIGN = 4096
 
