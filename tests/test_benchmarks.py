@@ -117,6 +117,7 @@ def test_rows_can_be_sent_and_their_targets_exist() -> None:
     assert len(SHARED_ROWS) == 12
 
 
+@pytest.mark.nightly
 def test_rows_do_not_import_telegrad() -> None:
     """The processes of rows are forked from one that has imported the rows, and the import is timed."""
     program = "import sys, benchmarks.rows; sys.exit('telegrad.rpc' in sys.modules)"

@@ -59,6 +59,7 @@ def run(*command: str, variables: dict[str, str] | None = None, with_errors: boo
     return ended.stdout + ended.stderr * with_errors
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize("begin", ["telegrad.local(1, rpc_timeout=5)", "rpc.init_rpc('w0', rank=0, world_size=1)"])
 def test_a_host_whose_loopback_interface_is_down(begin: str) -> None:
@@ -70,6 +71,7 @@ def test_a_host_whose_loopback_interface_is_down(begin: str) -> None:
     assert ended.stderr.strip().endswith("`ip link set lo up`")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(5 * PATIENCE)
 def test_local_workers_and_the_dashboard() -> None:
     assert run("python", "-c", LOCAL) == "3 worker0\nTrue\n"

@@ -271,6 +271,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel wakes it")
 def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -> None:
     ran = run(STOPPED, tmp_path)
@@ -297,6 +298,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="no process is stopped there")
 def test_stopped_workers_end_and_slow_ones_are_named(tmp_path: pathlib.Path) -> None:
     ran = run(STOPPED_OR_SLOW, tmp_path)
@@ -324,6 +326,7 @@ def test_a_worker_that_cannot_join_says_why() -> None:
     assert said.startswith("telegrad: worker 'w1' could not join: no process serves the store")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_worker_of_a_dynamic_group_ends_with_its_required_worker(tmp_path: pathlib.Path) -> None:
     port = free_port()

@@ -79,6 +79,7 @@ def prints(said: str, line: str) -> bool:
     return line in said.splitlines() or line in FROM_WORKERS.sub("", said).splitlines()
 
 
+@pytest.mark.nightly
 def test_the_page_interrupts_and_the_end_of_the_kernel(notebook: Notebook) -> None:
     said = ""
     for kind, text in BLOCK.findall(PAGE.read_text()):

@@ -99,6 +99,7 @@ def test_a_custom_worker_program(start: Start, tmp_path: pathlib.Path) -> None:
     output_of(start(program_with("rpc.serve(require=True)"), MEET=f"file://{tmp_path}/store"))
 
 
+@pytest.mark.nightly
 def test_workers_that_join_and_leave(start: Start) -> None:
     place = f"127.0.0.1:{free_port()}"
     (command,) = [line.replace("host0:29500", place) for line in COMMANDS if "--rank" not in line and "-m" in line]

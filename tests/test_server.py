@@ -90,6 +90,7 @@ def wait_until(holds: Callable[[], object], server: Server) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(8 * PATIENCE)
 def test_a_server_answers_despite_lost_workers_and_clients(server: Server) -> None:
     wait_until(lambda: len(server.models()) == 2, server)

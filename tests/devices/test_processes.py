@@ -75,6 +75,7 @@ def test_two_processes(kind: str, transport: str) -> None:
         assert run_all(made, end, kind) == [[], []]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [SIM])
 def test_blocks_that_the_receiver_cannot_open_are_copied_through_the_host(kind: str) -> None:
     """A block of the simulated accelerator cannot be opened by another process."""

@@ -215,6 +215,7 @@ WRONG: list[tuple[str, type[Registry | DynamicGroup]]] = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("broken", "wrong"), WRONG, ids=lambda each: getattr(each, "__name__", each))
 def test_wrong_code_is_found(broken: str, wrong: type[Registry | DynamicGroup]) -> None:
     kinds = Kinds(registry=wrong) if issubclass(wrong, Registry) else Kinds(group=wrong)

@@ -33,6 +33,7 @@ def check(process: subprocess.Popen[str]) -> None:
     assert (process.returncode, out) == (0, "done\n"), err
 
 
+@pytest.mark.nightly
 def test_local_workers(tmp_path: pathlib.Path) -> None:
     check(start(tmp_path, str(HERE / "program.py"), "local"))
 
