@@ -206,7 +206,8 @@ class PendingCall:
         connection = self.peer.connection
         self.awaited = True
         start = perf_counter()
-        spin = Spin(start) if connection.is_prompt else None
+        # A thread of the reactor waits in a nested call: the leader reads the calls that this causes, and must not wait.
+        spin = Spin(start) if connection.is_prompt and not self.peer.reactor.on_worker() else None
         try:
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):

@@ -66,6 +66,11 @@ class LeaderThreads:
     def __len__(self) -> int:
         return len(self._threads)
 
+    @property
+    def are_idle(self) -> bool:
+        """Whether all threads but the leader wait for the lead, so that none runs or waits within a work."""
+        return len(self._threads) == len(self._standby) + 1
+
     def start(self) -> None:
         with self.lock:
             leader = self.leader = ReactorThread()

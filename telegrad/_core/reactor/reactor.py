@@ -217,7 +217,7 @@ class Reactor:
             if self.unsent:
                 self.send_unsent()
             try:
-                self._polling.poll()
+                self._polling.poll(alone=threads.are_idle)
             except OSError as error:
                 if not threads.closed:
                     log.critical(
@@ -301,10 +301,13 @@ class Polling:
         self._closed = True
         self.poller.wake()
 
-    def poll(self) -> None:
-        """Wait for the connections and read those with data; return early if there are works to run."""
+    def poll(self, alone: bool) -> None:
+        """Wait for the connections and read those with data; return early if there are works to run.
+
+        Poll busily only while `alone`: another thread, even one that waits for an answer, will want the interpreter.
+        """
         ready, start = self._scheduler.ready, perf_counter()
-        events = self._spin(start) if self._spins and not ready else []
+        events = self._spin(start) if alone and self._spins and not ready else []
         if events is None:
             return
         if not events:
