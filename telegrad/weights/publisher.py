@@ -245,7 +245,11 @@ def check_wait(wait: Any) -> None:
 def join(
     name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
 ) -> EndpointAddress:
-    """Add a subscriber. Wait for the publisher of that name, unless `number` names one that must exist."""
+    """Add a subscriber, and return its publisher.
+
+    Wait for a publisher of that name, unless `number` names one that must exist. If another one has taken its name,
+    return that one without adding the subscriber.
+    """
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
     until = monotonic() + timeout if timeout else float("inf")
@@ -264,8 +268,23 @@ def join(
                 )
             service.changed.wait(min(left, TICK))
         endpoint = service.published.get(name)
-    if endpoint is None or number not in (None, endpoint.me.number):
+    if endpoint is None:
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(endpoint, PublisherEndpoint)
-    endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
+    if number in (None, endpoint.me.number):
+        endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
     return endpoint.me
+
+
+def lost_error(name: str, worker: str, why: str, last: int) -> PublisherLost:
+    """Return the error of a subscriber that has read version `last`; `why` is empty if another publisher has the name.
+
+    A subscriber does not go over to that one, since `behind` and `at_least` would compare numbers of two publishers.
+    """
+    if not why:
+        why, hint = "another one has its name", "create a new Subscriber: its versions are numbered anew"
+    elif last:
+        hint = f"version {last} can still be read with newest()"
+    else:
+        hint = "no version of it has arrived"
+    return PublisherLost(f"the publisher {name!r} on worker {worker!r} is no longer available ({why}); {hint}")

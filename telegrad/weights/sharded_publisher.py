@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, call_all, folded
+from telegrad.ext.calls import DEFAULT, call_all, folded, limit_of
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
@@ -281,7 +281,7 @@ class ShardedSubscriber:
         return self._taken.number if self._taken is not None else 0
 
     def _obtain(self, read: Callable[[float], Version], timeout: float) -> Version:
-        limit = self._manifest._limit(timeout)
+        limit = limit_of(timeout, self._manifest._agent.timeout)
         until = monotonic() + limit if limit else float("inf")
 
         def left() -> float:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, DeltaRefused, PublisherLost, TelegradError, UsageError
+from telegrad.ext import calls
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Future, check_timeout, folded, limit_of, not_compiled, target
+from telegrad.ext.calls import DEFAULT, Future, check_timeout, folded, limit_of, not_compiled, retry, target
 from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait, report_in_background
 from telegrad.ext.workers import Identity, WorkerInfo, current
 from telegrad.weights import transfer
 from telegrad.weights.deltas import apply_deltas, deltas_of
-from telegrad.weights.publisher import join
+from telegrad.weights.publisher import join, lost_error
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
-from telegrad.weights.weight_version import Version, check_module
+from telegrad.weights.weight_version import Version
 
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
@@ -38,7 +40,7 @@ class Subscriber:
 
     Raises:
         UnknownPublisher: that worker has no publisher of that name; the message lists those that it has.
-        UnknownWorker: there is no such worker.
+        UnknownWorker: there is no such worker; with the option `wait_for_worker`, the constructor waits for it.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("policy", nn.Linear(4, 2))
@@ -56,8 +58,11 @@ class Subscriber:
         here = current.here()
         self.name: str = checks.text("name", name, "the name of what is published")
         self._agent = here.agent
-        limit = self._limit(timeout)
-        to = self._agent.identify(target(worker, "worker"))
+        at = target(worker, "worker")
+        limit = retry.await_workers(
+            retry.policy_of(None, False), [at], calls.PreparedCall(join), limit_of(timeout, self._agent.timeout)
+        )
+        to = self._agent.identify(at)
         self.worker: str = to.name
         service = here.attached(WeightsService)
         about = f"wait for the publisher of {name!r} on worker {to.name!r}"
@@ -72,7 +77,7 @@ class Subscriber:
     def newest(self, timeout: float = DEFAULT) -> Version:
         """Return the newest version on this host. Wait only if there is none.
 
-        After the publisher has gone, this still returns the last version.
+        After the publisher has gone, this still returns the last version, until another publisher has its name.
 
         Args:
             timeout: seconds; 0 for no limit, default: the timeout in the options.
@@ -81,10 +86,12 @@ class Subscriber:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, and there is no version here.
+            PublisherLost: the publisher has gone, and there is no version here, or another one has its name.
             CallTimeout: no version arrived in time.
         """
         check_timeout(timeout)
+        if self._endpoint.is_replaced():
+            self._endpoint.check()
         self._endpoint.ask_for_newer()
         found = self._endpoint.find(1)
         return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
@@ -130,7 +137,7 @@ class Subscriber:
         check_timeout(timeout)
         endpoint = self._endpoint
         endpoint.check()
-        limit = self._limit(timeout)
+        limit = limit_of(timeout, self._agent.timeout)
         until = monotonic() + limit if limit else float("inf")
         while not self._agent.handle_notices(min(until - monotonic(), TICK)):
             endpoint.check()
@@ -194,7 +201,6 @@ class Subscriber:
         Args:
             module: a module, or its state dict.
         """
-        check_module(module)
         (self._endpoint.last or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
@@ -203,8 +209,6 @@ class Subscriber:
         Args:
             module: a module that only reads its tensors.
         """
-        if not isinstance(module, nn.Module):
-            checks.raise_invalid("module", "a module", module)
         (self._endpoint.last or self.newest()).swap_into(module)
 
     def _take(self, version: Version) -> Version:
@@ -213,7 +217,7 @@ class Subscriber:
         return version
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
-        endpoint, limit = self._endpoint, self._limit(timeout)
+        endpoint, limit = self._endpoint, limit_of(timeout, self._agent.timeout)
 
         def look() -> Version | None:
             if not self._end.alive:
@@ -225,10 +229,8 @@ class Subscriber:
             return version
 
         def text() -> str:
-            return (
-                f"Subscriber.{what}: wait for version {least()} of {self.name!r} on worker {self.worker!r}; the newest "
-                f"is {endpoint.known}"
-            )
+            version = f"version {least()} of {self.name!r} on worker {self.worker!r}"
+            return f"Subscriber.{what}: wait for {version}; the newest is {endpoint.known}"
 
         wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=self._agent.name)
         found = endpoint.wait_until(look, wait, limit)
@@ -239,9 +241,6 @@ class Subscriber:
                 f"newest known version is {endpoint.known}, the last one read {self.version}{hint}"
             )
         return self._take(found)
-
-    def _limit(self, timeout: float) -> float:
-        return limit_of(timeout, self._agent.timeout)
 
     @not_compiled
     def close(self) -> None:
@@ -266,8 +265,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         super().__init__(service, service.party(publishes=False), SubscriberProtocol())
         self._name = name
         self._publisher = publisher
-        self.over = False  # True once the publisher was closed
-        self._trouble = ""  # why the publisher cannot be reached
+        self.over = False  # the publisher was closed
+        self._trouble = ""  # why the publisher cannot be reached, or that it was closed
+        self._replaced = False  # another publisher has its name, and numbers its versions anew
         self._joining = False
         self._layout: Layout | None = None
         self._common: set[int] = set()  # versions whose memory is shared with others on the host
@@ -293,7 +293,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def join(self) -> None:
         """Join again, without waiting."""
         with self.changed:
-            if self._joining or self.over or self.machine.publisher is None:
+            if self._joining or self._replaced or self.machine.publisher is None:
                 return
             self._joining = True
             args = self._joining_args()
@@ -307,30 +307,36 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def _joined(self, done: Any) -> None:
         trouble = ""
         try:
-            done.wait()
+            self._replaced |= EndpointAddress(*done.wait()) != self.machine.publisher
         except Exception as error:
             trouble = str(error).partition("\n")[0]
         with self.changed:
-            self._joining = False
-            self._trouble = trouble
+            self._joining, self._trouble = False, trouble
         self.wake_waiters()
+
+    def _ask(self) -> None:
+        """Join again, and wait for the answer."""
+        self.join()
+        with self.changed:
+            self.changed.wait_for(lambda: not self._joining, self._service.agent.timeout or None)
+
+    def is_replaced(self) -> bool:
+        """Return True if the publisher has gone, and its worker was started again or has another one of its name."""
+        if self._trouble and not self._replaced:
+            with suppress(TelegradError):  # its worker has left
+                self._replaced = self._service.agent.identify(self._publisher.name) != self._publisher
+                if self.over and not self._replaced:
+                    self._ask()
+        return self._replaced
 
     def check(self) -> None:
         """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt."""
-        trouble = "it was closed" if self.over else self._trouble
-        if trouble and not self.over:
-            self.join()
-            with self.changed:
-                self.changed.wait_for(lambda: not self._joining, self._service.agent.timeout or None)
-                trouble = self._trouble
-        if trouble:
-            with self.changed:
-                last = max(self.machine.store.newest_complete(), self.last.number if self.last else 0)
-            readable = f"version {last} can still be read with newest()" if last else "no version of it has arrived"
-            raise PublisherLost(
-                f"the publisher {self._name!r} on worker {self._publisher.name!r} is no longer available ({trouble}); "
-                f"{readable}"
-            )
+        if self._trouble and not self.is_replaced() and not self.over:
+            self._ask()
+        with self.changed:
+            last = max(self.machine.store.newest_complete(), self.last.number if self.last else 0)
+        if self._trouble or self._replaced:
+            raise lost_error(self._name, self._publisher.name, "" if self._replaced else self._trouble, last)
 
     def lost(self, incarnation: str) -> None:
         super().lost(incarnation)
@@ -345,7 +351,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self.memory.clear()
 
     def on_tick(self) -> None:
-        if not self.over and not self._trouble:
+        if not self._trouble:
             super().on_tick()
 
     # Messages
@@ -356,7 +362,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
             self.join()
         elif isinstance(message, transfer.Closed):
-            self.over = True
+            self.over, self._trouble = True, "it was closed"
             self.wake_waiters()
         elif isinstance(message, transfer.WeightPiece):
             self._store(sender, message, tensors)
@@ -401,10 +407,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self.wake_waiters()
 
     def _layout_of(self, info: VersionInfo) -> Layout:
-        layout = self._layout
-        if layout is None or layout.number != info.layout:
-            layout = self._layout = Layout(info.layout, info.description)
-        return layout
+        if self._layout is None or self._layout.number != info.layout:
+            self._layout = Layout(info.layout, info.description)
+        return self._layout
 
     # Called by the subscriber
 
@@ -416,13 +421,12 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def find(self, least: int, exact: bool = False) -> Version | None:
         """Return such a version if it is here."""
         with self.changed:
-            if self.has_left:
-                return None
             store, last = self.machine.store, self.last
             number = least if exact else store.newest_complete()
-            if last is not None and (last.number == least if exact else last.number >= max(number, least)):
+            is_last = last is not None and (last.number == least if exact else last.number >= max(number, least))
+            if is_last and not self.has_left:
                 return last
-            if number < least or not store.is_complete(number):
+            if self.has_left or number < least or not store.is_complete(number):
                 return None
             info, memory, is_common = store.info[number], self.memory[number], number in self._common
         own = self._service.agent.memory.private(memory) if is_common else memory
@@ -434,7 +438,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def ask_for_newer(self) -> None:
         """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
         store = self.machine.store
-        if self.machine.whole and store.newest > store.newest_complete() > 0 and not (self.over or self._trouble):
+        if self.machine.whole and store.newest > store.newest_complete() > 0 and not self._trouble:
             self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
             with self.changed:
                 self.changed.wait_for(lambda: not self.machine.waits, TICK)
@@ -442,6 +446,5 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def taken(self, number: int, every: bool) -> None:
         self.reported, self.every = number, every
         self.update(lambda: self.machine.taken(number, every))
-        source = self.machine.source
-        if source is not None:  # the source reuses the memory of old versions
+        if (source := self.machine.source) is not None:  # the source reuses the memory of old versions
             self._service.agent.give_back(source.worker)

@@ -128,9 +128,9 @@ class Copies:
 def _is_plain(copy: Copy, tensor: Tensor, small: int) -> bool:
     """Return True if the bytes of a small tensor are to be copied as they are."""
     _, part, there = copy
-    is_own = part is None and type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous()
+    is_plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor._is_zerotensor()
     is_same = not there.flags and (tensor.dtype, tensor.stride()) == (there.dtype, there.strides)
-    return is_own and is_same and tensor.nbytes <= small
+    return part is None and is_plain and is_same and tensor.nbytes <= small
 
 
 class Layout:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from telegrad.weights.transfer import EndpointAddress, PieceRequest
 from telegrad.weights.tree_layout import Snapshots
 from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.rpc.test_publishing import Crowd
 from tests.weights.trees import assert_equal
 
 
@@ -366,6 +368,59 @@ def test_readers_of_a_lost_publisher_get_an_error() -> None:
             ):
                 waiting.result(PATIENCE)
         assert number_in(reader.newest()) == 1
+
+
+def test_a_reader_ends_once_another_publisher_has_the_name() -> None:
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        reader = on(actor, Subscriber, "w0", "p")
+        publisher.publish()
+        reader.newest()
+        publisher.close()
+        wait_until(lambda: reader._endpoint.over)
+        assert reader.newest().number == 1
+        successor = on(learner, Publisher, "p", state(2))
+        successor.publish()
+        for read in (reader.newest, reader.refresh, partial(reader.at_least, 2)):
+            with pytest.raises(PublisherLost, match=r"another one has its name\); create a new Subscriber"):
+                read()
+        assert number_in(on(actor, Subscriber, "w0", "p").newest()) == 2
+
+
+def test_a_reader_ends_once_the_worker_of_its_publisher_was_started_again(crowd: Crowd) -> None:
+    publisher = crowd.on("w1", Publisher, "p", state(1))
+    publisher.publish()
+    reader = crowd.on("w0", Subscriber, "w1", "p")
+    reader.newest()
+    crowd.lose("w1")
+    wait_until(lambda: bool(reader._endpoint._trouble))
+    assert reader.newest().number == 1
+    crowd.add("w1", 1)
+    crowd.on("w0", rpc.wait_for_workers, ["w1"], PATIENCE)
+    for read in (reader.newest, reader.refresh, partial(reader.at_least, 2)):
+        with pytest.raises(PublisherLost, match=r"another one has its name\); create a new Subscriber"):
+            crowd.on("w0", read)
+
+
+def test_a_reader_waits_for_the_worker_of_its_publisher(crowd: Crowd) -> None:
+    def subscribe() -> Subscriber:
+        current.agent().settings = current.agent().settings._replace(wait_for_worker=True)
+        return Subscriber("late", "p", PATIENCE)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(crowd.on, "w0", subscribe)
+        crowd.add("late")
+        publisher = crowd.on("late", Publisher, "p", state(3))
+        publisher.publish()
+        assert number_in(waiting.result(PATIENCE).newest()) == 3
+
+
+def test_zeros_without_memory_are_published_as_zeros() -> None:
+    with agents(1) as (here,):
+        publisher = on(here, Publisher, "p", {"z": torch._efficientzerotensor(5)})
+        publisher.publish()
+        assert torch.equal(on(here, Subscriber, "w0", "p").newest().state["z"], torch.zeros(5))
+        publisher.close()
 
 
 # Hosts

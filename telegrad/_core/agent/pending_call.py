@@ -206,7 +206,7 @@ class PendingCall:
         connection = self.peer.connection
         self.awaited = True
         start = perf_counter()
-        # A thread of the reactor waits in a nested call: the leader reads the calls that this causes, and must not wait.
+        # Within a nested call, the leader polls for the calls that this one causes, and two busy threads would compete.
         spin = Spin(start) if connection.is_prompt and not self.peer.reactor.on_worker() else None
         try:
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
