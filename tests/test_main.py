@@ -447,3 +447,22 @@ def test_a_group_at_the_top_level_of_a_program_with_a_guard_is_refused(call: str
     assert ran.returncode == 1
     assert ran.stderr.count("which a worker imports to find its functions: put it under") == 1
     assert not re.search("telegrad/(_core|launch)", ran.stderr)
+
+
+GUARDED_FUNCTIONS = """
+import telegrad, telegrad.rpc as rpc
+
+factor = 5
+
+if __name__ == "__main__":
+    def fresh():
+        return factor
+
+    with telegrad.local(1):
+        print(rpc.rpc_sync("worker0", fresh))
+"""
+
+
+def test_a_function_under_the_guard_is_sent_by_value(tmp_path: pathlib.Path) -> None:
+    ran = start(tmp_path, GUARDED_FUNCTIONS, ["{file}"])
+    assert (ran.stdout, ran.stderr) == ("5\n", "")

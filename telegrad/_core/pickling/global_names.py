@@ -129,7 +129,7 @@ _known: dict[int, tuple[Any, frozenset[str]]] = {}
 
 
 def lacks(thing: Any) -> bool:
-    """Return True if a function or class uses a global that workers lack, or have with another value.
+    """Return True if workers lack a function, or if it or a class uses a global that they lack or have otherwise.
 
     If the guard or a function binds a name again, workers have its first value. If the function itself assigns the
     name, that is its state, and each worker has its own.
@@ -139,6 +139,8 @@ def lacks(thing: Any) -> bool:
     if known is None or known[0] is not thing:
         source = source_of(str(names.get("__file__")))
         read, written = lookups_from(thing, names)
+        if isinstance(thing, FunctionType):
+            read |= {thing.__qualname__.partition(".")[0]}
         absent = frozenset() if source.stars else (read | written) - source.top
         again = (read & (source.main | source.declared)) - written
         if len(_known) >= _CACHED:
