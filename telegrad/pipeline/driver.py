@@ -102,7 +102,7 @@ class PipelineDriver:
             try:
                 future.wait()
             except Exception as error:
-                error.__context__ = None  # an error that the completing thread handles
+                BaseException.__setattr__(error, "__context__", None)  # an error that the completing thread handles
                 errors.append(error)
                 if errors[0] is error:
                     self._stop(number)

@@ -23,7 +23,7 @@ from telegrad import errors
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
-from telegrad._core.pickling.remote_text import LARGEST, LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line
+from telegrad._core.pickling.remote_text import LARGEST, LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line, folded
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
@@ -461,3 +461,20 @@ def test_an_exception_whose_constructor_exits_the_process() -> None:
 
 def test_first_line_cuts_a_long_text() -> None:
     assert len(first_line(ValueError("x" * 10**6))) < 10_000
+
+
+class Sealed(Exception):
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name!r} of a sealed exception")
+
+
+def test_an_exception_whose_class_forbids_all_attributes_stays_itself() -> None:
+    back = without_frames(journey(Sealed("why")))
+    assert (type(back).__name__, str(back).partition("\n")[0]) == ("Sealed", "why")
+
+    @folded
+    def call() -> None:
+        raise back
+
+    with pytest.raises(Sealed, match="why"):
+        call()

@@ -117,8 +117,9 @@ def fresh(error: BaseException) -> BaseException:
         if made is error or error.__cause__ is None:
             break
         error = error.__cause__
-        made.__cause__ = _fresh(error)
-        made = made.__cause__
+        cause = _fresh(error)
+        _set(made, "__cause__", cause)
+        made = cause
     return first
 
 
@@ -130,7 +131,7 @@ def _fresh(error: BaseException) -> BaseException:
     if REMOTE_TRACEBACK in vars(error):
         _set(made, REMOTE_TRACEBACK, vars(error)[REMOTE_TRACEBACK])
     if hasattr(error, "__notes__"):
-        made.__notes__ = list(error.__notes__)
+        _set(made, "__notes__", list(error.__notes__))
     return made
 
 

@@ -263,7 +263,7 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
     lines = _lines(traceback_)
     if lines:
         notes = [*getattr(error, "__notes__", ()), TracebackLines(lines)]
-        error.__notes__ = notes
+        BaseException.__setattr__(error, "__notes__", notes)  # its class may forbid this
 
 
 def own_notes(error: BaseException) -> list[str]:
@@ -376,12 +376,15 @@ def fold(error: BaseException) -> None:
     The frame that runs a signal handler stays, because the handler's errors are known by it.
     """
     links = []
-    while (link := error.__traceback__) is not None:
+    link = error.__traceback__
+    while link is not None:
         links.append(link)
-        error.__traceback__ = link.tb_next
+        link = link.tb_next
+    kept = None
     for link in reversed(links):
         if _is_shown(link.tb_frame) or runs_handler(link.tb_frame):
-            error.__traceback__ = TracebackType(error.__traceback__, link.tb_frame, link.tb_lasti, link.tb_lineno)
+            kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    BaseException.with_traceback(error, kept)  # its class may forbid an assignment
 
 
 def folded(function: F) -> F:
