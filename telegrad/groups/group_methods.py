@@ -231,7 +231,7 @@ class GroupCalls:
         The other arguments are as for `rpc_async`. With `wait_for_worker`, an item waits for its worker.
 
         Args:
-            *items: one list of items, or several.
+            *items: one list of items, or several; iterators are read to their end first.
 
         Returns:
             A `GroupFuture` of all values, in the order of the items.
