@@ -398,6 +398,13 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: the groups are for other parameters.
         """
+        self._check_groups(groups, state)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update(hyperparameters(group))
+        # owners may have changed the values that they were sent
+        self._sending(dict(enumerate(map(hyperparameters, groups))))
+
+    def _check_groups(self, groups: list[dict[str, Any]], state: Iterable[str] = ()) -> None:
         for group in checks.several("groups", groups, _GROUPS):
             if not isinstance(group, Mapping) or "params" not in group:
                 checks.raise_invalid("groups", _GROUPS, group)
@@ -411,10 +418,6 @@ class DistributedOptimizer(Optimizer):
                 + (f"; only in one of them: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
-        for own, group in zip(self.param_groups, groups, strict=True):
-            own.update(hyperparameters(group))
-        # owners may have changed the values that they were sent
-        self._sending(dict(enumerate(map(hyperparameters, groups))))
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""
