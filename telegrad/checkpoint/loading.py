@@ -183,7 +183,7 @@ class _Loader:
             names = ", ".join(missing[:5]) + " ..." * (len(missing) > 5)
             raise UsageError(f"the checkpoint in {self._path!r} has no {names} ({self._where}): nothing was loaded")
         for name, part in state.items():
-            if isinstance(part, Tensor) and not name.endswith("_extra_state"):  # modules replace their extra state
+            if isinstance(part, Tensor) and not f".{name}".endswith("._extra_state"):  # modules replace it
                 _check_target(name, part, self._saved[name], self._where)
             elif not _fits(part, self._saved[name]):
                 state[name] = _target(self._saved[name])
