@@ -301,6 +301,82 @@ def test_a_tensor_that_cannot_be_written_leaves_the_state_as_it_was(
     assert not any(value.any() for value in (before["early"], *layer.state_dict().values()))
 
 
+class Layer(nn.Linear):
+    """A layer that differs from the default one in `fault`."""
+
+    def __init__(self, fault: str = "") -> None:
+        dtype = torch.float64 if fault == "type" else None
+        super().__init__(2, 3 if fault == "shape" else 2, dtype=dtype)
+        if fault == "missing":
+            self.other = nn.Parameter(torch.zeros(1))
+
+
+FAULTS = {
+    "shape": rf"^m\.1\.weight on worker 'WHERE' is a {FLOATS} \(3, 2\), and a {FLOATS} \(2, 2\) in .*: nothing was",
+    "type": rf"^m\.1\.weight on worker 'WHERE' is a torch\.float64 tensor .*, and a {FLOATS} .*: nothing was loaded",
+    "missing": r"^the checkpoint in '.*' has no m\.1\.other \(on worker 'WHERE'\): nothing was loaded$",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("places", [("", ""), ("w1", "w1"), ("w1", "w2"), ("w1", ""), ("", "w1")], ids="-".join)
+def test_a_part_that_does_not_fit_leaves_all_owners_as_they_were(
+    worker: None, tmp_path: pathlib.Path, fault: str, places: tuple[str, str]
+) -> None:
+    def model(fault: str = "") -> nn.Module:
+        faults = ["", fault]
+        pairs = zip(places, faults, strict=True)
+        return nn.Sequential(*(RemoteModule(at, Layer, (its,)) if at else Layer(its) for at, its in pairs))
+
+    checkpoint.save({"m": model(), "step": 3, "value": torch.ones(1)}, tmp_path)
+    own, value = model(fault), torch.zeros(1)
+    before = copy.deepcopy(own.state_dict())
+    state = {"m": own, "step": 0, "value": value}
+    with pytest.raises(UsageError, match=FAULTS[fault].replace("WHERE", places[1] or "w0")):
+        checkpoint.load(state, tmp_path)
+    assert alike(own.state_dict(), before)
+    assert state == {"m": own, "step": 0, "value": value}
+    assert not value.any()
+
+
+def test_an_optimizer_that_does_not_fit_leaves_the_state_as_it_was(worker: None, tmp_path: pathlib.Path) -> None:
+    def trained(*sizes: int) -> tuple[nn.Module, DistributedOptimizer]:
+        made = nn.Sequential(*(RemoteModule("w1", nn.Linear, (2, size)) for size in sizes))
+        optimizer = DistributedOptimizer.for_module(torch.optim.Adam, made, lr=0.1)
+        train(made, optimizer)
+        return made, optimizer
+
+    model, optimizer = trained(2, 2)
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path)
+    train(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    fresh = DistributedOptimizer.for_module(torch.optim.Adam, trained(2, 1)[0])
+    checkpoint.load({"optimizer": fresh}, tmp_path)  # it has no state yet
+    for other, told in [
+        (trained(2)[1], "this state has other parameters"),
+        (
+            trained(2, 1)[1],
+            r"^optimizer\.state\.1\.weight\.exp_avg on worker 'w1' is a .* \(1, 2\), and .* \(2, 2\) in",
+        ),
+    ]:
+        with pytest.raises(UsageError, match=told):
+            checkpoint.load({"model": model, "optimizer": other}, tmp_path)
+        assert alike(model.state_dict(), before)
+    checkpoint.load({"model": model, "optimizer": optimizer}, tmp_path)
+    assert not alike(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("own", [torch.zeros(3), torch.zeros(2, dtype=torch.int64), 5], ids=str)
+def test_extra_state_is_replaced_by_a_tensor_of_any_form(worker: None, tmp_path: pathlib.Path, own: Any) -> None:
+    model = Extra()
+    for saved in (torch.ones(2), {"a": 1}):
+        model.set_extra_state(saved)  # type: ignore[arg-type]
+        checkpoint.save({"model": model}, tmp_path)
+        model.set_extra_state(own)
+        checkpoint.load({"model": model}, tmp_path)
+        assert alike(model.extra, saved)
+
+
 class Held(nn.Module):
     def __init__(self, layout: str) -> None:
         super().__init__()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, kind_of, pickled, shares_of, unpacked
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, kind_of, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import StepCounter, call_all, folded
+from telegrad.ext.calls import StepCounter, call_all, folded, known_as
 from telegrad.ext.files import UnsafePath, reason
 from telegrad.ext.modules import LocalOptimizer, RemotePart, joined, restore_model, state_of, without_remote_state
 from telegrad.ext.processes import raised_by_handler
@@ -27,9 +27,11 @@ from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
+T = TypeVar("T")
+
 _ALIKE = (
-    "nothing was loaded. A tensor in the state is written in place: give one of the same form, or None to get the "
-    "value of the checkpoint"
+    "nothing was loaded. Tensors are written in place: give a module or tensor of the saved form, or None instead of a "
+    "tensor to get that of the checkpoint"
 )
 
 
@@ -43,8 +45,8 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         checkpoint_id: the folder, which all workers must see under that path.
 
     Raises:
-        UsageError: the folder contains no complete checkpoint, or one of a different state. If a tensor in `state` has
-            another shape or type, nothing was loaded.
+        UsageError: the folder contains no complete checkpoint, or one of a different state: a tensor of a model or in
+            `state` has another shape or type or is missing, or an optimizer has other parameters. Nothing was loaded.
         CallTimeout: an owner made no progress for `rpc_timeout`.
         WorkersFailed: several workers could not read the checkpoint.
 
@@ -65,22 +67,35 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     for key in own:
         if not hasattr(state[key], "load_state_dict"):
             found[key] = _with_own(key, state[key], found[key], writes)
-    call_all(
-        shares,
-        lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
-        f"checkpoint.load: reading {path!r}",
-        limit=current.agent().timeout,
-    )
+    for key, value in state.items():
+        if isinstance(value, DistributedOptimizer):
+            found[key] = _find(path, metadata, (key, "param_groups"))
+            value._check_groups(found[key])
+    begun = _ask(path, _begin, {worker: (path, theirs) for worker, theirs in shares.items()}, "comparing with")
+    for loader in begun.values():
+        if isinstance(loader, str):
+            raise UsageError(loader)
+    _ask(path, _load, {worker: (loader,) for worker, loader in begun.items()}, "reading")
     for tensor, values in writes:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(values)
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
-            value.load_groups(_find(path, metadata, (key, "param_groups")))
+            value.load_groups(found[key])
         elif hasattr(value, "load_state_dict") and key in own:
             value.load_state_dict(found[key])
         elif key in own:
             state[key] = found[key]
+
+
+def _ask(path: str, function: Callable[..., T], args: Mapping[str, tuple[Any, ...]], doing: str) -> dict[str, T]:
+    """Call all owners with their arguments, which have failed only if they make no progress."""
+    return call_all(
+        args,
+        lambda worker, its: rpc_async(worker, function, its, timeout=NO_LIMIT),
+        f"checkpoint.load: {doing} {path!r}",
+        limit=current.agent().timeout,
+    )
 
 
 def _with_own(name: str, own: Any, found: Any, writes: list[tuple[Tensor, Tensor]]) -> Any:
@@ -114,52 +129,103 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or any(map(_has_tensors, parts))
 
 
-def _check_target(name: str, own: Tensor, found: Any) -> None:
-    if kind_of(own) or _described(own) != _described(found):
-        raise UsageError(_unlike(name, own, found))
+def _check_target(name: str, own: Tensor, found: Any, where: str = "in the state") -> None:
+    if kind_of(own) or not _fits(own, found):
+        raise UsageError(_unlike(name, own, found, where))
     reach = 0
     for step, size in sorted(zip(own.stride(), own.shape, strict=True)):
         if size > 1 and step <= reach and own.numel():
-            raise UsageError(
-                f"elements of {name} in the state share memory: give a tensor without overlaps, as by clone()"
-            )
+            raise UsageError(f"elements of {name} {where} share memory: give a tensor without overlaps, as by clone()")
         reach += step * (size - 1)
 
 
-def _unlike(name: str, own: Any, found: Any) -> str:
-    return f"{name} in the state is {_described(own)}, and {_described(found)} in the checkpoint: {_ALIKE}"
+def _fits(own: Any, found: Any) -> bool:
+    """Return True if a tensor has the shape and type of a value of the checkpoint, or of one that is not read yet."""
+    if isinstance(own, Tensor) and isinstance(found, TensorStorageMetadata):
+        return (own.dtype, own.shape) == (found.properties.dtype, found.size)
+    return isinstance(own, Tensor) and _described(own) == _described(found)
+
+
+def _unlike(name: str, own: Any, found: Any, where: str = "in the state") -> str:
+    return f"{name} {where} is {_described(own)}, and {_described(found)} in the checkpoint: {_ALIKE}"
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else "tensor"  # such as a DTensor
         return kind_of(value) or f"a {value.dtype} {kind} of shape {tuple(value.shape)}"
+    if isinstance(value, TensorStorageMetadata):
+        return f"a {value.properties.dtype} tensor of shape {tuple(value.size)}"
+    if isinstance(value, BytesStorageMetadata):  # of a value that is not read yet
+        return "no tensor"
     return f"of type {type(value).__name__}" + (f" and length {len(value)}" if isinstance(value, list | tuple) else "")
 
 
 # Called on each worker
 
 
-def _load_shares(path: str, shares: list[OwnerState]) -> None:
+class _Loader:
+    """The parts of the state on a worker, which fit the checkpoint."""
+
+    def __init__(self, path: str, metadata: Metadata, shares: list[OwnerState]) -> None:
+        """Raise UsageError if a part does not fit. No value is read."""
+        self._path, self._metadata, self._saved = path, metadata, metadata.state_dict_metadata
+        self._where = f"on worker {get_worker_info().name!r}"
+        self._targets = [(*share, self._checked(*share)) for share in shares]
+
+    def _checked(self, key: str, branch: RemotePart) -> dict[str, Any]:
+        """Check a part. Return what the values of a model will be read into."""
+        if isinstance(value := branch.root.local_value(), LocalOptimizer):
+            self._check_optimizer(f"{key}.state", value)
+            return {}
+        state = {joined(key, name): part for name, part in state_of(branch).items()}
+        if missing := sorted(state.keys() - self._saved.keys()):
+            names = ", ".join(missing[:5]) + " ..." * (len(missing) > 5)
+            raise UsageError(f"the checkpoint in {self._path!r} has no {names} ({self._where}): nothing was loaded")
+        for name, part in state.items():
+            if isinstance(part, Tensor) and not f".{name}".endswith("._extra_state"):  # modules replace it
+                _check_target(name, part, self._saved[name], self._where)
+            elif not _fits(part, self._saved[name]):
+                state[name] = _target(self._saved[name])
+        return state
+
+    def _check_optimizer(self, prefix: str, local: LocalOptimizer) -> None:
+        """Compare shapes only: the state is replaced, and converted to the types of the parameters."""
+        shapes = {name: parameter.shape for name, parameter in zip(local.names, local.parameters, strict=True)}
+        for name, state in local.state().items():
+            for part, own in state.items():
+                found = self._saved.get(f"{prefix}.{name}.{part}")
+                has_shape = isinstance(own, Tensor) and own.shape == shapes[name]  # other parts may change theirs
+                if has_shape and isinstance(found, TensorStorageMetadata) and found.size != own.shape:
+                    raise UsageError(_unlike(f"{prefix}.{name}.{part}", own, found, self._where))
+
+    def load(self) -> None:
+        for key, branch, flat in self._targets:
+            value = branch.root.local_value()
+            if isinstance(value, LocalOptimizer):
+                value.load(_find(self._path, self._metadata, (key, "state"), only=set(value.names)))
+                continue
+            _read(self._path, self._metadata, flat)
+            if isinstance(value, nn.Module):
+                place = joined(key, branch.name)
+                loaded = {name.removeprefix(place and f"{place}."): unpacked(part) for name, part in flat.items()}
+                with without_remote_state():
+                    value.load_state_dict(loaded)
+
+
+@known_as("checkpoint.load")
+def _begin(path: str, shares: list[OwnerState]) -> RRef[_Loader] | str:
+    """Compare the parts of this worker with the checkpoint. Return what loads them, or how they differ."""
     metadata = _contents(path)  # only once: for a large model, unpickling takes long
-    for key, branch in shares:
-        value = branch.root.local_value()
-        if isinstance(value, LocalOptimizer):
-            value.load(_find(path, metadata, (key, "state"), only=set(value.names)))
-        else:
-            _load_model(path, metadata, key, branch)
+    try:
+        return RRef(_Loader(path, metadata, shares))
+    except UsageError as error:
+        return str(error)
 
 
-def _load_model(path: str, metadata: Metadata, key: str, branch: RemotePart) -> None:
-    state = state_of(branch)
-    flat = {joined(key, name): pickled(value) for name, value in state.items()}
-    _read(path, metadata, flat)
-    value = branch.root.local_value()
-    if isinstance(value, nn.Module):
-        prefix = branch.name and f"{branch.name}."
-        loaded = {name.removeprefix(prefix): unpacked(flat[joined(key, name)]) for name in state}
-        with without_remote_state():
-            value.load_state_dict(loaded)
+@known_as("checkpoint.load")
+def _load(loader: RRef[_Loader]) -> None:
+    loader.local_value().load()
 
 
 def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] | None = None) -> Any:
@@ -171,8 +237,8 @@ def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] 
         if way[:depth] == start and (only is None or way[depth] in only)
     }
     if not ways and only is None:
-        raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}")
-    flat = {name: _target(metadata, name) for name in ways}
+        raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}: nothing was loaded")
+    flat = {name: _target(metadata.state_dict_metadata[name]) for name in ways}
     _read(path, metadata, flat)
     if () in ways.values():  # a value, not a dictionary
         return unpacked(next(iter(flat.values())))
@@ -185,8 +251,7 @@ def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] 
     return unpacked(_with_lists(found))
 
 
-def _target(metadata: Metadata, name: str) -> Tensor | None:
-    about = metadata.state_dict_metadata[name]
+def _target(about: Any) -> Tensor | None:
     return torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
 
 
@@ -226,14 +291,7 @@ def _contents(path: str) -> Metadata:
 
 
 def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
-    """Fill `flat` from a checkpoint: its tensors in place, its other values by replacement.
-
-    Raises:
-        UsageError: the checkpoint has no value of such a name.
-    """
-    missing = sorted(flat.keys() - metadata.state_dict_metadata.keys())
-    if missing:
-        raise UsageError(f"the checkpoint in {path!r} has no {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}")
+    """Fill `flat` from a checkpoint that has all its names: its tensors in place, its other values by replacement."""
     reader = _reader(path)
     reader.set_up_storage_reader(metadata, True)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -143,8 +143,7 @@ class DistributedOptimizer(Optimizer):
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its own hyperparameters; raise InvalidArgument if it has one of another."""
-        checks.mapping("param_group", param_group, _GROUP)
-        if "params" not in param_group:
+        if "params" not in checks.mapping("param_group", param_group, _GROUP):
             checks.raise_invalid("param_group", _GROUP, param_group)
         params = param_group["params"]
         several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
@@ -378,8 +377,7 @@ class DistributedOptimizer(Optimizer):
             UsageError: the state is for other parameters.
         """
         wanted = "a dictionary that state_dict() gave"
-        checks.mapping("state_dict", state_dict, wanted)
-        if not {"param_groups", "state"} <= state_dict.keys():
+        if not {"param_groups", "state"} <= checks.mapping("state_dict", state_dict, wanted).keys():
             checks.raise_invalid("state_dict", wanted, state_dict)
         state = checks.mapping("state_dict['state']", state_dict["state"], "a dictionary by the names of parameters")
         self.load_groups(state_dict["param_groups"], state)
@@ -398,6 +396,12 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: the groups are for other parameters.
         """
+        self._check_groups(groups, state)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update(hyperparameters(group))
+        self._sending(dict(enumerate(map(hyperparameters, groups))))  # owners may have changed what they were sent
+
+    def _check_groups(self, groups: list[dict[str, Any]], state: Iterable[str] = ()) -> None:
         for group in checks.several("groups", groups, _GROUPS):
             if not isinstance(group, Mapping) or "params" not in group:
                 checks.raise_invalid("groups", _GROUPS, group)
@@ -411,10 +415,6 @@ class DistributedOptimizer(Optimizer):
                 + (f"; only in one of them: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
-        for own, group in zip(self.param_groups, groups, strict=True):
-            own.update(hyperparameters(group))
-        # owners may have changed the values that they were sent
-        self._sending(dict(enumerate(map(hyperparameters, groups))))
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""

@@ -242,6 +242,11 @@ checkpoint.save({'w': torch.ones(2, 3)}, folder)
 checkpoint.load({'w': torch.ones(3, 2)}, folder)
 UsageError: w in the state is a torch.float32 tensor of shape (3, 2), and a torch.float32 tensor of shape (2, 3) in the
 -> a tensor like the saved one, or None to get that
+## loading into a model of another shape or type
+checkpoint.save({'model': nn.Linear(2, 3)}, folder)
+checkpoint.load({'model': RemoteModule("w1", nn.Linear, (2, 4))}, folder)
+UsageError: model.weight on worker 'w1' is a torch.float32 tensor of shape (4, 2), and a torch.float32 tensor of
+-> a model of the saved form, converted afterwards
 ## loading over a tensor whose elements share memory
 checkpoint.save({'w': torch.ones(2, 3)}, folder)
 checkpoint.load({'w': torch.ones(3).expand(2, 3)}, folder)
