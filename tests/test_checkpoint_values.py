@@ -383,6 +383,13 @@ class Held(nn.Module):
         self.table = nn.Parameter(torch.eye(2).to_sparse() if layout == "sparse" else torch.ones(2, device="meta"))
 
 
+def test_a_state_that_contains_itself_is_refused(worker: None, tmp_path: pathlib.Path) -> None:
+    endless: dict[str, Any] = {}
+    endless["self"] = endless
+    with pytest.raises(UsageError, match="'d' in the state contains itself"):
+        checkpoint.save({"d": endless}, tmp_path / "1")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])

@@ -32,7 +32,7 @@ from telegrad.checkpoint.state import (
     pickled,
     shares_of,
 )
-from telegrad.errors import CannotEncode
+from telegrad.errors import CannotEncode, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all, folded, known_as
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
@@ -68,7 +68,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
         A `Future` of the path, done when the checkpoint is complete.
 
     Raises:
-        UsageError: `state` is no dictionary with names as keys, or contains a tensor that is not dense.
+        UsageError: `state` is no dictionary with names as keys, contains itself, or a tensor that is not dense.
         CannotEncode: an entry cannot be pickled; with `wait=False` the future may raise it.
         CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
@@ -104,7 +104,10 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
                 part._lend()
     shares, own = shares_of(state)
     for key, value in own.items():
-        check_tensors(key, packed(value))
+        try:
+            check_tensors(key, packed(value))
+        except RecursionError:
+            raise UsageError(f"{key!r} in the state contains itself, or is nested too deeply to be saved") from None
     own |= {
         key: {"param_groups": value.state_groups()}
         for key, value in state.items()
