@@ -167,9 +167,9 @@ def check_sum(
     inputs = [leaf for leaf in leaves if leaf.requires_grad] + _parameters(loss)
     if value.requires_grad and inputs and _gradients_differ(loss, outputs, targets, weights, value, inputs, coarsest):
         raise UsageError(
-            f"the loss {name} of this batch, {whole:.6g}, equals the sum over its micro-batches within the tolerance of "
-            "its type, but its gradients do not equal the sum of theirs. It may mix samples a little, or detach "
-            f"something that it computes from all samples: {_NO_MEAN}"
+            f"the loss {name} of this batch, {whole:.6g}, is about the sum over its micro-batches, but its gradients "
+            "are not the sum of theirs. It may mix samples a little, or detach something that it computes from all "
+            f"samples: {_NO_MEAN}"
         )
 
 
