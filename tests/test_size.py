@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_751,
-    "lines of the core": 38_546,
-    "lines of the tests": 85_543,
+    "lines of the package": 61_791,
+    "lines of the core": 38_566,
+    "lines of the tests": 85_703,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
