@@ -150,13 +150,16 @@ class Conductor:
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()
+        autocast = call_context.described_autocast()
+        if not self._agent.layers.sends_modes:
+            context.autocast, autocast = autocast, b""
         spec = PassSpec(
             context.id,
             self.name,
             next(self._numbers),
             roots=tuple(sorted(roots)),
             captures=capture is not None,
-            autocast=call_context.described_autocast(),
+            autocast=autocast,
             **options,
         )
         if capture is not None:

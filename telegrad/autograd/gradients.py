@@ -30,6 +30,9 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         return GradientEdge(node, number, token)
     made_by = tensor.grad_fn
     if made_by is None or isinstance(made_by, torch._C._FunctionBase):
+        if torch.is_inference_mode_enabled():  # there torch finds no edge of a leaf
+            with torch.inference_mode(False):
+                return get_gradient_edge(tensor)
         return get_gradient_edge(tensor)
     return GradientEdge(made_by, tensor.output_nr)
 

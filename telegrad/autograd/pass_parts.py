@@ -270,7 +270,8 @@ class LocalParts:
 
     def _run(self, context: AutogradContext, part: LocalPart, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
         """Run tasks in their context, and in the autocast state of the driver. Return the messages to send."""
-        autocast = part.outbox.spec.autocast
+        spec = part.outbox.spec
+        autocast = context.autocast if spec.driver == self._agent.name and not spec.autocast else spec.autocast
         for report in part.outbox.carry(tasks):
             self.tell(context, report.spec.driver, report)
         token = entered.set(context.id)

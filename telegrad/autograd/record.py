@@ -194,6 +194,7 @@ class AutogradContext:
         self.id = id_
         self.owner = id_ >> OWNER_SHIFT  # the rank of the worker that began the context
         self.gradients = Gradients()
+        self.autocast = b""  # in which passes of this worker run here only, see `Settings.sends_modes`
         self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
         # A pass, which has `ship`; set by the thread that runs the graph, one at a time
         self.running: Any = None

@@ -36,7 +36,7 @@ from telegrad._core.reactor.reactor import Reactor, run_for, submit_here
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import results
-from telegrad._core.wire.messages import REFUSAL, RESULT
+from telegrad._core.wire.messages import HAS_GRAPH, REFUSAL, RESULT, split
 from telegrad.errors import PeerError, ShutDown
 
 IDLE_TICK = 1.0
@@ -63,6 +63,7 @@ class Agent:
         self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
         self.layers = Layers()
         self.layers.tells_times = name if settings.pass_deadlines else ""
+        self.layers.sends_modes = settings.sends_modes
         self.streams = Streams(may_lie_on)
         self._handlers = Handlers()
         self._timer = TimerThread(self._tick)
@@ -195,9 +196,9 @@ class Agent:
         return self.begin(to, PreparedCall(function, args, kwargs, keeps), timeout)
 
     def begin(
-        self, to: Callee, call: PreparedCall, timeout: float = DEFAULT, kind: type[Future[Any]] = Future
+        self, to: Callee, call: PreparedCall, timeout: float = DEFAULT, kind: Callable[[], Future[Any]] = Future
     ) -> Future[Any]:
-        """Make a call to another worker; return a future of that class."""
+        """Make a call to another worker; return a future that `kind` makes."""
         future = kind()
         self.call_for(future, to, call, timeout)
         return future
@@ -284,6 +285,9 @@ class Agent:
             raise refused(pending.peer.name, answer.head) if refusal else rebuild(bytes(answer.body))
         tensors: Sequence[Tensor] = ()
         if answer.meta or answer.flags:
+            if pending.unrecorded and answer.flags & HAS_GRAPH:
+                answer.flags &= ~HAS_GRAPH
+                answer.body, _ = split(answer.body)
             _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 

@@ -93,8 +93,10 @@ class EncodedCall:
         """Return the message of a call: append the call context, and the data of the layers above."""
         body, pending.weight, pending.underway = self.body, self.weight, self.underway
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        if flags and not layers.sends_modes:
+            pending.unrecorded, flags = True, 0
         if layers.tells_times or seen.scene or profiling.follower is not None or call_context.is_autocast_on():
-            said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
+            said, pending.in_turn = call_context.described(*pending.time(layers.tells_times), layers.sends_modes)
             if said:
                 flags |= HAS_CALL_CONTEXT
                 body = append(body, said)

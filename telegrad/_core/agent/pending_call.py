@@ -116,7 +116,7 @@ class PendingCall:
     __slots__ = (
         *("abandoned", "answer", "attachments", "awaited", "begun", "deadline", "done", "done_lock", "error", "id"),
         *("in_turn", "keep_alive", "label", "link", "outcome", "parent", "peer", "reader_completes", "timeout"),
-        *("underway", "waker", "weight"),
+        *("underway", "unrecorded", "waker", "weight"),
     )
 
     def __init__(
@@ -135,6 +135,7 @@ class PendingCall:
         self.keep_alive = keep_alive
         self.id = 0
         self.weight = 0  # bytes of its tensors
+        self.unrecorded = False  # its result has no history, although the callee records it
         self.in_turn: NestedCall | None = None  # the actor method that makes the call
         self.underway: MutationCheck | None = None  # its tensors, if they are sent from their own memory
         self.link: AnyLink | None = None  # the link that carries it

@@ -82,6 +82,7 @@ class Layers:
         self.references: ReferenceLayer | None = None
         self.graphs: GraphLayer | None = None
         self.tells_times = ""  # this worker's name if its calls send their deadlines, else empty
+        self.sends_modes = True  # see `Settings`
         # Ask a callee what it is doing for a call, given by its id. Return the end of a sentence, or "".
         self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
 

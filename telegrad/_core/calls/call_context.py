@@ -143,17 +143,17 @@ def time_left() -> float | None:
     return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
 
 
-def described(left: float = 0.0, whose: str = "") -> tuple[bytes, NestedCall | None]:
+def described(left: float = 0.0, whose: str = "", autocast: bool = True) -> tuple[bytes, NestedCall | None]:
     """Return this thread's context for a call that it makes (empty if there is none), and the actor method that makes
     it.
 
-    `left` is the time left for the call, limited by `whose`; 0 if no deadline is sent.
+    `left` is the time left for the call, limited by `whose`; 0 if no deadline is sent. `autocast` is sent, too.
     """
     here = _current.get()
     follower = profiling.follower
     if here is None and follower is None and not left and not is_autocast_on():
         return b"", None
-    types = _autocast_types()
+    types = _autocast_types() if autocast else {}
     hops, turn, baggage, *_ = here or CallContext()
     if follower is not None:
         baggage = follower.baggage() or baggage
@@ -318,10 +318,10 @@ def in_setting(
             ensure_grad()  # a task of the program on this loop may wait inside of torch.no_grad()
             try:
                 with streams.turn(), setting():
-                    plain = _has_no_mode() if plain is None else plain
+                    plain = has_no_mode() if plain is None else plain
                     kept.close()
                     waited = step(value)
-                    kept = ExitStack() if plain and _has_no_mode() else _without_modes()
+                    kept = ExitStack() if plain and has_no_mode() else _without_modes()
             except StopIteration as stop:
                 return stop.value
             finally:
@@ -341,7 +341,7 @@ def ensure_grad() -> None:
         torch.set_grad_enabled(True)
 
 
-def _has_no_mode() -> bool:
+def has_no_mode() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_autocast_on()
 
 

@@ -23,6 +23,7 @@ class Settings(NamedTuple):
     tls: TlsFiles | None
     devices: Devices
     pass_deadlines: bool = False
+    sends_modes: bool = True  # grad mode and autocast of callers hold in their calls; not after torch's `init_rpc`
     wait_for_worker: bool = False
     most_calls: int = 1 << 15  # in flight to one worker; further calls block, unless the thread serves a call
     most_bytes: int = 1 << 30  # of the tensors in them

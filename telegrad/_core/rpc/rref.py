@@ -74,6 +74,9 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_handle", "_is_computed", "_table")
 
+    _make_future: Callable[[], Future[Any]] = Future
+    _sends_modes = True  # workers with this class of references send the grad mode and autocast with their calls
+
     _handle: Handle
     _is_computed: bool  # by an operator, or by a method of tensors
     _table: ReferenceTable
@@ -294,7 +297,7 @@ class RRef(Generic[T]):
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
         owner = self._reach(timeout)
         call = self._prepared(method, args, kwargs, asked)
-        return self._recorded("async", method, self._table.agent.begin, asked)(owner, call, timeout)
+        return self._recorded("async", method, self._table.agent.begin, asked)(owner, call, timeout, self._make_future)
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:

@@ -73,7 +73,7 @@ def start(
         undo.callback(extensions.each, lambda extension: extension.close())
         resources.check_open_files()
         own: dict[str, Any] = {each: getattr(options, each) for each in Settings._fields if hasattr(options, each)}
-        own["devices"] = options.published()
+        own |= {"devices": options.published(), "sends_modes": kind._sends_modes}
         settings = Settings(threads=options.num_worker_threads, timeout=options.rpc_timeout, **own)
         meeting = meet(timeout)
         address = own_address(options.address, meeting.host)

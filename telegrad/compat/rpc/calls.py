@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.futures
 
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import futures, profiling
+from telegrad._core.calls.call_context import Modes, has_no_mode
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
@@ -44,8 +46,15 @@ def translated(error: BaseException) -> BaseException:
 class CallFuture(futures.Future[T]):
     """A future of a call's value."""
 
+    modes: Modes | None = None  # of the caller: its callbacks run in them
+
+    def set_result(self, result: T) -> None:
+        with nullcontext() if self.modes is None else self.modes.applied():
+            super().set_result(result)
+
     def set_exception(self, result: Any) -> None:
-        super().set_exception(translated(result))  # type: ignore[arg-type]
+        with nullcontext() if self.modes is None else self.modes.applied():
+            super().set_exception(translated(result))  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> futures.Future[S]:
         """Do the same as torch's `then`, but convert an exception of `callback` to a RuntimeError that contains it."""
@@ -131,7 +140,15 @@ def rpc_async(
 
 
 def _begin(to: To, call: PreparedCall, timeout: float) -> Future[Any]:
-    return current.agent().begin(target(to), call, timeout, CallFuture)
+    return current.agent().begin(target(to), call, timeout, make_future)
+
+
+def make_future() -> CallFuture[Any]:
+    """Return a future of a call that this thread makes."""
+    future: CallFuture[Any] = CallFuture()
+    if not has_no_mode():
+        future.modes = Modes.here()
+    return future
 
 
 @not_compiled

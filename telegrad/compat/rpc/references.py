@@ -39,6 +39,9 @@ class RRef(references.RRef[T]):
 
     __slots__ = ("_profiled", "_type")
 
+    _make_future = staticmethod(calls.make_future)
+    _sends_modes = False
+
     _profiled: Future[Any]  # done once the profiler event of the creating call is complete
     _type: Future[type]
 
