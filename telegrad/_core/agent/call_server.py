@@ -25,6 +25,7 @@ from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, se
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.events import RAN
+from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
@@ -47,7 +48,7 @@ from telegrad._core.wire.messages import (
     split,
     unknown,
 )
-from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
+from telegrad.errors import CallCancelled, PeerError, ProtocolViolation, TelegradError
 
 SHORT = 300e-6  # seconds; a function that took less last time, until its first wait, is expected to be short again
 HANDING_OVER = 300e-6  # seconds that a hand-over of the lead may add to the measured time of a function
@@ -221,11 +222,14 @@ class Server:
         return come.isdisjoint(self._notices)
 
     def _run(self, call: Incoming) -> None:
-        if self._streams.used:
-            with self._streams.turn():
+        try:
+            if self._streams.used:
+                with self._streams.turn():
+                    self._serve(call)
+            else:
                 self._serve(call)
-        else:
-            self._serve(call)
+        except BaseException:
+            self._fail(call, call.name)
         if self.intake.stopped:
             self.intake.look(call.caller)
 
@@ -260,10 +264,6 @@ class Server:
                 known = self._short_in_order if ordered else self._short
                 limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
                 known[message.head] = self._reactor.worked_until() - start < limit
-        except BaseException:
-            call.name = user_name(function, args) if function is not None else ""
-            self._fail(call, call.name)
-        else:
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
             elif type(result) is Deferred:
@@ -277,9 +277,12 @@ class Server:
                     failure = CANCELLED if call.cancelled else ""
                     note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
                 self.answers.send(call, answer)
+        except BaseException:
+            call.name = call.name or (user_name(function, args) if function is not None else "")
+            self._fail(call, call.name)
 
     def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
-        """Answer with an error: the given one, or the one that is being handled.
+        """End a call, at any step of serving it, with an error: the given one, or the one that is being handled.
 
         The `except` blocks that call this have no variable for the error. Their frame is in its traceback, and keeps a
         copy of its variables once a debugger or `why()` has read them. With the error in that copy, the two would be a
@@ -287,8 +290,17 @@ class Server:
         """
         error = error or sys.exc_info()[1]
         assert error is not None
-        _note(call, error)
-        self.answers.fail(call, error, name)
+        try:
+            if call.message.id not in call.caller.calls:  # it has its answer
+                log.error("telegrad: work of the agent failed", exc_info=error)
+                return
+            if call.begun:
+                _note(call, error)
+            self.answers.fail(call, error, name)
+        except BaseException as fault:  # of a filter of the log, for example
+            self.answers.give_up(call, fault)
+        finally:
+            self._end_going_on(call)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         message, attachments = call.message, call.attachments
@@ -324,8 +336,7 @@ class Server:
         try:
             if caller.ordered:
                 call = caller.ordered.popleft()
-                with self._streams.turn():
-                    may_run = self._admit(call)
+                may_run = self._admit(call)
         finally:
             caller.opening.release()
         if caller.ordered:
@@ -336,13 +347,10 @@ class Server:
     def _admit(self, call: Incoming) -> bool:
         assert self.doorkeeper is not None
         try:
-            call.opened(self._open(call))
-        except BaseException as error:
-            self.answers.fail(call, error, "")
-            return False
-        self.in_turn.add(call)
-        try:
-            return self.doorkeeper.admit(call)
+            with self._streams.turn():
+                call.opened(self._open(call))
+                self.in_turn.add(call)
+                return self.doorkeeper.admit(call)
         except BaseException as error:
             self.refuse(call, error)
             return False
@@ -356,6 +364,8 @@ class Server:
         try:
             with self._streams.turn(), entered(call.scene):
                 self._serve(call, ordered=True)
+        except BaseException:
+            self._fail(call, call.name)
         finally:
             self.in_turn.discard(call)
             if (on_end := call.take_end()) is not None:
@@ -364,7 +374,8 @@ class Server:
     def refuse(self, call: Incoming, error: BaseException) -> None:
         """Fail a call that was not admitted at once and will not run."""
         self.in_turn.discard(call)
-        self.answers.fail(call, error, user_name(call.function, call.args))
+        name = user_name(call.function, call.args) if hasattr(call, "function") else ""
+        self._fail(call, name, error)
 
     # Functions that continue after they return
 
@@ -376,46 +387,47 @@ class Server:
 
         def done(future: Any) -> None:
             try:
-                result = future.wait()
+                self._answer(call, future.wait(), function)
             except BaseException:
                 self._fail(call, user_name(function))
-            else:
-                self._answer(call, result, function)
-            finally:
-                self._end_going_on(call)
 
         if isinstance(future, Future) and not finishes(function, ()):
             call.stop = future.cancel
-        future.add_done_callback(done)
         if call.cancelled and not future.done():
             self._reactor.submit(Work(Incoming.end, call))
+        future.add_done_callback(done)  # last, since an error of the above ends the call
 
     def _await(self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, ordered: bool) -> None:
         self.going_on.add(call)
         on_end = call.take_end() if ordered else None
 
         async def run() -> None:
-            serving.set(call)
-            call.stop = self._loop.stopper(lambda: call.stop is not None)
             try:
+                serving.set(call)
+                call.stop = self._loop.stopper(lambda: call.stop is not None)
                 if call.cancelled and awaitable.cr_code not in FINISHING:
-                    awaitable.close()
                     call.check_begins(finishes=False)
-                result = await in_setting(awaitable, call.setting, self._streams)
+                self._answer(call, await in_setting(awaitable, call.setting, self._streams), function)
             except BaseException:
                 self._fail(call, user_name(function))
-            else:
-                self._answer(call, result, function)
             finally:
-                self._end_going_on(call)
                 if on_end is not None:
                     on_end()
+                awaitable.close()  # perhaps it has not begun
 
-        self._loop.run(run())
+        try:
+            self._loop.run(run())
+        except BaseException:
+            awaitable.close()
+            call.on_end = on_end
+            what = f"worker {self.name!r} could not begin {user_name(function)}", TelegradError
+            with resources.explained(*what), resources.translate_error(*what):
+                raise
 
     def _answer(self, call: Incoming, result: Any, function: Any) -> None:
         _note(call)
         self.answers.send(call, self.answers.made_of(call, result, function))
+        self._end_going_on(call)
 
     def _end_going_on(self, call: Incoming) -> None:
         call.stop = None

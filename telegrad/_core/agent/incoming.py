@@ -275,6 +275,15 @@ class Answers:
             self._refusal = str(error), body
         self.send(call, self._failure(call, body))
 
+    def give_up(self, call: Incoming, fault: BaseException) -> None:
+        """End a call whose error could not be sent: with the `fault` that prevented this, or else its connection."""
+        try:
+            self.send(call, self._failure(call, describe(fault, self.name)))
+        except BaseException as error:
+            call.caller.calls.pop(call.message.id, None)
+            call.link.fail(error)
+            raise
+
     def _failure(self, call: Incoming, body: bytes) -> Message:
         flags = 0
         if call.destination is not None:

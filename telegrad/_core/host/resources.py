@@ -119,10 +119,10 @@ def translate_error(what: str, kind: type[TelegradError]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause = error if out_of_files(error) else error.__cause__
-        if cause is None or not out_of_files(cause):
+        # No variable has the error or its cause: it would be in a frame of their tracebacks, a reference cycle.
+        if not out_of_files(error) and not out_of_files(error.__cause__):
             raise
-        raise kind(f"{what}: {error_text(cause)}") from error
+        raise kind(f"{what}: {error_text(error if out_of_files(error) else error.__cause__ or error)}") from error
 
 
 def check_open_files() -> None:

@@ -269,13 +269,18 @@ class EventLoop:
         self._running: set[Future[None]] = set()
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        with self._lock:
-            if self._begun is None:
-                loop = asyncio.new_event_loop()
-                self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
-            loop, thread = self._begun
-        thread.want()  # without a free thread this raises, the next call retries, and earlier coroutines wait
-        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        """Run a coroutine soon. If the loop cannot start, close the coroutine and raise; the next call tries again."""
+        try:
+            with self._lock:
+                if self._begun is None:
+                    loop = asyncio.new_event_loop()
+                    self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
+                loop, thread = self._begun
+                thread.want()  # with the lock, as no other coroutine may wait for a thread that fails to start
+            running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except BaseException:
+            coroutine.close()
+            raise
         self._running.add(running)
         running.add_done_callback(self._running.discard)
 

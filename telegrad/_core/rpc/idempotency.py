@@ -19,12 +19,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import inf
 from time import monotonic
 from types import CoroutineType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker import current
-from telegrad.errors import AnswerLost
+from telegrad.errors import AnswerLost, CallCancelled
 
 LONGEST = 3600.0  # seconds for which the answer of a call without a timeout is kept
 LATE = 30.0  # seconds that a repetition, sent before the timeout, may take to arrive
@@ -200,7 +202,9 @@ class IdempotentCalls:
 
     def ended(self, caller: str, number: int, outcome: Future[Any], result: Any, error: BaseException | None) -> None:
         """Complete the outcome of a call for its repetitions."""
-        weight = size_of(result if error is None else error.args)
+        weight = 0
+        with suppress(Exception):  # of a user's `__sizeof__`
+            weight = size_of(result if error is None else error.args)
         with self._lock:
             over = self._table.ended(caller, number, weight)
         del over  # freed without the lock: it may hold objects of the user
@@ -246,6 +250,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     if type(result) is CoroutineType:
         awaited = _awaited(tell, result)
         setattr(awaited, "__qualname__", result.__qualname__)  # noqa: B010  # not known to types
+        finalize(awaited, _end_unbegun, tell, outcome, result).atexit = False
         return awaited
     future = result.future if type(result) is Deferred else None
     if hasattr(function, ASYNC_MARK):
@@ -279,6 +284,12 @@ async def _awaited(tell: Callable[..., None], coroutine: Coroutine[Any, Any, Any
         raise
     tell(result, None)
     return result
+
+
+def _end_unbegun(tell: Callable[..., None], outcome: Future[Any], coroutine: Coroutine[Any, Any, Any]) -> None:
+    if not outcome.done():  # otherwise the coroutine has run
+        coroutine.close()
+        tell(None, CallCancelled("the function could not begin"))
 
 
 def _pass_on(tell: Callable[..., None], done: Any) -> None:

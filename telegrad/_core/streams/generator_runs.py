@@ -25,7 +25,7 @@ from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references.handles import Handle
-from telegrad._core.streams.producer import Feed, current_call, reader
+from telegrad._core.streams.producer import Feed, Reader, current_call, reader
 from telegrad._core.wire.unpacking import copied
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import GeneratorTurn, steps_of
@@ -145,7 +145,7 @@ class Producer:
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
             # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
-            feed.on_end = finalize(driven, of_caller.end)
+            feed.on_end = finalize(driven, _let_go, of_caller, made)
             feed.on_end.atexit = False
             return driven
         finally:
@@ -238,6 +238,12 @@ def _once_drained(feed: Feed, name: str, value: Any = None, error: BaseException
     ended = Signal()
     feed.drained.add_done_callback(lambda _: ended.set_exception(error) if error else ended.set_result(value))
     return Deferred(ended, name)
+
+
+def _let_go(of_caller: Reader, made: Any) -> None:
+    if isinstance(made, CoroutineType):
+        made.close()  # perhaps it has not begun
+    of_caller.end()
 
 
 def _end_with_call(feed: Feed) -> None:

@@ -265,7 +265,7 @@ class Actors:
             try:
                 if self._may_run(box.value, arrival):
                     self._server.perform(arrival)
-            except UsageError as fault:
+            except BaseException as fault:
                 self._server.refuse(arrival, fault)
 
     def _end(self, queue: _Queue) -> None:

@@ -83,27 +83,36 @@ class Batched:
         calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
         if not calls:
             return
-        task = Context().run(loop.create_task, self._run(calls, modes))  # in an empty context: it has no single caller
+        run = self._run(calls, modes)
+        try:
+            task = Context().run(loop.create_task, run)  # in an empty context: it has no single caller
+        except BaseException as error:  # of the program's task factory, for example
+            run.close()
+            _fail(calls, error)
+            return
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     async def _run(self, calls: Calls, modes: Modes | None) -> None:
-        waiting = [result for _, result in calls]
         try:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
             values = await (in_setting(run, modes.applied, Streams()) if modes else run)
             if len(values) != len(calls):
                 raise ValueError(f"{self._path} returned {len(values)} results for a batch of {len(calls)} calls")
         except BaseException as error:
-            for result in waiting:
-                if not result.done():
-                    result.set_exception(without_frames(error))  # each raises its own copy
+            _fail(calls, error)
             if not isinstance(error, Exception):
                 raise
         else:
-            for result, value in zip(waiting, values, strict=True):
+            for (_, result), value in zip(calls, values, strict=True):
                 if not result.done():  # its caller may have given up
                     result.set_result(value)
+
+
+def _fail(calls: Calls, error: BaseException) -> None:
+    for _, result in calls:
+        if not result.done():
+            result.set_exception(without_frames(error))  # each raises its own copy
 
 
 @folded
