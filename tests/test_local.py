@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 import telegrad
 from telegrad import errors
-from telegrad.launch import worker_command
+from telegrad.launch import local, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 
 PATIENT = 4 * PATIENCE  # time for several imports of torch on a busy machine
@@ -235,6 +236,86 @@ def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     assert (line in str(caught.value), line in "".join(capsys.readouterr())) == (not printed, printed)
     assert len(traceback.extract_tb(caught.tb)) == 1  # the frame of this test
     assert time.monotonic() - began < PATIENCE
+
+
+LEAVES_A_CHILD = """
+import os, subprocess
+print("child", subprocess.Popen(["sleep", "60"]).pid)
+print("a" * 100_000, "the last", end="", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
+def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text(LEAVES_A_CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    threads, opened = threading.active_count(), set()
+    for _ in range(2):  # the first may open what the process keeps
+        began = time.monotonic()
+        with pytest.raises(errors.RendezvousError, match="SIGKILL"):
+            telegrad.local(1, rpc_timeout=PATIENT)
+        took, said = time.monotonic() - began, capsys.readouterr().out
+        child = int(re.findall(r"child (\d+)", said)[0])
+        assert not is_over(child)
+        os.kill(child, signal.SIGKILL)
+        assert (said.count("a"), "a the last\n" in said) == (100_001, True)
+        assert took < local.GRACE
+        wait_until(lambda: threading.active_count() == threads)  # a call to the store may end a moment later
+        opened.add(len(os.listdir("/proc/self/fd")))
+    assert len(opened) == 1
+
+
+ROUNDS = """
+import contextlib, os, signal, subprocess, threading, time
+import telegrad
+from telegrad import rpc
+
+def start_children():
+    if not (pid := os.fork()):
+        signal.pause()
+    print("the last", end="", flush=True)
+    return pid, subprocess.Popen(["sleep", "60"]).pid
+
+def main(how):
+    with telegrad.local(1) as group:
+        pid = rpc.rpc_sync("worker0", os.getpid)
+        if how == "killed":
+            os.kill(pid, 9)
+            rpc.rpc_sync("worker0", int)
+        if how == "raises":
+            raise ValueError
+        if how == "children":
+            children.extend(rpc.rpc_sync("worker0", start_children))
+        began = time.monotonic()
+    if how == "children":
+        print("took", time.monotonic() - began)
+
+if __name__ == "__main__":
+    children = []
+    for how in ("ends", "raises", "killed", "children"):
+        with contextlib.suppress(ValueError, telegrad.errors.PeerLost):
+            main(how)
+        while threading.active_count() > 1:  # those of the lost agent may take a moment
+            threading.Event().wait(0.01)
+        print("open", len(os.listdir("/proc/self/fd")))
+    for pid in children:
+        os.kill(pid, 9)  # raises if it has ended
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * PATIENT)
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
+def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(tmp_path: pathlib.Path) -> None:
+    ran = run(ROUNDS, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    opened = re.findall(r"open (\d+)", ran.stdout)
+    assert (len(opened), len(set(opened))) == (4, 1), ran.stdout
+    assert "[worker0] the last\n" in ran.stdout
+    assert float(re.findall(r"took (.*)", ran.stdout)[0]) < 2 * local.GRACE
 
 
 @pytest.mark.parametrize("names", [0, [], ["a", "a"], ["driver"], ["a b"], "ab", 2.5])

@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from time import monotonic
-from typing import IO, Any, NoReturn, Self
+from time import monotonic, sleep
+from typing import Any, NoReturn, Self
 
 from telegrad.compat import child_environment
 from telegrad.errors import RendezvousError, UsageError
@@ -30,6 +31,7 @@ from telegrad.ext.processes import (
     bracketed,
     describe_exit,
     family_of,
+    in_child,
     install,
     loopback,
     new_session_options,
@@ -39,7 +41,7 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
-from telegrad.launch.output import LONGEST, LineBuffer
+from telegrad.launch.output import LONGEST, STREAMS, LineBuffer
 
 MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
@@ -93,15 +95,7 @@ class LocalGroup:
                 raise
         _wake_at_interrupts()
         atexit.register(self._at_exit)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        """Disown the workers in a forked child, because they must not wait for its end."""
-        atexit.unregister(self._at_exit)
-        self._closed = True
-        for worker in self._workers:
-            worker.begin_end()
+        _groups.add(self)
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
@@ -220,29 +214,51 @@ class LocalGroup:
         return f"<telegrad.local: {', '.join(self.names)}; {state}>"
 
 
+_groups: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
+
+
+@in_child
+def _disown_workers() -> None:
+    """Close the inputs of the workers in a forked child, because they must not wait for its end."""
+    for group in list(_groups):
+        atexit.unregister(group._at_exit)
+        group._closed = True
+        for worker in group._workers:
+            worker.begin_end()
+
+
 class _Worker:
     @uninterrupted
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
         self.unprinted: deque[str] = deque(maxlen=LAST_LINES)
-        self.process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(len(group.names)),
-            **new_session_options(),
-        )
+        self._mark = os.urandom(16).hex().encode()  # ends its output, as its children may hold the pipes
+        pipes: list[int] = []
+        try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            self.process = subprocess.Popen(
+                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
+                stdin=subprocess.PIPE,
+                stdout=pipes[1],
+                stderr=pipes[3],
+                env=_environment(len(group.names)),
+                **new_session_options(),
+            )
+        except BaseException:
+            for end in pipes:
+                os.close(end)
+            raise
         with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
             assert self.process.stdin is not None
             self.process.stdin.write(group.key + b"\n")
             self.process.stdin.flush()
         self._pumps = [
             Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
-            for pipe, stream in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr"))
+            for pipe, stream in zip(pipes[::2], STREAMS, strict=True)
         ]
-        watch = Thread(target=self._watch, args=(group,), name=f"telegrad-{name}")
-        for thread in (*self._pumps, watch):
+        self._watcher = Thread(target=self._watch, args=(group, pipes[1::2]), name=f"telegrad-{name}")
+        for thread in (*self._pumps, self._watcher):
             thread.start()
 
     def begin_end(self) -> None:
@@ -259,8 +275,7 @@ class _Worker:
                 ask()
             if self._ends_within(GRACE, wait):
                 break
-        for pump in self._pumps:
-            pump.join(GRACE)
+        self._watcher.join(GRACE)
 
     def _ends_within(self, seconds: float, wait: Wait) -> bool:
         until = monotonic() + seconds
@@ -271,11 +286,17 @@ class _Worker:
             wait.look()
         return False
 
-    def _pump(self, pipe: IO[bytes], stream: str) -> None:
-        lines = LineBuffer()
-        while data := os.read(pipe.fileno(), LONGEST):
-            now = monotonic()
-            self._print(stream, lines.feed(data, now) + lines.look(now))
+    def _pump(self, pipe: int, stream: str) -> None:
+        """Print what the process writes until it ends; nothing that its children write later."""
+        lines, ended = LineBuffer(), False
+        with open(pipe, "rb", buffering=0) as output:
+            while not ended:
+                data = piece = output.read(LONGEST)
+                ended = self.process.returncode is not None  # then the mark is in the pipe, or will be at once
+                while ended and piece and self._mark not in data:
+                    data += (piece := output.read(LONGEST))
+                now = monotonic()
+                self._print(stream, lines.feed(data.partition(self._mark)[0], now) + lines.look(now))
         self._print(stream, lines.flush())
 
     def _print(self, stream: str, lines: list[bytes]) -> None:
@@ -289,8 +310,12 @@ class _Worker:
             except Exception:  # the stream belongs to the program, which may have closed it
                 self.unprinted.append(line)
 
-    def _watch(self, group: LocalGroup) -> None:
+    def _watch(self, group: LocalGroup, pipes: list[int]) -> None:
         code = self.process.wait()
+        for pipe in pipes:
+            with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as output:  # its reader may have failed
+                while output.write(self._mark) is None:  # full, and non-blocking since the process made it so
+                    sleep(MOMENT)
         for pump in self._pumps:
             pump.join(GRACE)
         group._ended(self, code)

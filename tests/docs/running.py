@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -103,19 +103,16 @@ def _fork_instead_of_spawning() -> None:
 class Forked:
     """Replaces `Popen` in `telegrad.local`, for processes of `python -m telegrad worker`."""
 
-    def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+    def __init__(self, command: list[str], env: dict[str, str], stdout: int, stderr: int, **_: Any) -> None:
         given = command[command.index("-m") + 1 :]  # without the options of the interpreter
         assert tuple(given[:2]) == STARTED
-        pipes = [os.pipe() for _ in range(3)]
+        stdin, to_worker = os.pipe()
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            self._be_worker(given[2:], env, [pipes[0][0], pipes[1][1], pipes[2][1]])
-        for number in (pipes[0][0], pipes[1][1], pipes[2][1]):
-            os.close(number)
-        self.stdin = os.fdopen(pipes[0][1], "wb")
-        self.stdout: IO[bytes] = os.fdopen(pipes[1][0], "rb")
-        self.stderr: IO[bytes] = os.fdopen(pipes[2][0], "rb")
+            self._be_worker(given[2:], env, [stdin, stdout, stderr])
+        os.close(stdin)
+        self.stdin = os.fdopen(to_worker, "wb")
         self._ended = threading.Event()
         threading.Thread(target=self._reap, daemon=True).start()
 
