@@ -246,17 +246,13 @@ os.kill(os.getpid(), 9)
 """
 
 
-def open_now() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
 def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torch.py").write_text(LEAVES_A_CHILD)
     monkeypatch.syspath_prepend(tmp_path)
-    opened = set()
+    threads, opened = threading.active_count(), set()
     for _ in range(2):  # the first may open what the process keeps
         began = time.monotonic()
         with pytest.raises(errors.RendezvousError, match="SIGKILL"):
@@ -267,7 +263,8 @@ def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
         os.kill(child, signal.SIGKILL)
         assert (said.count("a"), "a the last\n" in said) == (100_001, True)
         assert took < local.GRACE
-        opened.add(open_now())
+        wait_until(lambda: threading.active_count() == threads)  # a call to the store may end a moment later
+        opened.add(len(os.listdir("/proc/self/fd")))
     assert len(opened) == 1
 
 
@@ -301,7 +298,9 @@ if __name__ == "__main__":
     for how in ("ends", "raises", "killed", "children"):
         with contextlib.suppress(ValueError, telegrad.errors.PeerLost):
             main(how)
-        print("open", len(os.listdir("/proc/self/fd")), threading.active_count())
+        while threading.active_count() > 1:  # those of the lost agent may take a moment
+            threading.Event().wait(0.01)
+        print("open", len(os.listdir("/proc/self/fd")))
     for pid in children:
         os.kill(pid, 9)  # raises if it has ended
 """
@@ -313,7 +312,7 @@ if __name__ == "__main__":
 def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(tmp_path: pathlib.Path) -> None:
     ran = run(ROUNDS, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    opened = re.findall(r"open (\d+ \d+)", ran.stdout)
+    opened = re.findall(r"open (\d+)", ran.stdout)
     assert (len(opened), len(set(opened))) == (4, 1), ran.stdout
     assert "[worker0] the last\n" in ran.stdout
     assert float(re.findall(r"took (.*)", ran.stdout)[0]) < 2 * local.GRACE
