@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 61_967,
     "lines of the core": 38_633,
-    "lines of the tests": 86_181,
+    "lines of the tests": 86_180,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
