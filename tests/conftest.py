@@ -35,10 +35,9 @@ if torch.version.cuda and not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()  # torch 2.11 may crash if its compiler does this late in a process
 
 
-def pytest_collection_finish() -> None:
-    """Let collections by tests ignore torch and the tests: searching these objects takes 0.3 s each time."""
-    gc.collect()
-    gc.freeze()
+# Collections by tests ignore torch, whose objects take 0.3 s to search. The objects of tests must be found.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

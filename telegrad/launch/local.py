@@ -289,7 +289,7 @@ class _Worker:
     def _pump(self, pipe: int, stream: str) -> None:
         """Print what the process writes until it ends; nothing that its children write later."""
         lines, ended = LineBuffer(), False
-        with open(pipe, "rb", buffering=0) as output:
+        with os.fdopen(pipe, "rb", buffering=0) as output:
             while not ended:
                 data = piece = output.read(LONGEST)
                 ended = self.process.returncode is not None  # then the mark is in the pipe, or will be at once
@@ -313,7 +313,7 @@ class _Worker:
     def _watch(self, group: LocalGroup, pipes: list[int]) -> None:
         code = self.process.wait()
         for pipe in pipes:
-            with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as output:  # its reader may have failed
+            with contextlib.suppress(OSError), os.fdopen(pipe, "wb", buffering=0) as output:  # no reader
                 while output.write(self._mark) is None:  # full, and non-blocking since the process made it so
                     sleep(MOMENT)
         for pump in self._pumps:

@@ -118,9 +118,9 @@ def test_workers_meet_in_a_file(tmp_path: Path) -> None:
     assert opened(url, 1, 2, 30).host is None
 
 
-def test_a_file_that_cannot_be_created_is_an_error() -> None:
-    with pytest.raises(errors.StoreUnreachable, match="/nonexistent/store"):
-        opened("file:///nonexistent/store", 0, 2, 30)
+def test_a_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreUnreachable, match="/absent/store"):
+        opened(f"file://{tmp_path}/absent/store", 0, 2, 30)
 
 
 def test_a_scheme_that_the_program_registered_is_used() -> None:
