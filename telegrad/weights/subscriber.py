@@ -24,7 +24,7 @@ from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
-from telegrad.weights.weight_version import Version
+from telegrad.weights.weight_version import Version, check_module
 
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
@@ -59,15 +59,13 @@ class Subscriber:
         self.name: str = checks.text("name", name, "the name of what is published")
         self._agent = here.agent
         at = target(worker, "worker")
-        limit = retry.await_workers(
-            retry.policy_of(None, False), [at], calls.PreparedCall(join), limit_of(timeout, self._agent.timeout)
-        )
+        left = retry.await_workers(retry.policy_of(None, False), [at], calls.PreparedCall(join), timeout)
         to = self._agent.identify(at)
         self.worker: str = to.name
         service = here.attached(WeightsService)
         about = f"wait for the publisher of {name!r} on worker {to.name!r}"
         with report_in_background(Wait("Subscriber", lambda: about, lambda: [to.name])):
-            self._endpoint = SubscriberEndpoint(service, name, to, limit)
+            self._endpoint = SubscriberEndpoint(service, name, to, limit_of(left, self._agent.timeout))
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
 
@@ -201,6 +199,7 @@ class Subscriber:
         Args:
             module: a module, or its state dict.
         """
+        check_module(module)
         (self._endpoint.last or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
@@ -209,6 +208,7 @@ class Subscriber:
         Args:
             module: a module that only reads its tensors.
         """
+        check_module(module, swaps=True)
         (self._endpoint.last or self.newest()).swap_into(module)
 
     def _take(self, version: Version) -> Version:
@@ -276,9 +276,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         self.every = False  # the user reads every version
         service.add(self)
         try:
-            timeout = limit and limit + MARGIN
             self.machine.publisher = EndpointAddress(
-                *service.agent.call(publisher, join, self._joining_args(limit), None, timeout)
+                *service.agent.call(publisher, join, self._joining_args(limit), None, limit and limit + MARGIN)
             )
         except BaseException:
             service.remove(self)
@@ -311,7 +310,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         except Exception as error:
             trouble = str(error).partition("\n")[0]
         with self.changed:
-            self._joining, self._trouble = False, trouble
+            self._joining, self._trouble = False, "it was closed" if self.over else trouble
         self.wake_waiters()
 
     def _ask(self) -> None:
@@ -362,7 +361,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
             self.join()
         elif isinstance(message, transfer.Closed):
-            self.over, self._trouble = True, "it was closed"
+            with self.changed:
+                self.over, self._trouble = True, "it was closed"
             self.wake_waiters()
         elif isinstance(message, transfer.WeightPiece):
             self._store(sender, message, tensors)

@@ -105,8 +105,7 @@ class Version:
             InvalidArgument: names, shapes or types do not match, or the module's tensors share memory in a different
                 way than those of the version; the message names them, and nothing was changed.
         """
-        if not isinstance(module, nn.Module):
-            checks.raise_invalid("module", "a module", module)
+        check_module(module, swaps=True)
         own = _own_state(module)
         if own is None:
             raise InvalidArgument(
@@ -179,10 +178,10 @@ class Version:
         return f"<Version {self.number}: {self._memory.numel()} bytes>"
 
 
-def check_module(module: Any) -> None:
-    """Raise InvalidArgument for a value that tensors cannot be loaded into."""
+def check_module(module: Any, swaps: bool = False) -> None:
+    """Raise InvalidArgument for a value that tensors cannot be loaded into, or swapped into."""
     if not isinstance(module, nn.Module):
-        checks.mapping("module", module, _MODULE)
+        checks.raise_invalid("module", "a module", module) if swaps else checks.mapping("module", module, _MODULE)
 
 
 def _names_of(layout: Layout) -> dict[str, int] | None:

@@ -370,6 +370,22 @@ def test_readers_of_a_lost_publisher_get_an_error() -> None:
         assert number_in(reader.newest()) == 1
 
 
+def assert_ended(reader: Subscriber, run: Callable[[Callable[[], Version]], object]) -> None:
+    for read in (reader.newest, reader.refresh, partial(reader.at_least, 2)):
+        with pytest.raises(PublisherLost, match=r"another one has its name\); create a new Subscriber"):
+            run(read)
+
+
+def test_targets_are_checked_before_the_wait_for_a_version() -> None:
+    with agents(1) as (here,):
+        publisher = on(here, Publisher, "p", state(1))
+        reader = on(here, Subscriber, "w0", "p")
+        for load in (reader.load_into, reader.swap_into):
+            with pytest.raises(InvalidArgument, match="module"):
+                load(3)
+        publisher.close()
+
+
 def test_a_reader_ends_once_another_publisher_has_the_name() -> None:
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "p", state(1))
@@ -381,9 +397,7 @@ def test_a_reader_ends_once_another_publisher_has_the_name() -> None:
         assert reader.newest().number == 1
         successor = on(learner, Publisher, "p", state(2))
         successor.publish()
-        for read in (reader.newest, reader.refresh, partial(reader.at_least, 2)):
-            with pytest.raises(PublisherLost, match=r"another one has its name\); create a new Subscriber"):
-                read()
+        assert_ended(reader, lambda read: read())
         assert number_in(on(actor, Subscriber, "w0", "p").newest()) == 2
 
 
@@ -397,9 +411,7 @@ def test_a_reader_ends_once_the_worker_of_its_publisher_was_started_again(crowd:
     assert reader.newest().number == 1
     crowd.add("w1", 1)
     crowd.on("w0", rpc.wait_for_workers, ["w1"], PATIENCE)
-    for read in (reader.newest, reader.refresh, partial(reader.at_least, 2)):
-        with pytest.raises(PublisherLost, match=r"another one has its name\); create a new Subscriber"):
-            crowd.on("w0", read)
+    assert_ended(reader, partial(crowd.on, "w0"))
 
 
 def test_a_reader_waits_for_the_worker_of_its_publisher(crowd: Crowd) -> None:
