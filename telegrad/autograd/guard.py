@@ -207,7 +207,7 @@ class CaptureKinds:
 # Steps of torch's optimizers
 
 _OWNER = "telegrad.optim.owner"  # the module whose steps may find no gradients, which its caller is told
-_found_none: WeakSet[Optimizer] = WeakSet()  # those that were warned of
+_found_none: WeakSet[Optimizer] = WeakSet()  # optimizers that a warning has named
 
 
 def look_for_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], given: Iterable[Any]) -> None:
