@@ -378,7 +378,7 @@ class Stopping(Counted):
     def stop(self) -> int:
         self.times = getattr(self, "times", 0) + 1
         if self.times > 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
         return 0
 
 

@@ -261,7 +261,7 @@ def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
         child = int(re.findall(r"child (\d+)", said)[0])
         assert not is_over(child)
         os.kill(child, signal.SIGKILL)
-        assert (said.count("a"), "a the last\n" in said) == (100_001, True)
+        assert (said.count("a"), "the last\n" in said) == (100_001, True)  # a long line may be printed in parts
         assert took < local.GRACE
         wait_until(lambda: threading.active_count() == threads)  # a call to the store may end a moment later
         opened.add(len(os.listdir("/proc/self/fd")))

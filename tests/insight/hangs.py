@@ -7,7 +7,6 @@ They use public names only. Each worker runs `run(rank, stage)` and calls `stage
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import threading
@@ -160,7 +159,7 @@ def stopped(rank: int, stage: Stage) -> None:
 
 def stop() -> None:
     say()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
     held.wait()
 
 

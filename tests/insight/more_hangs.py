@@ -430,7 +430,7 @@ def go_on() -> None:
 
 def stop_here() -> None:
     say()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
     held.wait()
 
 

@@ -143,7 +143,7 @@ def act_and_stop(path: str) -> list[str]:
     own = rpc.lookup("value")
     for _ in range(5):
         own.rpc_sync().act()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
     refused = []
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
