@@ -466,3 +466,38 @@ if __name__ == "__main__":
 def test_a_function_under_the_guard_is_sent_by_value(tmp_path: pathlib.Path) -> None:
     ran = start(tmp_path, GUARDED_FUNCTIONS, ["{file}"])
     assert (ran.stdout, ran.stderr) == ("5\n", "")
+
+
+REBOUND = """
+import functools, telegrad, telegrad.rpc as rpc
+
+def wrap(function):
+    return functools.wraps(function)(lambda: function() + 1)
+
+def same(): return 1
+def wrapped(): return 1
+def reader(): return same()
+class Kind:
+    def value(self): return 1
+
+if __name__ == "__main__":
+    with telegrad.local(1):
+        print([rpc.rpc_sync("worker0", each) for each in (same, wrapped, reader)])
+        def same(): return 2
+        wrapped = wrap(wrapped)
+        class Kind:
+            def value(self): return 2
+        for each in (same, wrapped, reader, Kind, Kind().value):
+            try:
+                print(rpc.rpc_sync("worker0", each))
+            except telegrad.errors.CannotEncode as error:
+                print(error)
+"""
+
+
+def test_names_that_workers_have_and_the_driver_has_bound_again_are_refused(tmp_path: pathlib.Path) -> None:
+    ran = start(tmp_path, REBOUND, ["{file}"])
+    first, *refused = ran.stdout.splitlines()
+    assert (first, ran.stderr) == ("[1, 1, 1]", "")
+    bound_again = [re.findall("name '(\\w+)' is bound at the top level", each) for each in refused]
+    assert bound_again == [["same"], ["wrapped"], ["same"], ["Kind"], ["Kind"]], ran.stdout

@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_966,
-    "lines of the core": 38_633,
-    "lines of the tests": 86_192,
+    "lines of the package": 61_998,
+    "lines of the core": 38_664,
+    "lines of the tests": 86_236,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -214,6 +214,7 @@ class GroupFuture(Future[T]):
         if news is not None:
             news.set_result()
         if over:
+            self.call = None
             self._end()
             self._over.set_result()
 

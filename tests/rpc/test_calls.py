@@ -370,6 +370,16 @@ def test_the_repr_of_a_future_describes_its_call(pair: list[Worker]) -> None:
     assert repr(Future()) == "<Future: not done>"
 
 
+def test_only_its_call_completes_the_future_of_a_call(pair: list[Worker]) -> None:
+    waiting[0] = threading.Event()
+    future = pair[0].agent.call_async("w1", wait_gate, None, None)
+    for complete in (future.set_result, future.set_exception):
+        with pytest.raises(UsageError, match=r"is completed by its call: use `then`, or a Future of your own"):
+            complete(ValueError())
+    waiting[0].set()
+    assert future.wait() is True
+
+
 # Invalid calls are refused before they are sent: tests/test_checks.py tests each parameter, tests/limits the texts
 
 

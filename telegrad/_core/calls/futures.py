@@ -24,7 +24,7 @@ from telegrad._core.interrupts import raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import fold, remote_traceback_of
-from telegrad.errors import CallCancelled, GroupError, ShutDown
+from telegrad.errors import CallCancelled, GroupError, ShutDown, UsageError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -225,7 +225,11 @@ class Future(torch.futures.Future[T]):
 
         Args:
             result: the value that waiting threads get.
+
+        Raises:
+            UsageError: this is the future of a call that is in flight, which completes it.
         """
+        self._check_own()
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
             result = _Covered(result)  # type: ignore[assignment]
         torch._C.Future.set_result(self, result)
@@ -238,13 +242,21 @@ class Future(torch.futures.Future[T]):
 
         Args:
             result: an exception.
+
+        Raises:
+            UsageError: this is the future of a call that is in flight, which completes it.
         """
+        self._check_own()
         assert isinstance(result, BaseException)
         failure = self.failure = UnretrievedError(getattr(self, "about", "the operation of a future"), result)
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
         self.set_result(without_frames(result))  # type: ignore[arg-type]
         if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
             failure.seen = True
+
+    def _check_own(self) -> None:
+        if self.call is not None:  # cleared before the call itself completes this future
+            raise UsageError("the future of a call is completed by its call: use `then`, or a Future of your own")
 
     def _another(self) -> Future[Any]:
         return type(self)()

@@ -139,7 +139,7 @@ def lacks(thing: Any) -> bool:
     if known is None or known[0] is not thing:
         source = source_of(str(names.get("__file__")))
         read, written = lookups_from(thing, names)
-        if isinstance(thing, FunctionType):
+        if isinstance(thing, type | FunctionType):
             read |= {thing.__qualname__.partition(".")[0]}
         absent = frozenset() if source.stars else (read | written) - source.top
         again = (read & (source.main | source.declared)) - written

@@ -35,8 +35,8 @@ from telegrad._core.forks import in_child, renewed
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.function_names import program as own_program
 from telegrad._core.pickling.global_names import MAINS, SentGlobals, lookups_from, names_of_main, warn_of_change
-from telegrad._core.pickling.main_program import ATOMS, GUARD, MAIN, NO_DATA, Program
-from telegrad.errors import CannotDecode
+from telegrad._core.pickling.main_program import ATOMS, GUARD, MAIN, NO_DATA, Program, ProgramSource
+from telegrad.errors import CannotDecode, CannotEncode
 
 LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program
 OWN = sys.maxsize  # the version of globals created by the program's own file
@@ -281,6 +281,9 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
         return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
     source = programs.source_of(scope.program.path)
     has = source.top if source.guarded else frozenset()
+    if pickler.same_program:
+        for name in sorted({*needed, home} & source.top & source.main):
+            _check_bound(source, name, scope.names.get(name))
     names = _sent.complete({name for name in needed if name in scope.names}, scope.names, has)
     items = []
     for name in sorted(names):
@@ -295,6 +298,18 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
     if home and home not in names:
         items.append(Item(home, _sent.version(home, scope.names[home], watched=False), scope.names[home]))
     return items
+
+
+def _check_bound(source: ProgramSource, name: str, value: Any) -> None:
+    """Refuse a function or class whose name the guard has bound again: workers have the first one."""
+    if not isinstance(value, type | FunctionType) or value.__module__ not in MAINS or name in source.declared:
+        return
+    code = getattr(value, "__code__", None)
+    if code is None or code.co_qualname != name or code.co_firstlineno in source.lines:
+        raise CannotEncode(
+            f"the name {name!r} is bound at the top level of the main program and again under `{GUARD}`, and workers "
+            "have the first: use two names"
+        )
 
 
 def note_class(scope: MainNamespace, kind: type) -> None:

@@ -59,6 +59,7 @@ class ProgramSource(NamedTuple):
     main: frozenset[str]  # under the guard
     declared: frozenset[str]  # by `global` in a function
     stars: bool  # `import *` binds further, unknown names
+    lines: frozenset[int]  # of the guard
 
 
 def fingerprint(path: str, content: bytes) -> str:
@@ -83,14 +84,17 @@ def source_of(path: str) -> ProgramSource:
         with open_regular(path) as file:
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
-        return ProgramSource(False, frozenset(), frozenset(), frozenset(), False)
+        return ProgramSource(False, frozenset(), frozenset(), frozenset(), False, frozenset())
     guards = [node for node in tree.body if isinstance(node, ast.If) and _is_guard(node.test)]
     main = {name for guard in guards for node in guard.body for name in _bound(node)}
     rest = [node for node in tree.body if node not in guards]
     rest += [node for guard in guards for node in guard.orelse]
     top = {name for node in rest for name in _bound(node)}
     declared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return ProgramSource(bool(guards), frozenset(top), frozenset(main), frozenset(declared), "*" in top)
+    lines = {line for guard in guards for node in guard.body for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    return ProgramSource(
+        bool(guards), frozenset(top), frozenset(main), frozenset(declared), "*" in top, frozenset(lines)
+    )
 
 
 def _is_guard(test: ast.expr) -> bool:
