@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
+# The tests start hundreds of processes, which would compile the package each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-only portable package lint nightly chaos bench bench-compare bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)

@@ -162,7 +162,7 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> Iterator[tuple[Le
 MOST = {
     call: (Length(42, 18, 33), Length(40, 14, 26)),
     remote: (Length(120, 31, 87), Length(118, 29, 78)),
-    backward: (Length(320, 46, 180), Length(215, 37, 122)),
+    backward: (Length(320, 46, 180), Length(250, 37, 145)),  # the callee takes up to 30 more on a busy machine
 }
 
 

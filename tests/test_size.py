@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_998,
-    "lines of the core": 38_664,
+    "lines of the package": 61_999,
+    "lines of the core": 38_665,
     "lines of the tests": 86_236,
     "files of the package": 267,
     "words of the glossary": 80,

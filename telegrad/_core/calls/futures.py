@@ -142,6 +142,9 @@ class Helper(Protocol):
         """Cancel the call and notify the callee; return False if the call is over."""
 
 
+_OF_A_CALL = "the future of a call is completed by its call: use `then`, or a Future of your own"
+
+
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
@@ -229,7 +232,8 @@ class Future(torch.futures.Future[T]):
         Raises:
             UsageError: this is the future of a call that is in flight, which completes it.
         """
-        self._check_own()
+        if self.call is not None:  # a call clears this before it completes its future
+            raise UsageError(_OF_A_CALL)
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
             result = _Covered(result)  # type: ignore[assignment]
         torch._C.Future.set_result(self, result)
@@ -246,17 +250,14 @@ class Future(torch.futures.Future[T]):
         Raises:
             UsageError: this is the future of a call that is in flight, which completes it.
         """
-        self._check_own()
+        if self.call is not None:
+            raise UsageError(_OF_A_CALL)
         assert isinstance(result, BaseException)
         failure = self.failure = UnretrievedError(getattr(self, "about", "the operation of a future"), result)
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
         self.set_result(without_frames(result))  # type: ignore[arg-type]
         if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
             failure.seen = True
-
-    def _check_own(self) -> None:
-        if self.call is not None:  # cleared before the call itself completes this future
-            raise UsageError("the future of a call is completed by its call: use `then`, or a Future of your own")
 
     def _another(self) -> Future[Any]:
         return type(self)()
