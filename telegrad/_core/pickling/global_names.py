@@ -146,7 +146,7 @@ def lacks(thing: Any) -> bool:
         if len(_known) >= _CACHED:
             _known.clear()
         known = _known[id(thing)] = thing, frozenset(name for name in absent | again if not name.startswith("__"))
-    return any(name in names for name in known[1])
+    return bool(known[1]) and any(name in names for name in known[1])  # mostly empty, on the way of each call
 
 
 _LOOKS = 64  # buffers of a global whose content is compared
