@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 61_999,
     "lines of the core": 38_665,
-    "lines of the tests": 86_236,
+    "lines of the tests": 86_237,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

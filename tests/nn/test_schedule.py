@@ -11,7 +11,7 @@ from telegrad.pipeline import pipeline_schedule as schedules
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, Action, TiedWeight, input_of, parse_tied, plan, with_tied
 from tests.seeds import run_each
 
-WORLDS = 2_500  # random cases of each schedule
+WORLDS = [250, pytest.param(2_500, marks=pytest.mark.nightly)]  # random cases of each schedule
 
 
 def around(stations: int, rounds: int = 1) -> tuple[int, ...]:
@@ -78,7 +78,8 @@ def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_random_pipelines_end_for_random_durations(schedule: str) -> None:
+@pytest.mark.parametrize("worlds", WORLDS)
+def test_random_pipelines_end_for_random_durations(schedule: str, worlds: int) -> None:
     def check(seed: int) -> None:
         chance = random.Random(seed)
         stations, batches = random_world(chance, schedule)
@@ -90,7 +91,7 @@ def test_random_pipelines_end_for_random_durations(schedule: str) -> None:
             for action, start, _ in own:
                 assert all(ends[needed] <= start for needed in needs(action, len(stations), schedule))
 
-    run_each(range(WORLDS), check)
+    run_each(range(worlds), check)
 
 
 def needs(action: Action, stages: int, schedule: str) -> list[Action]:
