@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 61_999,
-    "lines of the core": 38_665,
-    "lines of the tests": 86_237,
+    "lines of the package": 62_013,
+    "lines of the core": 38_679,
+    "lines of the tests": 86_266,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import pickle
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.membership import membership
 from telegrad._core.membership.members import Member, named
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores import supervised
@@ -185,6 +187,33 @@ def wait_until_serving() -> None:
     assert main is not None
     stack = lambda: [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]  # noqa: E731
     wait_until(lambda: "wait_for_end" in stack())
+
+
+class Stopping(logging.Handler):
+    """Ends `serve` of this worker at its first warning."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        current.here().stop_serving()
+
+
+said: list[str] = []
+
+
+def serve_until_told() -> list[str]:
+    membership.ALONE = 0.1
+    log = logging.getLogger("telegrad")
+    log.addHandler(handler := Stopping(logging.WARNING))
+    rpc.serve()
+    log.removeHandler(handler)
+    return said
+
+
+def test_a_worker_that_serves_alone_says_so(tcp: str) -> None:
+    with processes(1) as (late,):
+        late.run(join, "late", tcp)
+        (told,) = late.run(serve_until_told)
+        assert "worker 'late' serves, and no other worker is in its group" in told
 
 
 def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:

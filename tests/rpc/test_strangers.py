@@ -117,7 +117,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
 BAD = {  # the signing authority, begin and end; texts at the refusing worker and at the other one, and advice
     "expired": ("ours", -2 * DAY, -DAY, "has expired", "certificate expired", "Renew the certificate"),
     "not yet": ("ours", DAY, 2 * DAY, "is not yet valid", "bad certificate", ""),
-    "foreign": ("foreign", -DAY, DAY, "unable to get local issuer", "unknown ca", "certificates of one authority"),
+    "foreign": ("foreign", -DAY, DAY, "another authority has signed it", "unknown ca", "certificates of one authority"),
 }
 
 

@@ -101,7 +101,7 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, 
     try:
         return open_store(found.init_method, found.rank, found.size, find_keys(key), timeout)
     except (UsageError, RendezvousError) as error:
-        raise type(error)(f"{error} ({found})") from error
+        raise type(error)(f"{error} ({found})") from error.__cause__
 
 
 def find_place(init_method: str, rank: int) -> tuple[str, int]:

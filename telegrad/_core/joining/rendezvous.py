@@ -380,7 +380,8 @@ class _Static:
 
     def _awaited(self) -> str:
         where = f" at {self.place}" if self.place else ""
-        return f"{self._absent() or 'all have joined'} ({self.me.name!r} joins a group of {self.size}{where})"
+        me = repr(self.me.name) if self.me.name else f"rank {self.me.id}"
+        return f"{self._absent() or 'all have joined'} ({me} joins a group of {self.size}{where})"
 
     def _absent(self) -> str:
         """Return which workers have not come, or have died since, and a possible cause."""

@@ -43,6 +43,7 @@ from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSil
 LOOK = 0.25  # seconds between two polls while waiting
 AGAIN = 1.0  # seconds until the retry after a failed probe
 PATIENCE = 2.0  # seconds for the probing thread to end
+ALONE = 30.0  # seconds in which other workers should join one that serves
 
 log = logging.getLogger("telegrad")
 
@@ -205,6 +206,12 @@ class Membership:
         with self._changed:
             self.serving.begin(required, self._gone)
         self._greet(required)
+        if not self.serving.ended.wait(ALONE) and not self._others():
+            log.warning(
+                "telegrad: worker %r serves, and no other worker is in its group: it may have started after the others had "
+                "ended. It serves until rank 0 joins and leaves; Ctrl-C ends it",
+                self._me.name,
+            )
         self.serving.ended.wait()
 
     def _names(self, role: str = "") -> set[str]:

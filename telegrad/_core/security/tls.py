@@ -93,6 +93,9 @@ def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
     return None
 
 
+_FOREIGN = range(18, 22)  # OpenSSL's codes for chains that do not end at a certificate of `authority`
+
+
 def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
     """Return whose certificate was refused, why, and advice; "" if the error is not about a certificate.
 
@@ -100,6 +103,8 @@ def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message
+        if error.verify_code in _FOREIGN:
+            why = f"another authority has signed it ({why})"
         said = f"this worker refuses the certificate of worker {name!r}: {why}"
         return f"{said}. {_advice(why, f'of worker {name!r}')}"
     if "_ALERT_" not in (error.reason or ""):

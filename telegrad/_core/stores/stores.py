@@ -307,7 +307,8 @@ def join_store(
     With `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key.
     """
     address, until = spot(host, port), monotonic() + timeout
-    text = f"no process serves the store at {address}; is the worker of rank 0 running?"
+    text = f"no process serves the store at {address}; "
+    text += "its launcher may still be starting it" if lasting else "is the worker of rank 0 running?"
     site = _Site((host, port), keys)
     with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], address)) as wait:
         for left in poll_intervals(until):
