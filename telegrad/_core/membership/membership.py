@@ -208,8 +208,8 @@ class Membership:
         self._greet(required)
         if not self.serving.ended.wait(ALONE) and not self._others():
             log.warning(
-                "telegrad: worker %r serves, and no other worker is in its group: it may have started after the others had "
-                "ended. It serves until rank 0 joins and leaves; Ctrl-C ends it",
+                "telegrad: worker %r serves, and no other worker is in its group: it may have started after the "
+                "others had ended. It serves until rank 0 joins and leaves; Ctrl-C ends it",
                 self._me.name,
             )
         self.serving.ended.wait()
