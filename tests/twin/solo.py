@@ -57,11 +57,11 @@ def _names_of(world: World) -> dict[str, Any]:
     }
 
 
-def run(names: list[str], text: str) -> dict[str, Any]:
-    """Run a program; return what each worker has seen."""
+def run(names: list[str], text: str, sends_modes: bool = True) -> dict[str, Any]:
+    """Run a program; return what each worker has seen. `sends_modes`: the grad mode of a caller holds in its calls."""
     before = random_state()
     try:
-        world = World(names, text, _names_of)
+        world = World(names, text, _names_of, sends_modes)
         world.spaces[0]["run"]()
         return {name: space["SEEN"] for name, space in zip(names, world.spaces, strict=True)}
     finally:

@@ -27,7 +27,7 @@ def case(name: str) -> Any:
 def check(name: str, seed: int, folder: pathlib.Path) -> None:
     way = ways.WAYS[name]
     program = make(seed, NAMES, ROUNDS, way.common)
-    expected = solo.run(program.names, f"FOLDER = ''\n{program.text()}")
+    expected = solo.run(program.names, f"FOLDER = ''\n{program.text()}", sends_modes=not way.common)
     seen = ways.run(way, program, folder)
     if way.workers and not way.beside and is_refused(seen):
         return

@@ -25,8 +25,11 @@ PROGRAM = "twin_program"  # the name of the module, in each of the namespaces
 class World:
     """The workers of a program, and the number of the current worker."""
 
-    def __init__(self, names: list[str], text: str, names_of: Callable[[World], dict[str, Any]]) -> None:
+    def __init__(
+        self, names: list[str], text: str, names_of: Callable[[World], dict[str, Any]], sends_modes: bool
+    ) -> None:
         self.names = names
+        self.sends_modes = sends_modes
         self.here = 0
         self.context: Any = None
         self.contexts: dict[int, Any] = {}
@@ -43,6 +46,15 @@ class World:
             self.spaces.append(space)
             with self.at(number):
                 exec(code, space)
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """Enter the modes in which a called function runs: those of its caller, or the default ones."""
+        if self.sends_modes:
+            yield
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
 
     @contextlib.contextmanager
     def at(self, number: int) -> Iterator[None]:
@@ -83,7 +95,7 @@ class World:
         """Run a function on a worker. With `stay`, its result is a box on that worker, and not copied."""
         target, source = self.number_of(to), self.here
         function, args, kwargs = self.carry((function, tuple(args), kwargs or {}), target)
-        with self.at(target):
+        with self.at(target), self.modes():
             result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
