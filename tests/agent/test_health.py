@@ -15,7 +15,9 @@ import pytest
 from telegrad._core import processes
 from telegrad._core.agent import health
 from telegrad._core.agent.health import Health
+from telegrad._core.reactor import leader_threads
 from telegrad.errors import PeerSilent
+from tests.cluster import agents, wait_until
 
 LIMIT = 10.0
 
@@ -164,7 +166,7 @@ def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeyp
     def tick() -> None:
         while not over.is_set():
             now = time.monotonic()
-            watch.tick(now, ())
+            watch.look_at_itself(now)
             ticks.append(now)
             ticked.release()
             over.wait(0.005)
@@ -184,3 +186,30 @@ def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeyp
         over.set()
     assert max(after - before for before, after in itertools.pairwise(ticks)) > 0.5
     assert "did not run" not in caplog.text
+
+
+def test_a_stop_is_reported_though_works_ran_before_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While works run and a moment longer, the timer thread wakes up more often than it ticks."""
+    stopped = 0.0
+    for clock in ("monotonic", "perf_counter"):
+        real = getattr(time, clock)
+        monkeypatch.setattr(leader_threads, clock, lambda real=real: real() + stopped)
+    ticked = threading.Event()
+
+    def tick(now: float) -> float:
+        ticked.set()
+        return now + 1.0
+
+    with caplog.at_level(logging.WARNING, "telegrad"), agents(1, silence=2.0) as (worker,):
+        agent = worker.agent
+        wait_until(lambda: not agent._timer.is_watching)
+        agent.ticking.append(tick)
+        assert ticked.wait(10.0)
+        assert agent.call("w0", abs, (-3,), None) == 3
+        wait_until(lambda: agent._timer.is_watching)
+        wait_until(lambda: not agent._timer.is_watching)
+        stopped = 3.5
+        agent._timer.wake()
+        wait_until(lambda: "this process did not run for 4 s" in caplog.text, 10.0)

@@ -90,7 +90,7 @@ class Agent:
         self.memory = self._connections.memory  # shared with other workers of this host
         self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
-        self._timer.start(lambda now: self._reactor.watch(now))
+        self._timer.start(self._watch)
         self._reactor.start()
 
     # Lifecycle
@@ -405,6 +405,10 @@ class Agent:
         peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
         if patient:
             self._timer.wake_by(monotonic() + BUSY_TICK)
+
+    def _watch(self, now: float) -> float:
+        self._connections.health.look_at_itself(now)
+        return self._reactor.watch(now)
 
     def _tick(self, now: float) -> float:
         self._reactor.send_unsent()

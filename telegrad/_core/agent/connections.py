@@ -99,7 +99,7 @@ class Connections:
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # text of a warning, or "" for none
-        self._health = Health(
+        self.health = Health(
             settings.silence,
             settings.heartbeat,
             lambda link, why: reactor.submit(Work(partial(part, link, how=SILENT), why)),
@@ -360,7 +360,7 @@ class Connections:
         links = [link for peer in peers if isinstance(link := peer.link, Link)]
         for peer in peers:
             peer.connection.read_in_background()  # to notice the end of an idle connection
-        upcoming = min([self._health.tick(now, links), *(peer.expire(now) for peer in peers)])
+        upcoming = min([self.health.tick(now, links), *(peer.expire(now) for peer in peers)])
         for link in [*accepted, *links]:
             link.release()
         self.listener.tick(now)

@@ -50,11 +50,10 @@ class Health:
         self._end = end
         self._watched: dict[Link, _Watched] = {}
         self._next = 0.0
-        self._ticked, self._used, self._woken = inf, 0.0, 0  # at the last tick: time, processor time, wake-ups
+        self._looked, self._used, self._woken = inf, 0.0, 0  # at the last look: time, processor time, wake-ups
 
     def tick(self, now: float, links: Iterable[Link]) -> float:
         """Check the links that are due; return the time of the next check."""
-        self._look_at_itself(now)
         if now < self._next:
             return self._next
         self._watched = {
@@ -68,15 +67,16 @@ class Health:
         self._next = min([now + soonest, *(watched.due for watched in self._watched.values())])
         return self._next
 
-    def _look_at_itself(self, now: float) -> None:
+    def look_at_itself(self, now: float) -> None:
         """Log a warning if this worker has been stopped, as other workers may have declared it lost.
 
+        Call it at each wake-up of the timer thread, because the wake-ups since the last call are counted.
         A thread that waits for the interpreter wakes up after each switch interval (5 ms) to request it; a stopped
         thread does not. A thread that holds the interpreter for seconds, asleep or not, is therefore not mistaken for a
         stop.
         """
         used, woken = process_time(), _woken()
-        stood = now - self._ticked
+        stood = now - self._looked
         if self._silence and stood > self._silence + TICKS:
             asleep = (woken - self._woken) * sys.getswitchinterval() * LATEST < stood
             if asleep and used - self._used < stood / 2:
@@ -85,7 +85,7 @@ class Health:
                     "workers may have declared this worker lost",
                     stood,
                 )
-        self._ticked, self._used, self._woken = now, used, woken
+        self._looked, self._used, self._woken = now, used, woken
 
 
 class _Watched:
