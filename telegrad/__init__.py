@@ -89,7 +89,7 @@ def local(
 
     try:
         return LocalGroup(workers, driver, rpc_timeout)
-    except errors.TelegradError as error:
+    except BaseException as error:
         from telegrad._core.pickling.remote_text import fold  # imports torch
 
         fold(error)

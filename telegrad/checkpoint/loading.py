@@ -343,7 +343,7 @@ def recover(
             except (*_OF_A_LOSS, errors.WorkersFailed) as error:
                 if time.monotonic() > until or not _may_end(error):
                     raise
-                text = f"recover: {error}"
+                text = f"recover: {str(error).partition('. ')[0]}"  # without its advice for callers of functions
             wait.look()
             time.sleep(PAUSE)
 

@@ -22,7 +22,7 @@ from torch.autograd import profiler_legacy, profiler_util
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls import profiling
-from telegrad._core.calls.call_names import runs_as, user_name
+from telegrad._core.calls.call_names import known_as, runs_as, user_name
 from telegrad._core.forks import renewed
 from telegrad._core.worker import current
 
@@ -145,6 +145,7 @@ def _keep_report(token: str, events: list[Event]) -> None:
             _reports.popitem(last=False)
 
 
+@known_as("torch.autograd.profiler.profile")
 def fetch_report(token: str) -> list[Event]:
     """Return the events of one call. Called remotely by its caller."""
     with _lock:

@@ -86,20 +86,21 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     if agent.name not in members:
         raise UsageError(f"{kind} must be called by the workers of the group, and {agent.name!r} is not in {group!r}")
     key, keeper, number = (kind, group.description, name), members[0], next(_numbers)
+    what = spelled(*key)
     missing: list[str] = []  # in the keeper's last answer
 
     def ask(patience: float, withdraws: bool = False) -> list[str] | None:
         try:
-            said: list[str] | None = agent.call(keeper, who_is_missing, (number, withdraws), None, patience)
+            said: list[str] | None = agent.call(keeper, who_is_missing, (number, withdraws), None, patience, what)
         except TelegradError:  # the keeper is lost, and then `met` fails, or it is stopped
             return None
         return said
 
     def text() -> str:
-        return f"{spelled(*key)}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
+        return f"{what}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
 
     until = monotonic() + (limit or threading.TIMEOUT_MAX)
-    met: Future[Any] = agent.call_async(keeper, arrive, (key, number, group, value, op), None, 0)
+    met = agent.begin(keeper, PreparedCall(arrive, (key, number, group, value, op), None, None, what), 0)
     met.heed()
     try:
         with Wait(kind, text, lambda: missing, worker=agent.name) as wait:
@@ -117,7 +118,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
                 else:
                     why = f"{listed(list(map(repr, late)))} did not arrive"
                 raise CallTimeout(
-                    f"{spelled(*key)}: after {limit:g} s {why}. "
+                    f"{what}: after {limit:g} s {why}. "
                     "`python -m telegrad why` shows what they are doing; a longer timeout= waits longer"
                 )
         return met.wait()
@@ -303,7 +304,7 @@ def begin_reduction(
     future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(call.users))
     args = future.workers, call.function, call.args, call.kwargs, combine, limit
     root = EachCall(future._slots[0], future.workers[0])
-    agent.call_each([root], PreparedCall(reduced, args, keeps=call.keeps, asked=call.users), limit)
+    agent.call_each([root], PreparedCall(reduced, args, keeps=call.keeps, asked=future._function), limit)
     return future
 
 
@@ -348,7 +349,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     coming: list[Future[Combined]] = [Future() for _ in below]
     heads = [workers[part.start] for part in below]
     given = workers, function, args, kwargs, combine, timeout
-    agent.call_each(map(EachCall, coming, heads), PreparedCall(reduced, given, asked=function), limit)
+    agent.call_each(map(EachCall, coming, heads), PreparedCall(reduced, given, asked=user_name(function)), limit)
     agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
     errors: dict[str, bytes] = {}
     values: list[Any] = []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, folded, user_name
+from telegrad.ext.calls import Future, folded, known_as, user_name
 from telegrad.ext.files import replacing
 from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
 from telegrad.ext.processes import instances
@@ -293,6 +293,7 @@ def _asked(
     return found
 
 
+@known_as("telegrad.insight.graph")
 def look(context_id: int, roots: Sequence[Root]) -> tuple[WorkerPart, set[str]]:
     """Return this worker's part of a context, and the participants that it knows. Called remotely."""
     context = current.conductor().contexts.get(context_id)

@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from telegrad.errors import TelegradError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import profiling, user_name
+from telegrad.ext.calls import known_as, profiling, user_name
 from telegrad.ext.files import replacing
 from telegrad.ext.processes import renewed
 from telegrad.ext.workers import current
@@ -42,6 +42,7 @@ Names = Iterable[str]
 # Clocks
 
 
+@known_as("telegrad.insight.trace")
 def clock_reading() -> tuple[float, str]:
     """Return this worker's perf_counter, and the id of its clock. Called remotely."""
     return perf_counter(), _which_clock()
@@ -117,6 +118,7 @@ _lock = renewed(threading.Lock())  # guards _running
 _running: list[profiler.profile] = []  # at most one
 
 
+@known_as("telegrad.insight.trace")
 def begin_profile() -> bool:
     """Start torch's profiler on this worker; return False if a profiler runs already. Called remotely."""
     with _lock:
@@ -130,6 +132,7 @@ def begin_profile() -> bool:
     return True
 
 
+@known_as("telegrad.insight.trace")
 def end_profile() -> bytes:
     """Return the profile of torch's profiler, compressed by gzip; empty if it did not run. Called remotely."""
     _make_marks()

@@ -162,10 +162,14 @@ class LocalGroup:
         self._closed = True
         atexit.unregister(self._at_exit)
         from telegrad import rpc
+        from telegrad.ext.calls import fold
 
         try:
             if not self._agent.closed:  # else the program has left itself
                 rpc.shutdown(graceful)
+        except BaseException as error:
+            fold(error)
+            raise
         finally:
             self._end_workers()
 

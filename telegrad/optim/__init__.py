@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from telegrad._core import checks
+from telegrad._core.calls.call_names import known_as
 from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.joint_calls import call_all
@@ -84,10 +85,12 @@ def _references(params: Any) -> list[RRef[Any]]:
     return given
 
 
+@known_as("clip_grad_norm_")
 def _norm(own: list[RRef[Any]], context_id: int, norm_type: float) -> Tensor | None:
     return norm_of(_gradients(own, context_id), norm_type)
 
 
+@known_as("clip_grad_norm_")
 def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
     scale(_gradients(own, context_id), factor)
 

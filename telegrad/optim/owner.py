@@ -396,6 +396,7 @@ def scale(gradients: Iterable[Tensor], factor: float) -> None:
 # Without the tracer
 
 
+@known_as("DistributedOptimizer()")
 def import_tracer() -> None:
     importlib.import_module(TRACER)
 

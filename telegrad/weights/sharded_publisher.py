@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, call_all, folded, limit_of
+from telegrad.ext.calls import DEFAULT, call_all, folded, known_as, limit_of
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
@@ -104,7 +104,7 @@ class ShardedPublisher:
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         check_wait(wait)
-        published = call_all(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
+        published = self._call_all("publish", lambda worker: (self._editions[worker],))
         for worker, (_, edition, contents) in published.items():
             if contents is not None:
                 self._editions[worker], self._contents[worker] = edition, contents
@@ -120,12 +120,17 @@ class ShardedPublisher:
     def close(self) -> None:
         """End publishing. Subscribers keep the versions that they have."""
         self._publisher.close()
-        call_all(self._owners, lambda _, owner: owner.rpc_async().close())
+        self._call_all("close", lambda worker: ())
+
+    def _call_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
+        name = f"ShardedPublisher.{method}"
+        return call_all(self._owners, lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, name))
 
     def __repr__(self) -> str:
         return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, at version {self.version}>"
 
 
+@known_as("ShardedPublisher()")
 class ShardOwner:
     def __init__(self, name: str, share: list[RemotePart] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
@@ -133,6 +138,9 @@ class ShardOwner:
         self._contents: list[Content] = []
         self._edition = 0  # of the contents
         self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
+
+    def _telegrad_runs(self, method: str) -> str:
+        return f"ShardedPublisher.{method}"
 
     def publish(self, known: int) -> tuple[int, int, list[Content] | None]:
         """Publish.

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.ext.calls import Future
+from telegrad.ext.calls import Future, known_as
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.weights.publisher import Publisher
 from telegrad.weights.subscriber import Subscriber
@@ -154,6 +154,7 @@ class Reading:
         """Do nothing: the trainer's first `send` brings the weights."""
 
 
+@known_as("TelegradWeightSyncScheme.send")
 def _receive(collector: RRef[Any], feed: str, publisher: str) -> None:
     """Read the weights, on the worker of a collector."""
     _publishers[feed] = publisher

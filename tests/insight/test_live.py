@@ -148,7 +148,7 @@ def test_processor_use_needs_two_answers_that_tell_it() -> None:
 
 def test_calls_of_observers_are_left_out() -> None:
     history = history_of(GroupSnapshot([account("a")], {}))
-    own, other = "telegrad.insight.collect.clock_reading", "telegrad.insights"
+    own, other = "telegrad.insight.trace", "telegrad.insights"
     history.add_events({"a": [called(START - 1, START, own), called(START - 1, START, other)]})
     assert [each.name for each in functions(history.recent(5).events)] == [other]
 

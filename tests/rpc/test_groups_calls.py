@@ -336,7 +336,8 @@ def call_all(victim: str, **how: Any) -> dict[str, Any]:
     try:
         rpc.group().rpc_sync(hang_on, (victim,), timeout=0, **how)
     except errors.GroupError as error:
-        return vars(error) | {"errors": {each: type(why).__name__ for each, why in error.errors.items()}}
+        kinds = {each: type(why).__name__ for each, why in error.errors.items()}
+        return vars(error) | {"errors": kinds, "text": str(error)}
     return {}
 
 
@@ -377,6 +378,7 @@ def test_a_death_in_a_reduction_names_the_worker_and_those_behind_it() -> None:
         told = made[0].end()
         assert told["errors"] == {"worker1": "PeerLost", "worker2": "PeerLost"}
         assert told["reduced"] == "worker0worker3worker4worker5worker6"
+        assert "idempotent" not in told["text"]  # which is refused for a reduction
 
 
 def test_a_map_loses_only_the_item_that_ran_on_a_dead_worker() -> None:

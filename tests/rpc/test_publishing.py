@@ -459,8 +459,9 @@ def test_an_owner_that_does_not_come_back_is_lost(crowd: Crowd) -> None:
     crowd.lose("w1")
     with pytest.raises(
         errors.OwnerLost, match=r"lost with worker 'w1', and was not restored within 0.3 s: start worker 'w1'"
-    ):
+    ) as caught:
         made.rpc_sync(timeout=0.3).add(1)
+    assert "wait_for_worker" not in str(caught.value)  # advice for another kind of call
 
 
 def test_an_error_of_making_or_restoring_is_raised_at_the_use(crowd: Crowd) -> None:

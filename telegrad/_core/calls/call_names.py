@@ -51,7 +51,7 @@ def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
 def _name(function: Any, args: Sequence[Any] | None) -> str:
     if isinstance(function, str):
         return function
-    if args and hasattr(function, RUNS):
+    if args and hasattr(function, RUNS) and not isinstance(function, type):
         return str(getattr(function, RUNS)(*args))
     known_as = getattr(function, KNOWN_AS, None)
     if isinstance(known_as, str):

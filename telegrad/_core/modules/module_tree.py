@@ -105,6 +105,7 @@ def _walk(
     return found
 
 
+@known_as("looking for the parts of a model")
 def _look(branch: RemotePart) -> tuple[bool, list[RemotePart]]:
     """Return True if a value of this worker is part of a model, and the branches to which the value leads."""
     value = branch.root.local_value()

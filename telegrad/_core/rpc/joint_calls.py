@@ -14,6 +14,7 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
+from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.futures import Future
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
@@ -44,6 +45,7 @@ def serve(worker: Worker) -> None:
     worker.agent.run_at_once(count_here)
 
 
+@known_as("asking for the progress of a call")
 def count_here() -> int:
     return current.here().attached(StepCounter).count
 

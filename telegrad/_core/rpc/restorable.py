@@ -157,7 +157,7 @@ class RestorableRRef(RRef[T]):
             raise kind(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and was not restored within {limit:g} s: "
                 f"{self._trail.describe()[1]}, or give the call a longer timeout. The last error: "
-                f"{error.__cause__ or error}"
+                f"{_fact(error.__cause__ or error)}"
             ) from lost
         with _renewing:
             if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
@@ -176,7 +176,7 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
     why: Exception | None = None
 
     def text() -> str:
-        return f"{about} is not available: {why}"
+        return f"{about} is not available: {_fact(why)}"
 
     with Wait("restoring a value", text, lambda: trail.describe()[0], worker=agent.name) as wait:
         while True:
@@ -191,6 +191,11 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
             wait.look()
             with agent.waiting():
                 sleep(PAUSE)
+
+
+def _fact(error: BaseException | None) -> str:
+    """Return the first sentence of an error: the next ones advise callers of functions, and a value has none."""
+    return str(error).partition(". ")[0]
 
 
 def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:

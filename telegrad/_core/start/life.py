@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from telegrad._core import checks
-from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.forks import in_child, renewed
@@ -262,6 +262,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
 
 
 @finishing
+@known_as("rpc.stop_serving")
 def stop_serving() -> None:
     """End `serve` on this worker of a dynamic group. Other workers call it: `rpc_sync(name, rpc.stop_serving)`.
 

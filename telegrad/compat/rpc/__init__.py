@@ -13,6 +13,7 @@ import torch.distributed as dist
 from telegrad._core.agent.incoming import Answers
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.security.keyring import find_keys
 from telegrad._core.start.life import check_free
 from telegrad._core.stores.address import split
@@ -51,6 +52,7 @@ def is_available() -> bool:
     return True
 
 
+@folded
 def init_rpc(
     name: str,
     backend: Any = None,

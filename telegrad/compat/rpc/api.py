@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.forks import renewed
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.progress import Wait
 from telegrad._core.rpc import rref
 from telegrad._core.rpc.presence import get_worker_info
@@ -203,6 +204,7 @@ def _forget_rounds() -> None:
         _rounds.clear()
 
 
+@known_as("_all_gather")
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Store an object at the leader; the leader's own object comes with the names that are expected."""
     with _rounds_lock:
@@ -213,6 +215,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
             round_.proceed_signal.set()
 
 
+@known_as("_all_gather")
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any], error: Exception | None = None) -> None:
     """Store the result, or the error, that the leader broadcast."""
     with _rounds_lock:
@@ -310,6 +313,7 @@ def _tell_followers(
         )
 
 
+@known_as("_all_gather")
 def _ping() -> None:
     """Do nothing. A response shows that the worker is alive."""
 
@@ -334,6 +338,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT
 
 
 @not_compiled
+@folded
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group. A graceful shutdown first waits until all workers have called this and nothing is in flight.
 

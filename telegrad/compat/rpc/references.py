@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.profiling import event_name
 from telegrad._core.calls.settings import DEFAULT
@@ -184,12 +184,14 @@ def _text(worker: Any) -> str:
     return f"WorkerInfo(id={worker.id}, name={worker.name})"
 
 
+@known_as("remote() of a reference")
 def find_attribute(maker: str, number: int, name: str) -> None:
     """Raise AttributeError if the value of a reference that this worker owns has no such attribute."""
     table = current.references()
     getattr(opened(table.box((maker, number)), table.agent), name)
 
 
+@known_as("_get_type() of a reference")
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
     return type(rref.local_value())
 
