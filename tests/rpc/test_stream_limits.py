@@ -8,6 +8,7 @@ import gc
 import operator
 import pickle
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -26,9 +27,9 @@ from telegrad._core.wire.messages import CALL, Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
-from telegrad.rpc import Stream, rpc_stream, rpc_sync
+from telegrad.rpc import RRef, Stream, actor, rpc_stream, rpc_sync
 from tests import links
-from tests.cluster import agents, wait_until
+from tests.cluster import PATIENCE, agents, next_turn, wait_until
 
 MOST = 5  # streams
 KIB = 1 << 10
@@ -199,6 +200,68 @@ def test_functions_end_with_the_connection_of_their_reader(function: Any, three:
     wait_until(lambda: set(closed) == set(yielded))  # the loop closes what an async generator has left open
     wait_until(lambda: callee.agent.idle)
     del kept
+
+
+@actor
+class Tap:
+    """Its first item comes at once, the others once the gate is open."""
+
+    def __init__(self) -> None:
+        self.began, self.gate = threading.Event(), threading.Event()
+
+    def hold(self) -> int:
+        self.began.set()
+        assert self.gate.wait(PATIENCE)
+        return 1
+
+    def items(self) -> Iterator[int]:
+        yield 1
+        yield self.hold()
+
+    async def items_later(self) -> AsyncIterator[int]:
+        yield 1
+        self.began.set()
+        while not self.gate.is_set():
+            await next_turn()
+        yield 2
+
+
+taps: list[Tap] = []
+
+
+def tap() -> RRef[Tap]:
+    return RRef(taps[0])
+
+
+@pytest.mark.parametrize("end", ["close", "death"])
+@pytest.mark.parametrize("state", ["at rest", "queued", "running", "finished"])
+@pytest.mark.parametrize("method", ["items", "items_later"])
+def test_an_actor_goes_on_after_the_end_of_a_stream(
+    method: str, state: str, end: str, three: tuple[Worker, Worker, Worker]
+) -> None:
+    callee, caller, other = three
+    taps[:] = [Tap()]
+    stream: Stream[int] = getattr(rpc_sync("w0", tap).rpc_stream(window=1), method)()
+    wait_until(lambda: is_at_rest(callee, caller))
+    current.enter(other)
+    its = rpc_sync("w0", tap)
+    held = [its.rpc_async().hold()] if state == "queued" else []
+    if state == "finished":
+        taps[0].gate.set()
+        assert len(list(stream)) == 2
+    elif state != "at rest":
+        if held:
+            assert taps[0].began.wait(PATIENCE)
+        assert next(stream) == 1
+        assert taps[0].began.wait(PATIENCE)
+    if held:
+        doorkeeper: Any = callee.agent._server.doorkeeper
+        wait_until(lambda: any(queue._waiting for queue in doorkeeper._queues.values()))
+    stream.close() if end == "close" else caller.agent.close(PeerError("the end"))
+    wait_until(lambda: end == "close" or all(link.peer != "w1" for link in links.accepted(callee)))
+    taps[0].gate.set()
+    assert its.rpc_sync().hold() == 1
+    wait_until(lambda: callee.agent.idle)
 
 
 def test_no_items_are_made_for_a_connection_that_is_not_read(

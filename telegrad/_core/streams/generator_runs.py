@@ -193,7 +193,7 @@ class Producer:
     async def _drive_to_end(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
         try:
             if isinstance(made, CoroutineType):
-                made = await _awaited_in_turn(steps, lambda: made)
+                made = await _awaited_in_turn(steps, agent, lambda: made)
             if not isinstance(made, AsyncIterable):
                 made = _in_steps(_iterator(made, name))
             iterator: AsyncIterator[Any] = aiter(made)
@@ -204,14 +204,14 @@ class Producer:
                     if feed.closed:
                         return
                     try:
-                        item = await _awaited_in_turn(steps, partial(self._anext, iterator))
+                        item = await _awaited_in_turn(steps, agent, partial(self._anext, iterator))
                     except StopAsyncIteration:
                         return
                     feed.put(*item)
                     del item
             finally:
                 if isinstance(iterator, AsyncGenerator):
-                    await _awaited_in_turn(steps, iterator.aclose)
+                    await _awaited_in_turn(steps, agent, iterator.aclose)
         finally:
             feed.on_end()
             feed.end()
@@ -274,11 +274,15 @@ def _in_turn(steps: Steps, agent: Agent, act: Callable[..., Any], *args: Any, **
         return act(*args, **kwargs)
 
 
-async def _awaited_in_turn(steps: Steps, act: Callable[[], Any]) -> Any:
+async def _awaited_in_turn(steps: Steps, agent: Agent, act: Callable[[], Any]) -> Any:
     if steps is None:
         return await act()
     step = steps()
-    await completion_of(step.begins)
+    try:
+        await completion_of(step.begins)
+    except BaseException:  # cancelled: once the turn comes, the next call gets it
+        step.begins.add_done_callback(lambda _: agent.later(lambda _: step.on_end(), None))
+        raise
     with step.taken():
         return await act()
 
