@@ -424,6 +424,28 @@ class Nameless(Exception, metaclass=Meta):
     pass
 
 
+class StrictMeta(type):
+    def __subclasscheck__(cls, other: type) -> bool:
+        if other is not cls:  # Python itself asks this for each `raise`
+            raise KeyError("no subclasses")
+        return True
+
+    def __instancecheck__(cls, other: object) -> bool:
+        raise KeyError("no instances")
+
+
+class Strict(Exception, metaclass=StrictMeta):
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)
+
+
+@pytest.mark.parametrize("parts", [("why",), ("why", 2)])
+def test_no_check_of_an_exceptions_metaclass_runs(parts: tuple[object, ...]) -> None:
+    back = journey(Strict(*parts))
+    assert type(back).__mro__[:2] in ((Strict, Exception), (type(back), Strict))
+    assert back.args == parts
+
+
 def hides(name: str, raised: type[BaseException]) -> BaseException:
     class Hiding(Exception):
         def __getattribute__(self, asked: str) -> Any:
