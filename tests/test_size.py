@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_062,
     "lines of the core": 38_700,
-    "lines of the tests": 86_455,
+    "lines of the tests": 86_456,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

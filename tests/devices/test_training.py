@@ -90,6 +90,7 @@ def gradients_of(context: int, module: rpc.RRef[nn.Module]) -> list[Tensor]:
     return [found[parameter].cpu() for parameter in module.local_value().parameters()]
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
 def test_a_remote_module(kind: str, mapped: bool) -> None:
