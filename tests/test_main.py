@@ -453,6 +453,7 @@ GUARDED_FUNCTIONS = """
 import telegrad, telegrad.rpc as rpc
 
 factor = 5
+large = {10**5000: {-(10**5000)}, "list": [10**5000]}
 
 if __name__ == "__main__":
     def fresh():

@@ -147,22 +147,26 @@ def digest_of(value: Any) -> str:
     while todo and len(found) < MOST:
         each = todo.pop()
         kind: Any = type(each)
-        found.append(repr(each) if kind in ATOMS else kind.__qualname__)
+        found.append(_text(each) if kind in ATOMS else kind.__qualname__)
         if kind in ATOMS or id(each) in seen:
             continue
         seen.add(id(each))
         if isinstance(each, dict):
-            known = {repr(key): key for key in each if type(key) in ATOMS}
+            known = {_text(key): key for key in each if type(key) in ATOMS}
             found += [str(len(each)), *sorted(known)]
             todo += [each[known[key]] for key in sorted(known)]
         elif kind in (list, tuple, deque):
             found.append(str(len(each)))
             todo += each
         elif kind in (set, frozenset):
-            found += [str(len(each)), *sorted(repr(member) for member in each if type(member) in ATOMS)]
+            found += [str(len(each)), *sorted(_text(member) for member in each if type(member) in ATOMS)]
         elif (held := attributes_of(each)) is not None:
             todo.append(held)
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+
+
+def _text(atom: Any) -> str:
+    return hex(atom) if type(atom) is int else repr(atom)  # Python refuses the decimal digits of a very large integer
 
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
