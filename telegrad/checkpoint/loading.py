@@ -174,7 +174,7 @@ class _Loader:
         self._targets = [(*share, self._checked(*share)) for share in shares]
 
     def _checked(self, key: str, branch: RemotePart) -> dict[str, Any]:
-        """Check a part. Return what the values of a model will be read into."""
+        """Check a part. Return the targets that the values of a model are read into."""
         if isinstance(value := branch.root.local_value(), LocalOptimizer):
             self._check_optimizer(f"{key}.state", value)
             return {}
@@ -215,7 +215,7 @@ class _Loader:
 
 @known_as("checkpoint.load")
 def _begin(path: str, shares: list[OwnerState]) -> RRef[_Loader] | str:
-    """Compare the parts of this worker with the checkpoint. Return what loads them, or how they differ."""
+    """Compare the parts of this worker with the checkpoint. Return a loader, or a text about the differences."""
     metadata = _contents(path)  # only once: for a large model, unpickling takes long
     try:
         return RRef(_Loader(path, metadata, shares))

@@ -399,7 +399,7 @@ class DistributedOptimizer(Optimizer):
         self._check_groups(groups, state)
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(group))
-        self._sending(dict(enumerate(map(hyperparameters, groups))))  # owners may have changed what they were sent
+        self._sending(dict(enumerate(map(hyperparameters, groups))))  # owners may have changed the sent values
 
     def _check_groups(self, groups: list[dict[str, Any]], state: Iterable[str] = ()) -> None:
         for group in checks.several("groups", groups, _GROUPS):
