@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -88,16 +89,28 @@ class context:  # noqa: N801 - used like a function
 
     _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
 
+    def __init__(self) -> None:
+        self._free = threading.Lock()  # held while a block runs, so that no other block uses the object
+
     def __enter__(self) -> int:
         try:
-            outer = entered_id()
-            if outer is not None:
-                text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
-                raise UsageError(text)
-            contexts = _find[0]().contexts
+            if not self._free.acquire(blocking=False):
+                raise UsageError("this context is in use by another block: each block needs its own autograd.context()")
+            try:
+                return self._begin()
+            except BaseException:
+                self._free.release()
+                raise
         except TelegradError as error:
             fold(error)
             raise
+
+    def _begin(self) -> int:
+        contexts = _find[0]().contexts
+        outer = entered_id()
+        if outer is not None and not contexts.has_ended(outer):  # another thread may have left the block
+            text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
+            raise UsageError(text)
         context = contexts.begin()
         inside = Inside(context.id)
         inside.__enter__()
@@ -105,10 +118,19 @@ class context:  # noqa: N801 - used like a function
         return context.id
 
     def __exit__(self, *_: object) -> None:
-        if self._now is not None:
-            contexts, context, inside = self._now
-            self._now = None
-            inside.__exit__(None, None, None)
+        if self._now is None:
+            return
+        contexts, context, inside = self._now
+        self._now = None
+        try:
+            inside.__exit__()
+        except ValueError:
+            raise UsageError(
+                f"the block of context {context.id} was left on another thread, or in another task, than it was "
+                "entered. The context has ended"
+            ) from None
+        finally:
+            self._free.release()
             if not forks.is_inherited(contexts):  # else the context belongs to the parent process, which still uses it
                 contexts.release(context.id)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from telegrad import autograd
 from telegrad._core.membership.members import Identity
 from telegrad.autograd.contexts import REMEMBERED, ContextQuestion, Contexts, Release
 from telegrad.autograd.record import OWNER_SHIFT
-from telegrad.errors import ContextLost, PeerUnreachable
+from telegrad.errors import ContextLost, PeerUnreachable, UsageError
 from tests.autograd.rivals import Rival
 
 ME, OWNER = Identity("me", 0, "a"), Identity("owner", 1, "b")
@@ -127,3 +129,41 @@ def test_the_text_of_a_context_has_its_state(contexts: Contexts) -> None:
     assert "known to owner" in repr(context)
     contexts.release(context.id)
     assert "has ended" in repr(context)
+
+
+@pytest.fixture
+def worker(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> Contexts:
+    """Make `contexts` those of this process's worker."""
+    monkeypatch.setattr(autograd, "_find", [lambda: SimpleNamespace(contexts=contexts)])
+    return contexts
+
+
+def test_one_object_is_one_block_at_a_time(worker: Contexts) -> None:
+    shared = autograd.context()
+    with ThreadPoolExecutor(1) as other, shared as first:
+        with pytest.raises(UsageError, match="each block needs its own"):
+            other.submit(shared.__enter__).result()
+        with pytest.raises(UsageError, match="each block needs its own"):
+            shared.__enter__()
+        assert [each.id for each in worker.all()] == [first]
+    with shared as second:
+        assert second != first
+    assert not len(worker)
+
+
+def test_a_refused_object_can_be_entered_later(worker: Contexts) -> None:
+    inner = autograd.context()
+    with autograd.context(), pytest.raises(UsageError, match="Already have"):
+        inner.__enter__()
+    with inner:
+        assert len(worker) == 1
+
+
+def test_a_block_that_another_thread_leaves_ends_its_context(worker: Contexts) -> None:
+    left = autograd.context()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        first.submit(left.__enter__).result()
+        with pytest.raises(UsageError, match="was left on another thread"):
+            second.submit(left.__exit__).result()
+        assert not len(worker)
+        assert isinstance(first.submit(autograd.context().__enter__).result(), int)
