@@ -270,3 +270,20 @@ def test_launchers_and_outside_commands_do_not_import_torch() -> None:
     program = f"import sys; {'; '.join(f'import telegrad.{each}' for each in modules)}; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert printed.stdout == "False\n"
+
+
+def test_finalizers_use_no_global_while_the_interpreter_ends() -> None:
+    """The globals of a module are None when the objects of a main program are finalized."""
+    for source in (path.read_text() for path in FILES):
+        if "def __del__" not in source:
+            continue
+        tree = ast.parse(source)
+        named = [each for each in ast.walk(tree) if isinstance(each, ast.alias)]
+        at_top = {each.asname or each.name for each in named}
+        at_top |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        at_top |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                own = {each.arg for each in node.args.args}
+                used = {each.id for line in node.body for each in ast.walk(line) if isinstance(each, ast.Name)}
+                assert "is_finalizing" in own or not (used - own) & at_top

@@ -6,6 +6,7 @@ They are counted on two warm workers, one operation at a time; the shortest of m
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import pathlib
 import sys
@@ -16,9 +17,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import telegrad
 from telegrad import autograd, rpc
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.weights import Publisher, Subscriber
 from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
@@ -45,7 +49,7 @@ def note(frame: FrameType, event: str, _: object) -> None:
 def join(rank: int, port: int) -> None:
     threading.setprofile(note)
     sys.setprofile(note)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port))
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options(port))
 
 
 def options(port: int) -> rpc.TelegradOptions:
@@ -131,14 +135,41 @@ def backward() -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", torch.add, (WEIGHT, 3)).sum()])
 
 
+kept: list[rpc.RRef[Subscriber]] = []
+
+
+@functools.cache
+def publisher() -> Publisher:
+    made = Publisher("policy", nn.Linear(64, 64))
+    made.publish()
+    kept.append(rpc.remote("w1", Subscriber, ("w0", "policy")))
+    return made
+
+
+def publish() -> None:
+    publisher().publish()
+
+
+@functools.cache
+def stages() -> Pipeline:
+    return Pipeline([RemoteModule(worker, nn.Linear, (8, 8)) for worker in ("w1", "w2")], chunks=2)
+
+
+def batch() -> None:
+    with autograd.context() as context_id:
+        stages().forward_backward(context_id, torch.ones(4, 8), torch.ones(4, 8), nn.functional.mse_loss)
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[Process]]:
-    with processes(2) as made:
+    """Start the caller, the callee, and one more worker."""
+    with processes(3) as made:
         port = free_port()
-        made[0].begin(join, 0, port)
-        made[1].run(join, 1, port)
-        made[0].end()
-        yield made
+        for rank, process in enumerate(made):
+            process.begin(join, rank, port)
+        for process in made:
+            process.end()
+        yield made[:2]
 
 
 def lengths(pair: list[Process], act: Callable[[], object]) -> Iterator[tuple[Length, Length]]:
@@ -163,6 +194,8 @@ MOST = {
     call: (Length(42, 18, 33), Length(40, 14, 26)),
     remote: (Length(120, 31, 87), Length(118, 29, 78)),
     backward: (Length(320, 46, 180), Length(250, 37, 145)),  # the callee takes up to 30 more on a busy machine
+    publish: (Length(50, 14, 20), Length(50, 14, 30)),
+    batch: (Length(305, 46, 188), Length(380, 59, 232)),
 }
 
 

@@ -220,7 +220,7 @@ class AutogradContext:
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
         )
 
-    def __del__(self) -> None:
+    def __del__(self, receiving: set[int] = receiving) -> None:
         receiving.discard(id(self))
 
     @property

@@ -69,8 +69,8 @@ class UnretrievedError:
         _seen[key] = now
         return now - before >= QUIET
 
-    def __del__(self) -> None:
-        if not self.seen and not sys.is_finalizing() and self._note():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self.seen and not is_finalizing() and self._note():
             log.error(
                 "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
                 "or add a callback to the future\n%s: %s",

@@ -185,6 +185,7 @@ def register_spawned_main() -> None:
 
 DEEPEST = 12  # levels of parts that are examined
 _ADVICE = "Send the data that it is built from, or keep it where it is and call functions there"
+_ADVICE_FOR_OWN = "Send a reference to it, rpc.RRef(it), or keep it where it is and call functions there"
 _ADVICE_FOR_VARIABLES = (
     "Create it inside of the function, or put both at the top level of a module that all workers import: then each "
     f"uses its own. Workers import a script, too, if a guard, `{GUARD}`, precedes the code for the driver alone"
@@ -204,6 +205,10 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
             return CannotEncode(
                 f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
             )  # the error gives the reason
+        if type(value).__module__.startswith("telegrad.") and not isinstance(value, tuple | BaseException):
+            # the parts of such an object mean nothing to the user
+            error = BoundToProcess(_ADVICE_FOR_OWN)
+            break
         parts = _parts_of(value, same_program, top=not where)
         bad = next((part for part in parts if not ValuePickler.can_dump(part[1], same_program)), None)
         if bad is None:

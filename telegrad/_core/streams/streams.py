@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -281,8 +282,8 @@ class Stream(Generic[T]):
         with self._lock:
             return [self._ran, *(pull.call for pull in self._pulls)]
 
-    def __del__(self) -> None:
-        if not getattr(self, "_ended", True):  # stored last, if the stream was opened
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not getattr(self, "_ended", True) and not is_finalizing():  # stored last, if the stream was opened
             # Any thread may run this, even in the garbage collector while a lock is held: it takes no lock and sends
             # nothing.
             self._run_soon(partial(_cancel, [self._ran, *(pull.call for pull in self._pulls)]))
