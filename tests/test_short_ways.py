@@ -26,7 +26,7 @@ from telegrad.weights import Publisher, Subscriber
 from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
-MANY = 200
+MANY = 1000
 UNRELATED = {"_core/reactor/leader_threads.py", "_core/agent/agent.py:<lambda>"}  # begin periodic work
 
 Step = tuple[int, bool, str, str]  # thread, True for a call, file, function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -88,34 +87,29 @@ class context:  # noqa: N801 - used like a function
     """
 
     _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
-
-    def __init__(self) -> None:
-        self._free = threading.Lock()  # held while a block runs, so that no other block uses the object
+    _entry: object  # missing unless entered, or being entered
 
     def __enter__(self) -> int:
+        entry = object()
         try:
-            if not self._free.acquire(blocking=False):
+            if vars(self).setdefault("_entry", entry) is not entry:  # atomic, since another thread may use the object
                 raise UsageError("this context is in use by another block: each block needs its own autograd.context()")
-            try:
-                return self._begin()
-            except BaseException:
-                self._free.release()
-                raise
-        except TelegradError as error:
-            fold(error)
+            contexts = _find[0]().contexts
+            outer = entered_id()
+            if outer is not None and not contexts.has_ended(outer):  # another thread may have left the outer block
+                text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
+                raise UsageError(text)
+            context = contexts.begin()
+            inside = Inside(context.id)
+            inside.__enter__()
+            self._now = contexts, context, inside
+            return context.id
+        except BaseException as error:
+            if vars(self).get("_entry") is entry:
+                del self._entry
+            if isinstance(error, TelegradError):
+                fold(error)
             raise
-
-    def _begin(self) -> int:
-        contexts = _find[0]().contexts
-        outer = entered_id()
-        if outer is not None and not contexts.has_ended(outer):  # another thread may have left the block
-            text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
-            raise UsageError(text)
-        context = contexts.begin()
-        inside = Inside(context.id)
-        inside.__enter__()
-        self._now = contexts, context, inside
-        return context.id
 
     def __exit__(self, *_: object) -> None:
         if self._now is None:
@@ -130,7 +124,7 @@ class context:  # noqa: N801 - used like a function
                 "entered. The context has ended"
             ) from None
         finally:
-            self._free.release()
+            del self._entry
             if not forks.is_inherited(contexts):  # else the context belongs to the parent process, which still uses it
                 contexts.release(context.id)
 
