@@ -97,10 +97,12 @@ class Publisher:
 
         Raises:
             UsageError: the publisher was closed.
+            ShutDown: this worker has left its group.
             InvalidArgument: the source contains a value that cannot be published; `CannotEncode` is possible, too.
             CallTimeout: a subscriber has not read it in time. The version was published all the same.
         """
         check_wait(wait)
+        self._agent.check_open()
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed and cannot publish: create a new one")
         tree = self._read()

@@ -145,8 +145,6 @@ class Subscriber:
                     "not handled all messages that arrived"
                 )
         number = max(1, endpoint.known - max_behind)
-        if endpoint.last is not None and self.version >= max(number, endpoint.machine.store.newest_complete()):
-            return endpoint.last
         return self.at_least(number, timeout)
 
     def __iter__(self) -> Iterator[Version]:
@@ -419,7 +417,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         return self.machine.store.newest
 
     def find(self, least: int, exact: bool = False) -> Version | None:
-        """Return such a version if it is here."""
+        """Return such a version if it is here. Raise an error if this worker has left its group."""
+        self._service.agent.check_open()
         with self.changed:
             store, last = self.machine.store, self.last
             number = least if exact else store.newest_complete()

@@ -19,7 +19,7 @@ from torch import nn
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
+from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, ShutDown, UnknownPublisher, UsageError
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscriber import SubscriberEndpoint
@@ -529,3 +529,24 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.result(PATIENCE)
         for each in seen:
             assert each == [*range(each[0], until + 1)]
+
+
+def test_publishers_and_subscribers_are_refused_after_shutdown() -> None:
+    with agents(1) as (worker,):
+        publisher = on(worker, Publisher, "policy", {"w": torch.ones(2)})
+        publisher.publish()
+        subscriber = on(worker, Subscriber, "w0", "policy")
+        read = subscriber.newest()
+        worker.end("")
+        for use in (
+            publisher.publish,
+            partial(publisher.publish, wait=1),
+            subscriber.newest,
+            partial(subscriber.at_least, 1),
+            subscriber.refresh,
+        ):
+            with pytest.raises(ShutDown, match="'w0' shut down"):
+                use()
+        assert read.state["w"].sum() == 2
+        publisher.close()
+        subscriber.close()

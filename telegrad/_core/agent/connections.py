@@ -133,6 +133,11 @@ class Connections:
     def begun(self) -> int:
         return sum(peer.calls.begun for peer in list(self._peers.values()))
 
+    def check_open(self) -> None:
+        """Raise the error for calls that this worker makes after it has left its group."""
+        if self.closed:
+            raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
+
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
@@ -174,8 +179,7 @@ class Connections:
 
     def _peer_of(self, member: Member) -> Peer:
         with self._lock:
-            if self.closed:
-                raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
+            self.check_open()
             peer = self._peers.get(member.incarnation)
             if peer is None:
                 me = self.joined.me
