@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.guard import Capture, installed, look_for_gradients, seeds_of, tensors_of
+from telegrad.autograd.passes import FusedStep
 from telegrad.autograd.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
@@ -32,17 +33,6 @@ class RemoteRoot(Protocol):
 
 
 Root = Tensor | RemoteRoot
-
-
-StepResults = Mapping[str, tuple[bool, Any]]  # by workers: True and a value, or False and the description of an error
-
-
-class FusedStep(NamedTuple):
-    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
-
-    rider: int  # 0: no step
-    request: bytes
-    end: Callable[[StepResults], None]  # completes the step after the pass, given the outcome of each worker's part
 
 
 class Step(Protocol):

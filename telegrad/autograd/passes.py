@@ -27,7 +27,7 @@ where the rider ran, and the object that supplied it handles the other workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Key = tuple[str, int]  # sender and a number
@@ -128,6 +128,17 @@ class Abandon(NamedTuple):
 
 
 Task = Start | PackedShipment | Mark | DeclareDead
+
+
+StepResults = Mapping[str, tuple[bool, Any]]  # by workers: True and a value, or False and the description of an error
+
+
+class FusedStep(NamedTuple):
+    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
+
+    rider: int  # 0: no step
+    request: bytes
+    end: Callable[[StepResults], None]  # completes the step after the pass, given the outcome of each worker's part
 
 
 class LeftOut(Exception):

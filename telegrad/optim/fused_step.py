@@ -19,7 +19,8 @@ from telegrad._core import checks
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad.autograd import FusedStep, StepResults, look_at_step
+from telegrad.autograd import look_at_step
+from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.errors import UsageError
 from telegrad.optim.owner import Changes, ask
 

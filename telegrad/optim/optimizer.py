@@ -27,7 +27,7 @@ from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
 from telegrad._core.worker import current
-from telegrad.autograd import FusedStep, StepResults
+from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.optim.fused_step import Clipped, Done, check_norms, first_step, futures, has_hooks_before, may_ride
