@@ -127,7 +127,17 @@ def test_two_workers_that_serve_the_store_both_get_an_error() -> None:
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
 
 
-def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("host:1", ""),
+        ("10.0.0.1:1", ""),
+        *((place, ", which other hosts cannot reach") for place in ("localhost:1", "127.0.0.1", "[::1]:1")),
+    ],
+)
+def test_other_threads_see_who_is_missing_while_a_group_forms(
+    place: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
     store = sealed(dist.HashStore())
     joins = crowd(store, 3)
@@ -136,11 +146,11 @@ def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytes
         wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
 
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
+        first = pool.submit(join_static, *joins[0], lambda _: True, place)
         await_missing(["rank 1", "rank 2"])
         (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
-        assert (wait.what, wait.place) == ("init_rpc", "host:1")
-        assert wait.text() == "ranks 1, 2 did not join ('w0' joins a group of 3 at host:1)"
+        assert (wait.what, wait.place) == ("init_rpc", place)
+        assert wait.text() == f"ranks 1, 2 did not join ('w0' joins a group of 3 at {place}{said})"
         second = pool.submit(join_static, *joins[1])
         await_missing(["rank 2"])
         third = pool.submit(join_static, *joins[2])
