@@ -274,6 +274,16 @@ def test_a_description_that_cannot_be_decoded_becomes_a_remote_error() -> None:
     assert type(rebuild(b"nonsense")) is errors.RemoteError
 
 
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("k"), OSError("x")], ids=repr)
+def test_an_error_without_lines_of_the_program_is_told_once(error: Exception) -> None:
+    back = rebuild(describe(error, "w1", "f"))
+    text = str(back)
+    assert text.count("w1") == 1
+    assert text.splitlines()[-1] == "On worker 'w1', in f"
+    assert len(text.splitlines()) == 2
+    assert "On worker 'w1', in f:\n" in str(journey(back, "w2"))  # with its text again, behind other lines
+
+
 def test_an_error_over_two_hops_names_both_workers_in_order() -> None:
     for error in (ValueError("x"), OwnText(1, 2)):
         text = str(journey(journey(error, "inner"), "outer"))

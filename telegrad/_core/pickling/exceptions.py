@@ -30,6 +30,7 @@ from telegrad._core.pickling.remote_text import (
     short,
     tell,
     with_lines,
+    with_story,
 )
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import memory
@@ -279,7 +280,7 @@ def _tells_with_its_argument(error: Any, story: str) -> bool:
     text.story = story
     _set(error, "args", (text,))
     try:
-        if story in str(error):
+        if story.partition(":\n")[0] in str(error):
             return True
     except Exception:
         pass
@@ -298,7 +299,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         preface = "Original exception on remote side was:\n" if odd else ""
 
         def tell(self: BaseException) -> str:
-            return f"{kind.__str__(self)}\n{preface}{vars(self).get(REMOTE_TRACEBACK, '')}"
+            return with_story(kind.__str__(self), preface + vars(self).get(REMOTE_TRACEBACK, ""))
 
         members = {
             "__module__": kind.__module__,

@@ -36,7 +36,6 @@ import torch
 from telegrad._core.interrupts import runs_handler
 from telegrad._core.pickling.main_program import SPAWNED_MAIN
 from telegrad._core.processes import PACKAGE
-from telegrad.errors import TelegradError
 
 LARGEST = 1 << 20  # bytes of an exception that is sent as a whole
 LONGEST_TEXT = 1 << 16
@@ -181,7 +180,6 @@ _CAUSED = "\nThe above exception was the direct cause of the following exception
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _LEFT_OUT = "[earlier exceptions are left out]\n"
 _EXPLAINED = (SyntaxError, ImportError, AttributeError)  # Python prints more than the text of these
-_ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
 
 
 # a frame without its source line; the length of names is bounded, since a line may match at many positions
@@ -201,13 +199,20 @@ class Text(str):
     story: str
 
     def __str__(self) -> str:
-        return f"{str.__str__(self)}\n{self.story}"
+        return with_story(str.__str__(self), self.story)
 
     def __repr__(self) -> str:
-        return f"{str.__repr__(self)}\n{self.story}"
+        return with_story(str.__repr__(self), self.story)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str.__str__(self),)
+
+
+def with_story(text: str, story: str) -> str:
+    """Return the text of an exception, and its remote traceback; if that has no lines, only its worker and function."""
+    head, _, rest = story.partition(":\n")
+    repeats = rest.count("\n") == 1 and rest.endswith(f"{text}\n")
+    return f"{text}\n{head if repeats else story}"
 
 
 class TracebackLines(str):
@@ -293,7 +298,7 @@ def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset())
     room.exceptions -= 1
     seen |= {id(error)}
     lines, story = cut(_all_lines(error)), remote_traceback_of(error)
-    own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, bool(lines), room)))
+    own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, room)))
     room.characters -= len(own)
     before, link = _before(error)
     if before is None or id(before) in seen:
@@ -322,7 +327,7 @@ def _same(one: BaseException, other: BaseException) -> bool:
         return False
 
 
-def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
+def _summary(error: BaseException, room: _Room) -> str:
     """Return the type and text of an exception, and the members of a group."""
     if isinstance(error, _EXPLAINED) and not is_large(error):
         # With `_seen`, Python does not format the causes, which takes quadratic time along a chain.
@@ -332,13 +337,12 @@ def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
     else:
         text = _type_and_text(error)
     text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # the rest is part of the remote traceback
-    left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
     members = []
     for each in getattr(error, "exceptions", ()):
         members.append(told := _told(each, room))
         if told == _LEFT_OUT:
             break
-    return text + (_ALL_OURS if left_out else "") + "".join(f"  | {line}\n" for line in "".join(members).splitlines())
+    return text + "".join(f"  | {line}\n" for line in "".join(members).splitlines())
 
 
 def _type_and_text(error: BaseException) -> str:
