@@ -5,6 +5,7 @@ TELEGRAD_SEEDS is how many of them are enough.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ONLY = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else []
+TODAY = datetime.date.today().toordinal()  # nightly tests take other seeds each night
 MOST = int(os.environ["TELEGRAD_SEEDS"]) if "TELEGRAD_SEEDS" in os.environ else None
 
 
