@@ -542,7 +542,7 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees in /proc that a process is stopped")
-@pytest.mark.parametrize(("least", "rank"), [(2, 2), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("least", "rank"), [pytest.param(2, 2, marks=pytest.mark.nightly), (3, 0), (3, 2)])
 def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
     tcp: str, tmp_path: pathlib.Path, rank: int, least: int
 ) -> None:
@@ -653,7 +653,7 @@ def end_and_check(folder: pathlib.Path, made: list[Process]) -> None:
     check(folder)
 
 
-@pytest.mark.parametrize("kills", ["", "with"])
+@pytest.mark.parametrize("kills", ["", pytest.param("with", marks=pytest.mark.nightly)])
 def test_the_first_worker_dies_once_it_has_formed_a_generation(place: str, tmp_path: pathlib.Path, kills: str) -> None:
     """The first worker serves the store, keeps the directory and decides; the others form the next generation."""
     with processes(4) as made:

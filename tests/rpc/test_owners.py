@@ -32,7 +32,9 @@ from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, wait_until
 from tests.rpc.members import Counter
 
-KINDS = ["fixed", "dynamic", "elastic"]
+KINDS = ["fixed", pytest.param("dynamic", marks=pytest.mark.nightly), "elastic"]
+# Waits of several seconds: the other kind of group each night.
+SLOW = ["fixed", pytest.param("dynamic", marks=pytest.mark.nightly)]
 STOPPED = 2.0  # seconds of a lease
 
 
@@ -280,7 +282,7 @@ def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> 
         assert set(owners) == {made[0]}
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", SLOW)
 def test_an_owner_refuses_until_its_lease_is_renewed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
@@ -328,7 +330,7 @@ def test_a_directory_that_is_killed_comes_back_with_the_claims(kind: str) -> Non
         assert server_of(workers) != before
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", SLOW)
 def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) -> None:
     with group(kind, rpc_timeout=4.0, silence=5.0) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
@@ -575,7 +577,7 @@ def test_the_error_of_a_lookup_has_the_given_timeout(monkeypatch: pytest.MonkeyP
         on(workers[0], rpc.lookup, "nothing", 3.0)
 
 
-@pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
+@pytest.mark.parametrize("error", [DirectoryRefused, pytest.param(errors.StoreUntrusted, marks=pytest.mark.nightly)])
 def test_publish_and_lookup_raise_the_error_of_the_directory(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
