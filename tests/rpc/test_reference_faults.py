@@ -244,7 +244,7 @@ def test_leaked_references_are_listed_in_debug_mode(debug: str) -> None:
     if debug:
         assert "4 references outlive their group" in lines[0]
         assert sorted(line.strip().partition(" created at ")[0] for line in lines[1:]) == ["1", "3"]
-        assert all(f"{__file__}:" in line and "leak" in line for line in lines[1:])
+        assert all(f"{__file__}:" in line for line in lines[1:])
 
 
 def test_a_reference_of_a_former_group_cannot_be_sent() -> None:
