@@ -10,7 +10,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, wait_until
 from tests.rpc.members import Counter
+from tests.rpc.test_publishing import on
 
 KINDS = ["fixed", pytest.param("dynamic", marks=pytest.mark.nightly), "elastic"]
 # Waits of several seconds: the other kind of group each night.
@@ -222,17 +223,6 @@ def join_elastic(name: str, url: str) -> None:
 def group(kind: str, count: int = 3, **options: Any) -> Iterator[list[Worker]]:
     with agents(count, dynamic=kind == "dynamic", **options) as workers:
         yield workers
-
-
-def on(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function on a thread of that worker; return its result."""
-
-    def run() -> Any:
-        current.enter(worker)
-        return function(*args)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result(PATIENCE)
 
 
 def registration(worker: Worker) -> DynamicGroup:
