@@ -240,6 +240,23 @@ def shows(thing: Any) -> bool:
     return False
 
 
+def refused(act: Callable[[], Any]) -> bool:
+    with contextlib.suppress(errors.NotInitialized):
+        act()
+        return False
+    return True
+
+
+def in_need_of_the_worker(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield uses that would find their answer in memory, perhaps under a lock that the parent held at the fork."""
+    subscriber, publisher = made["telegrad.weights.Subscriber"], made["telegrad.weights.Publisher"]
+    yield "newest", subscriber.newest
+    yield "at_least", lambda: subscriber.at_least(1)
+    yield "behind", lambda: subscriber.behind
+    yield "versions", lambda: publisher.versions
+    yield "subscribers", lambda: publisher.subscribers
+
+
 def everything_in_a_child() -> dict[str, str]:
     with telegrad.local(["worker0"]) as local:
         made = things(local)
@@ -247,6 +264,8 @@ def everything_in_a_child() -> dict[str, str]:
         assert not missing, f"give an instance of {missing} to this test"
         told = in_child(lambda: {name: outcome for name, act in uses(made) if (outcome := use(act)) != FINE})
         told |= in_child(lambda: {f"repr of {name}": "raises" for name, thing in made.items() if not shows(thing)})
+        told |= in_child(lambda: {name: "works" for name, act in in_need_of_the_worker(made) if not refused(act)})
+        assert in_child(made["telegrad.rpc.Future done"].wait) == 0, "a value that the process already has"
         assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8, "the parent's calls suffer"
         assert made["telegrad.rpc.RRef"].to_here() == [1, 2], "the child has dropped the parent's reference"
         rpc.shutdown(graceful=False)

@@ -172,7 +172,8 @@ if __name__ == "__main__":
     with telegrad.local(2):
         told = {}
         for place, act in PLACES.items():
-            for how in ("returns", "raises", "exits", "os._exit"):
+            # os._exit runs no code of the package, so one place is enough.
+            for how in ("returns", "raises", "exits", *(["os._exit"] if place == "function" else [])):
                 act(how)
                 told[f"{place} {how}"] = status()
         rpc.remote("worker0", Freed, ("returns",)).owner()

@@ -23,6 +23,9 @@ LIMIT = 5.0
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+steps: list[str] = []
+
+
 def of_package(function: F) -> F:
     """Return the same function as a function of the package."""
     own = {**globals(), "__name__": "telegrad.sample"}
@@ -31,6 +34,7 @@ def of_package(function: F) -> F:
 
 @pytest.fixture(autouse=True)
 def interrupted_by_default() -> Iterator[None]:
+    steps.clear()
     interrupts.install()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -64,9 +68,6 @@ def arrive_soon(after: float = 0.02) -> None:
     threading.Timer(after, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
 
 
-steps: list[str] = []
-
-
 @of_package
 def changes_in_steps() -> str:
     steps.clear()
@@ -76,32 +77,15 @@ def changes_in_steps() -> str:
     return "the result"
 
 
-def test_code_of_the_package_is_not_interrupted() -> None:
-    assert interrupts_of(changes_in_steps) == 1
-    assert steps == ["0", "1", "2"]
-
-
 def goes_on() -> None:
     _thread.interrupt_main()
     steps.append("behind")
-
-
-def test_code_of_the_user_is_interrupted_at_once() -> None:
-    steps.clear()
-    assert interrupts_of(goes_on) == 1
-    assert steps == []
 
 
 @of_package
 def calls(function: Callable[[], None]) -> None:
     function()
     steps.append("behind")
-
-
-def test_code_of_the_user_that_the_package_calls_is_interrupted() -> None:
-    steps.clear()
-    assert interrupts_of(calls, arrive) == 1
-    assert steps == []
 
 
 class Sends(logging.Handler):
@@ -116,33 +100,14 @@ def logs() -> None:
     steps.append("behind")
 
 
-def test_a_handler_of_logging_does_not_interrupt_the_package() -> None:
-    log, handler = logging.getLogger("tests.interrupts"), Sends()
-    log.addHandler(handler)
-    log.propagate = False
-    steps.clear()
-    try:
-        assert interrupts_of(logs) == 1
-    finally:
-        log.removeHandler(handler)
-    assert steps == ["emitted", "behind"]
+logging.getLogger("tests.interrupts").addHandler(Sends())
+logging.getLogger("tests.interrupts").propagate = False
 
 
-def test_calls_of_an_import_of_the_package_do_not_interrupt_it() -> None:
-    module = {"__name__": "telegrad.sample", "arrive": arrive, "steps": steps}
-    imported = compile("arrive()\nsteps.append('imported')", "sample.py", "exec")
-    steps.clear()
-    assert interrupts_of(exec, imported, module) == 1
-    assert steps == ["imported"]
-
-
-def test_an_import_of_the_package_that_blocks_is_not_interrupted() -> None:
-    module = {"__name__": "telegrad.sample", "sleep": time.sleep, "steps": steps}
-    imported = compile("sleep(0.1)\nsteps.append('imported')", "sample.py", "exec")
-    steps.clear()
-    arrive_soon()
-    assert interrupts_of(exec, imported, module) == 1
-    assert steps == ["imported"]
+def imports(source: str) -> None:
+    """Run the source as a module of the package that is imported."""
+    module = {"__name__": "telegrad.sample", "arrive": arrive, "sleep": time.sleep, "steps": steps}
+    exec(compile(f"{source}\nsteps.append('imported')", "sample.py", "exec"), module)
 
 
 class Finalized:
@@ -157,10 +122,34 @@ def drops(value: list[Any]) -> None:
     steps.append("behind")
 
 
-def test_no_interrupt_is_lost_in_a_finalizer_that_the_package_runs() -> None:
-    steps.clear()
-    assert interrupts_of(drops, [Finalized()]) == 1
-    assert steps == ["finalized", "behind"]
+@interrupts.uninterrupted
+def _ends() -> None:
+    time.sleep(0.1)
+    steps.append("ended")
+
+
+ends = of_package(_ends)
+BLOCKS = "sleep(0.1)"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "done"),
+    [
+        pytest.param(changes_in_steps, (), ["0", "1", "2"], id="code of the package is not interrupted"),
+        pytest.param(goes_on, (), [], id="code of the user is, at once"),
+        pytest.param(calls, (arrive,), [], id="code of the user that the package calls, too"),
+        pytest.param(logs, (), ["emitted", "behind"], id="a handler of logging does not interrupt the package"),
+        pytest.param(imports, ("arrive()",), ["imported"], id="an import of the package is not interrupted"),
+        pytest.param(imports, (BLOCKS,), ["imported"], id="nor one that blocks"),
+        pytest.param(drops, ([Finalized()],), ["finalized", "behind"], id="none is lost in a finalizer"),
+        pytest.param(ends, (), ["ended"], id="nor a function that is marked"),
+    ],
+)
+def test_an_interrupt_arrives_once_and_where_it_may(function: Callable[..., Any], args: Any, done: list[str]) -> None:
+    if function is ends or args == (BLOCKS,):
+        arrive_soon()
+    assert interrupts_of(function, *args) == 1
+    assert steps == done
 
 
 @of_package
@@ -174,7 +163,6 @@ def sleeps() -> None:
 
 
 def test_a_blocking_call_is_interrupted_and_its_cleanup_is_not() -> None:
-    steps.clear()
     arrive_soon()
     begun = time.monotonic()
     assert interrupts_of(sleeps) == 2
@@ -204,29 +192,12 @@ def takes(lock: threading.Lock) -> None:
 
 def test_taking_a_lock_with_a_with_statement_is_not_interrupted() -> None:
     lock = threading.Lock()
-    steps.clear()
     lock.acquire()
     threading.Timer(0.1, lock.release).start()
     arrive_soon()
     assert interrupts_of(takes, lock) == 1
     assert steps == ["has it"]
     assert not lock.locked()
-
-
-@interrupts.uninterrupted
-def _ends() -> None:
-    time.sleep(0.1)
-    steps.append("ended")
-
-
-ends = of_package(_ends)
-
-
-def test_a_function_marked_as_uninterrupted_is_not_interrupted() -> None:
-    steps.clear()
-    arrive_soon()
-    assert interrupts_of(ends) == 1
-    assert steps == ["ended"]
 
 
 @interrupts.waiting_loop
@@ -264,7 +235,6 @@ def test_entering_and_leaving_a_context_manager_is_not_interrupted() -> None:
         with entered():
             settle()
 
-    steps.clear()
     assert interrupts_of(use)
     assert steps == ["entered", "left"]
 

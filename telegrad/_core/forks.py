@@ -119,10 +119,11 @@ def disable(thing: Any) -> None:
 
 
 def disable_all(owner: Any) -> None:
-    """In a forked child, disable `owner` and the objects that its attributes hold."""
+    """In a forked child, disable `owner` and the objects that its attributes, or dictionaries in them, hold."""
     if hasattr(owner, "__dict__"):
-        for thing in list(vars(owner).values()):
-            disable(thing)
+        for held in list(vars(owner).values()):
+            for thing in held.values() if type(held) is dict else (held,):
+                disable(thing)
     disable(owner)
 
 

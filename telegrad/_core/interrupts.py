@@ -263,7 +263,7 @@ def _is_ours(at: FrameType) -> bool:
         if code in _MANAGERS and _made_here(frame):  # entered or left by a `with` in user code
             return True
         # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
-        of_user = of_user or (top not in _BETWEEN and name in sys.modules and code.co_name != "__del__")
+        of_user = of_user or (top not in _BETWEEN and name in sys.modules)
         frame = frame.f_back
     return False
 

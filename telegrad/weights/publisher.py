@@ -170,8 +170,7 @@ class Publisher:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"at version {self.version}, {len(self.subscribers)} subscribers" if self._end.alive else "closed"
-        return f"<Publisher {self.name!r}: {state}>"
+        return f"<Publisher {self.name!r}: {self._endpoint if self._end.alive else 'closed'}>"
 
 
 def _reader_of(source: Any) -> Callable[[], Any]:
@@ -201,6 +200,9 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
         me = service.party(publishes=True)
         super().__init__(service, me, PublisherProtocol(me, service.agent.me.host, keep))
         self._name = name
+
+    def __repr__(self) -> str:
+        return f"at version {self.machine.store.newest}, {len(self.machine.taken)} subscribers"
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         """Publish a version, on one thread at a time."""

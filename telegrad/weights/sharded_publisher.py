@@ -127,7 +127,7 @@ class ShardedPublisher:
         return call_all(self._owners, lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, name))
 
     def __repr__(self) -> str:
-        return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, at version {self.version}>"
+        return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, {self._publisher._endpoint}>"
 
 
 @known_as("ShardedPublisher()")

@@ -133,9 +133,8 @@ class Subscriber:
         """
         checks.count("max_behind", max_behind, 0, what="a number of versions")
         check_timeout(timeout)
-        endpoint = self._endpoint
+        endpoint, limit = self._endpoint, limit_of(timeout, self._agent.timeout)
         endpoint.check()
-        limit = limit_of(timeout, self._agent.timeout)
         until = monotonic() + limit if limit else float("inf")
         while not self._agent.handle_notices(min(until - monotonic(), TICK)):
             endpoint.check()
@@ -181,8 +180,7 @@ class Subscriber:
     @property
     def version(self) -> int:
         """The number of the version that was read last; 0 before the first."""
-        last = self._endpoint.last
-        return last.number if last is not None else 0
+        return self._endpoint.last.number if self._endpoint.last else 0
 
     @property
     def behind(self) -> int:
@@ -253,8 +251,7 @@ class Subscriber:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"at version {self.version} of {self._endpoint.known}" if self._end.alive else "closed"
-        return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"
+        return f"<Subscriber to {self.name!r} on {self.worker!r}: {self._endpoint if self._end.alive else 'closed'}>"
 
 
 class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
@@ -410,6 +407,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         return self._layout
 
     # Called by the subscriber
+
+    def __repr__(self) -> str:
+        return f"at version {self.last.number if self.last else 0} of {self.known}"
 
     @property
     def known(self) -> int:

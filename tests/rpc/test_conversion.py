@@ -122,8 +122,9 @@ def test_a_value_for_a_value_takes_one_call(trio: list[Worker], sent: Counter[st
     assert settled(trio, sent) == {"call": 1, "result": 1}
 
 
-def test_a_value_becomes_a_reference(trio: list[Worker], sent: Counter[str]) -> None:
-    assert rpc.rpc_sync("w1", wanted, [torch.ones(2)]) == "RRef"
+@pytest.mark.parametrize("function", [bare, wanted])
+def test_a_value_becomes_a_reference(trio: list[Worker], sent: Counter[str], function: Callable[..., str]) -> None:
+    assert rpc.rpc_sync("w1", function, [torch.ones(2)]) == "RRef"
     assert settled(trio, sent) == {"call": 1, "result": 1, "dropped": 1}
 
 
@@ -148,11 +149,6 @@ def test_a_reference_is_passed_on(trio: list[Worker], sent: Counter[str], owner:
     settled(trio, sent)
     assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
     assert settled(trio, sent) == {"call": 1, "result": 1, **letters}
-
-
-@pytest.mark.parametrize("function", [bare, wanted])
-def test_any_annotation_of_a_reference_converts_a_value(trio: list[Worker], function: Callable[..., str]) -> None:
-    assert rpc.rpc_sync("w1", function, (torch.ones(2),)) == "RRef"
 
 
 def test_without_a_clear_annotation_nothing_is_converted(trio: list[Worker]) -> None:

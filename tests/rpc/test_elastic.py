@@ -428,7 +428,6 @@ def test_the_time_that_a_leader_was_stopped_does_not_count_as_a_wait(tcp: str) -
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
-@pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
 def test_the_state_is_right_after_kills_at_random_moments(place: str, tmp_path: pathlib.Path, kills: int) -> None:
     """Workers are killed and started again; the state in the end is the same as without kills."""
     seed = int(os.environ.get("TELEGRAD_SEED", random.randrange(1 << 30)))
@@ -542,7 +541,7 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> tuple[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees in /proc that a process is stopped")
-@pytest.mark.parametrize(("least", "rank"), [(2, 2), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("least", "rank"), [pytest.param(2, 2, marks=pytest.mark.nightly), (3, 0), (3, 2)])
 def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
     tcp: str, tmp_path: pathlib.Path, rank: int, least: int
 ) -> None:
@@ -653,7 +652,7 @@ def end_and_check(folder: pathlib.Path, made: list[Process]) -> None:
     check(folder)
 
 
-@pytest.mark.parametrize("kills", ["", "with"])
+@pytest.mark.parametrize("kills", ["", pytest.param("with", marks=pytest.mark.nightly)])
 def test_the_first_worker_dies_once_it_has_formed_a_generation(place: str, tmp_path: pathlib.Path, kills: str) -> None:
     """The first worker serves the store, keeps the directory and decides; the others form the next generation."""
     with processes(4) as made:
@@ -669,7 +668,7 @@ def test_the_first_worker_dies_once_it_has_formed_a_generation(place: str, tmp_p
     assert {number for number, *_ in records(tmp_path)} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("kills", ["", "with"])
+@pytest.mark.parametrize("kills", [pytest.param("", marks=pytest.mark.nightly), "with"])
 def test_the_first_worker_dies_once_it_has_formed_a_later_generation(
     place: str, tmp_path: pathlib.Path, kills: str
 ) -> None:

@@ -59,7 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     order.clear()
 
 
-@pytest.fixture(params=["plain", "tls"])
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.nightly)])
 def pair(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[list[Worker]]:
     tls = Authority(tmp_path, "ours").files("worker") if request.param == "tls" else None
     with agents(2, transport="tcp", tls=tls, num_worker_threads=1) as workers:

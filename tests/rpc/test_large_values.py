@@ -22,7 +22,7 @@ ANY = settings(max_examples=12, deadline=None, suppress_health_check=list(Health
 pytestmark = pytest.mark.usefixtures("three")
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", pytest.param("tcp", marks=pytest.mark.nightly)])
 def three(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     with agents_here(3, transport=request.param) as made:
         yield made

@@ -31,7 +31,7 @@ from tests.cluster import PATIENCE, Process, agents_here, free_port, group, proc
 from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
 
 
-@pytest.fixture(params=["tcp", "file"])
+@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.nightly)])
 def where(request: pytest.FixtureRequest, tcp: str, tmp_path: pathlib.Path) -> str:
     return tcp if request.param == "tcp" else f"file://{tmp_path}/store"
 
@@ -63,7 +63,7 @@ def test_callbacks_of_a_dynamic_group_report_joins_leaves_and_losses(where: str)
             assert each.run(names) == ["boss", "x"]
 
 
-@pytest.fixture(params=["tcp", "file", "agent store", "telegrad run"])
+@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.nightly), "agent store", "telegrad run"])
 def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[dict[str, str]]:
     """Return the variables of the environment by which workers meet, or the URL of a file."""
     if request.param == "tcp":

@@ -10,7 +10,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -31,8 +31,11 @@ from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, wait_until
 from tests.rpc.members import Counter
+from tests.rpc.test_publishing import on
 
-KINDS = ["fixed", "dynamic", "elastic"]
+KINDS = ["fixed", pytest.param("dynamic", marks=pytest.mark.nightly), "elastic"]
+# Waits of several seconds: the other kind of group each night.
+SLOW = ["fixed", pytest.param("dynamic", marks=pytest.mark.nightly)]
 STOPPED = 2.0  # seconds of a lease
 
 
@@ -222,17 +225,6 @@ def group(kind: str, count: int = 3, **options: Any) -> Iterator[list[Worker]]:
         yield workers
 
 
-def on(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function on a thread of that worker; return its result."""
-
-    def run() -> Any:
-        current.enter(worker)
-        return function(*args)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result(PATIENCE)
-
-
 def registration(worker: Worker) -> DynamicGroup:
     found: DynamicGroup = offers_of(worker).registration.group(PATIENCE)
     return found
@@ -280,7 +272,7 @@ def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> 
         assert set(owners) == {made[0]}
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", SLOW)
 def test_an_owner_refuses_until_its_lease_is_renewed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
@@ -328,7 +320,7 @@ def test_a_directory_that_is_killed_comes_back_with_the_claims(kind: str) -> Non
         assert server_of(workers) != before
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", SLOW)
 def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) -> None:
     with group(kind, rpc_timeout=4.0, silence=5.0) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
@@ -575,7 +567,7 @@ def test_the_error_of_a_lookup_has_the_given_timeout(monkeypatch: pytest.MonkeyP
         on(workers[0], rpc.lookup, "nothing", 3.0)
 
 
-@pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
+@pytest.mark.parametrize("error", [DirectoryRefused, pytest.param(errors.StoreUntrusted, marks=pytest.mark.nightly)])
 def test_publish_and_lookup_raise_the_error_of_the_directory(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,9 +41,9 @@ class Crowd:
         self.url = f"file://{folder}/store"
         self.workers: dict[str, Worker] = {}
 
-    def add(self, name: str, rank: int = -1) -> Worker:
-        options = TelegradOptions(rpc_timeout=PATIENCE)
-        made = self.workers[name] = start(name, partial(open_store, self.url, rank, None, KEYS), options, current.enter)
+    def add(self, name: str, rank: int = -1, **options: Any) -> Worker:
+        own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
+        made = self.workers[name] = start(name, partial(open_store, self.url, rank, None, KEYS), own, current.enter)
         return made
 
     def lose(self, name: str) -> None:
@@ -57,14 +57,18 @@ class Crowd:
                         other.agent.call(name, operator.add, (1, 1), None)
 
     def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function on a thread of that worker; return its result."""
+        return on(self.workers[name], function, *args)
 
-        def run() -> Any:
-            current.enter(self.workers[name])
-            return function(*args)
 
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(run).result(PATIENCE)
+def on(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on a thread of that worker; return its result."""
+
+    def run() -> Any:
+        current.enter(worker)
+        return function(*args)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result(PATIENCE)
 
 
 class Counter(members.Counter):

@@ -25,7 +25,7 @@ from tests.rpc.members import error_of
 
 Place = tuple[str, dict[str, str]]
 
-PLACES = ["tcp", "file", "agent store"]
+PLACES = ["tcp", pytest.param("file", marks=pytest.mark.nightly), "agent store"]
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import operator
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -21,30 +19,25 @@ from telegrad._core.calls.cancelling import Nested, Served, serving
 from telegrad._core.membership.membership import Membership
 from telegrad._core.rpc.idempotency import IdempotentCalls
 from telegrad._core.rpc.retry_queue import Failure, classify
-from telegrad._core.start.cluster import start
-from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from tests import links
-from tests.cluster import KEYS, PATIENCE, agents_here, wait_until
+from tests.cluster import PATIENCE, agents_here, wait_until
+from tests.rpc.test_publishing import Crowd
 
 LATER = 0.3  # seconds until a worker joins
 
 
-class Stage:
+class Stage(Crowd):
     """A dynamic group in this process, whose workers come and go."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        self._place = f"file://{folder}/store"
-        self._ranks = itertools.count()
+        super().__init__(folder)
         self.all: list[Worker] = []
 
     def come(self, name: str, **options: Any) -> Worker:
-        own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
-        worker = start(name, partial(open_store, self._place, next(self._ranks), None, KEYS), own, current.enter)
-        self.all.append(worker)
-        return worker
+        self.all.append(self.add(name, len(self.all), **options))
+        return self.all[-1]
 
     def later(self, name: str) -> threading.Thread:
         """Have a worker join in a moment."""

@@ -228,6 +228,16 @@ def noticed() -> torch.Tensor:
 
 
 @here_w0
+@pytest.mark.parametrize("size", [6, LARGE])
+def test_a_stream_takes_types_that_torch_cannot_copy(size: int) -> None:
+    numbers = torch.arange(size).to(torch.uint8)
+    given = [numbers.view(getattr(torch, name)) for name in ("uint4", "uint1", "int4")]
+    for sent, item in zip(given, rpc_stream("w1", list, (given,)), strict=True):
+        assert item.dtype is sent.dtype
+        assert torch.equal(item.view(torch.uint8), numbers)
+
+
+@here_w0
 def test_streams_of_methods() -> None:
     shelf = remote("w1", Shelf)
     assert [*shelf.rpc_stream(window=2).names("b")] == ["bread", "butter"]

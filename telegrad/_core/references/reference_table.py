@@ -24,7 +24,7 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
-from telegrad._core.references import Id, key_of, number
+from telegrad._core.references import Id, key_of, number, remember
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.handles import (
     CREATE,
@@ -248,9 +248,7 @@ class ReferenceTable(Maker):
     def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> ValueSlot:
         box = self._boxes.get(ref) or ValueSlot()
         if refusal is not None:
-            self._refused[ref] = refusal
-            if len(self._refused) > MOST_REFUSED:
-                del self._refused[next(iter(self._refused))]
+            remember(self._refused, ref, refusal, MOST_REFUSED)
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
         box.answer = pickle.dumps(((), (CREATED, ref, fork)), 5)

@@ -123,18 +123,16 @@ class RestorableRRef(RRef[T]):
             try:
                 return use(left)
             except NOT_RUN as error:
-                if not self._has_not_run(error) or monotonic() >= until:
+                trail: Any = self._trail
+                # otherwise the function of the call has run, and has raised the error
+                has_not_run = error.claim == trail if isinstance(error, ClaimLost) else not is_remote(error)
+                if not has_not_run or monotonic() >= until:
                     raise
                 self._renew(handle, self._left(until), error)
             left = DerivedTimeout.of(self._left(until), f"the {limit:g} s of this call")
 
     def _left(self, until: float) -> float:
         return max(until - monotonic(), PAUSE) if until < inf else 0.0
-
-    def _has_not_run(self, error: TelegradError) -> bool:
-        """Return True if a call that failed with one of NOT_RUN has not run; False if its function raised that."""
-        trail: Any = self._trail
-        return error.claim == trail if isinstance(error, ClaimLost) else not is_remote(error)
 
     def _check(self) -> None:
         self._reach()

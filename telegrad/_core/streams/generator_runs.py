@@ -44,8 +44,8 @@ class EncodedItem(NamedTuple):
     weight: int
 
 
-def packed(item: Any, same_program: bool, recorded: bool) -> tuple[Any, int]:
-    """Return the encoded item, with copies of its tensors and arrays, and its approximate size in bytes.
+def packed(item: Any, same_program: bool, recorded: bool) -> Any:
+    """Return the encoded item, with copies of its tensors and arrays.
 
     `recorded`: gradients of the copies go to the tensors.
 
@@ -53,7 +53,7 @@ def packed(item: Any, same_program: bool, recorded: bool) -> tuple[Any, int]:
         CannotEncode: something in it cannot be sent.
     """
     if type(item) in _ATOMS:
-        return item, weight_of(item)
+        return item
     body, tensors, references, _ = encode(item, same_program)
     weight = len(body) + sum(each.numel() * each.element_size() for each in tensors)
     copies = [*copied(tensors)]
@@ -65,7 +65,7 @@ def packed(item: Any, same_program: bool, recorded: bool) -> tuple[Any, int]:
                 elif tensor.requires_grad:
                     made = [copies[slot].requires_grad_(False)]
                     copies[slot] = _Copied.apply(tensor, made)  # type: ignore[no-untyped-call]
-    return EncodedItem(body, copies, references, weight), weight
+    return EncodedItem(body, copies, references, weight)
 
 
 class _Copied(torch.autograd.Function):
@@ -171,7 +171,7 @@ class Producer:
                     made = self._next(iterator) if steps is None else _in_turn(steps, agent, self._next, iterator)
                 except StopIteration as stop:
                     return stop.value
-                feed.put(*made)
+                feed.put(made, weight_of(made))
                 del made
         finally:
             try:
@@ -207,7 +207,7 @@ class Producer:
                         item = await _awaited_in_turn(steps, agent, partial(self._anext, iterator))
                     except StopAsyncIteration:
                         return
-                    feed.put(*item)
+                    feed.put(item, weight_of(item))
                     del item
             finally:
                 if isinstance(iterator, AsyncGenerator):
@@ -216,14 +216,14 @@ class Producer:
             feed.on_end()
             feed.end()
 
-    def _next(self, iterator: Iterator[Any]) -> tuple[Any, int]:
+    def _next(self, iterator: Iterator[Any]) -> Any:
         """Return the next item, encoded: in an actor's turn, after which other methods may change its tensors."""
         return self._packed(next(iterator))
 
-    async def _anext(self, iterator: AsyncIterator[Any]) -> tuple[Any, int]:
+    async def _anext(self, iterator: AsyncIterator[Any]) -> Any:
         return self._packed(await anext(iterator))
 
-    def _packed(self, item: Any) -> tuple[Any, int]:
+    def _packed(self, item: Any) -> Any:
         agent = current.agent()
         graphs = agent.layers.graphs
         made = packed(item, self._same_program, graphs is not None and graphs.current() is not None)

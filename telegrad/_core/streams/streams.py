@@ -142,8 +142,14 @@ class Stream(Generic[T]):
         self._reader = threading.get_ident()
         try:
             while (item := self._take()) is _NONE:
-                if (awaited := self._awaited(StopAsyncIteration)) is not None:
-                    await self._happening(awaited)
+                if (awaited := self._awaited(StopAsyncIteration)) is None:
+                    continue
+                # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future
+                # completes.
+                with self._waiting():
+                    await asyncio.wait((completion_of(awaited),), timeout=self._timeout or None)
+                if not awaited.done():
+                    raise self._too_late()
             return self._open(item)
         except BaseException as error:
             fold(error)
@@ -156,7 +162,9 @@ class Stream(Generic[T]):
             at_end: the function has ended, and all items were taken.
         """
         awaited = self._advance(1)
-        if awaited is not None or not self._is_at_end():
+        with self._lock:
+            is_at_end = self._intake.over and self._intake.empty
+        if awaited is not None or not is_at_end:
             return awaited
         if not (self._ended or self._broken is not None or self._done.done()):
             return self._done
@@ -238,13 +246,6 @@ class Stream(Generic[T]):
             if not self._agent.wait_for(awaited, left):
                 raise self._too_late()
 
-    async def _happening(self, awaited: Signal | Future[Any]) -> None:
-        # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future completes.
-        with self._waiting():
-            await asyncio.wait((completion_of(awaited),), timeout=self._timeout or None)
-        if not awaited.done():
-            raise self._too_late()
-
     def _too_late(self) -> CallTimeout:
         ran = self._ran
         at = self._agent.layers.last_word(self._owner, ran.id) if ran is not None and not self._done.done() else ""
@@ -255,10 +256,6 @@ class Stream(Generic[T]):
         )
 
     # The end
-
-    def _is_at_end(self) -> bool:
-        with self._lock:
-            return self._intake.over and self._intake.empty
 
     def _end(self) -> None:
         """Handle the end of the function: raise its exception, once."""

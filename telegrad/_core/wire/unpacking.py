@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ from telegrad._core.wire.tensors import (
     nothing,
 )
 from telegrad.errors import CannotDecode
+
+# Types of less than a byte, which torch does not copy. Their bytes are copied like those of a larger tensor.
+_WITHOUT_COPIES = {dtype for name, dtype in DTYPES.items() if re.fullmatch("u?int[1-7]", name)}
 
 
 class MayOverlap(list[Tensor]):
@@ -99,6 +103,7 @@ def _is_small_and_dense(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and not tensor.is_nested
         and not tensor.is_complex()
+        and tensor.dtype not in _WITHOUT_COPIES
         and not tensor.is_neg()
         and tensor.is_contiguous()
         and 0 < tensor.nbytes < SMALL

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from telegrad._core import checks
@@ -123,7 +122,7 @@ class GeneratorTurn:
         self.on_end: Callable[[], None] = lambda: None
         self.begins = Signal()  # done when the step may run, or fails if it is refused
 
-    @contextmanager
+    @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Wait for the turn, and hold it in the block."""
         self.begins.wait()

@@ -205,9 +205,7 @@ class Worker:
         """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
         self.agent.abandon()
         self.extensions.each(lambda extension: extension.abandon())
-        for attached in self._attached.values():
-            forks.disable(attached)
-        for part in (self.agent, self.conductor, self.references, self):
+        for part in (*self._attached.values(), self.agent, self.conductor, self.references, self):
             forks.disable_all(part)
 
     def __repr__(self) -> str:
