@@ -477,8 +477,24 @@ class Bomb(Exception):
         return (sys.exit, ("as it is rebuilt",))
 
 
-def test_an_exception_whose_constructor_exits_the_process() -> None:
-    assert "w1" in str(rebuild(describe(Bomb("x"), "w1")))
+class Fuse(Exception):
+    def __reduce__(self) -> NoReturn:
+        raise self.args[1]
+
+
+FUSES = [Fuse("x", raised) for raised in (SystemExit(3), KeyboardInterrupt(), GeneratorExit())]
+
+
+@pytest.mark.parametrize("error", [Bomb("x"), *FUSES], ids=repr)
+def test_an_exception_whose_pickling_exits_the_process_keeps_its_type_and_text(error: Exception) -> None:
+    holder = ValueError("held")
+    holder.inner = error  # type: ignore[attr-defined]
+    assert type(journey(holder)) is ValueError
+    back = journey(journey(error), "w2")
+    assert isinstance(back, type(error))
+    assert "in journey" in str(back)
+    assert "'x'" in repr(back.args)
+    assert str(back).index("'w2'") < str(back).index("'w1'")
 
 
 def test_first_line_cuts_a_long_text() -> None:

@@ -72,7 +72,7 @@ def _description(error: BaseException, worker: str, function: str) -> bytes:
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
             sent = _dump(attempt(error))
-        except Exception:
+        except BaseException:  # the exception's own code may raise anything, such as SystemExit
             continue
         if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
             return pickle.dumps((sent, name, story), 5)
@@ -220,7 +220,7 @@ def _travels(value: Any) -> bool:
     try:
         body, meta, blobs = sent = _dump(value)
         _load(sent)
-    except Exception:
+    except BaseException:
         return False
     return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
 
