@@ -134,7 +134,8 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
             _set,
         )
     code, _, _, _, closure = arguments
-    needed = state[1]["__globals__"]
+    read, written = lookups_of(obj.__code__)
+    needed = {*state[1]["__globals__"], *(read - written)}  # also names that were deleted since
     state[1]["__globals__"] = {}
     items = main_modules.items_for(pickler, scope, needed, home)
     told = (scope, path, version, items, state)

@@ -110,13 +110,13 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Return the names that a statement binds, except those local to functions and classes in it."""
+    """Return the names that a statement binds or deletes, except those local to functions and classes in it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         return set()
     names = set()
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         names.add(node.id)
     elif isinstance(node, ast.alias):
         names.add(node.asname or node.name.partition(".")[0])
