@@ -431,5 +431,6 @@ for tensor in tensors:
 """
 
 
+@pytest.mark.nightly
 def test_torch_does_not_warn_about_sent_tensors() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", WARNED], check=True, timeout=PATIENCE)
