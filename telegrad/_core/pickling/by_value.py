@@ -75,14 +75,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
     """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
-    scope = main_modules.scope_from(cached)
-    if scope is None or not scope[1]:
+    found = main_modules.scope_from(cached)
+    if found is None or not found[1]:
         return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
-    home, path = scope
-    version = main_modules.version_of(home, path)
-    items = main_modules.items_for(pickler, home, (), path.partition(".")[0])
-    arguments = (home, path, version, cached.__wrapped__, cached.cache_parameters())
-    return make_cached, arguments, (home, path, version, items, None), None, None, _set
+    home, items = _home_and_items(pickler, found)
+    return make_cached, (*home, cached.__wrapped__, cached.cache_parameters()), (*home, items, None), None, None, _set
 
 
 def make_cached(
@@ -111,35 +108,36 @@ class ValuePickler(Pickler, _Pickler):
 
 def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     """Return how to send a function or class. `reduced`: the result of cloudpickle."""
-    found = main_modules.scope_from(obj) if isinstance(reduced, tuple) else None
+    if not isinstance(reduced, tuple):
+        return reduced
+    found = main_modules.scope_from(obj)
+    is_function = isinstance(obj, FunctionType)
     if found is None:
-        if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
+        if is_function and obj.__module__ == MAIN:
             for name, value in reduced[2][1]["__globals__"].items():
                 if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
                     _warn_once(name)
         return reduced
-    scope, path = found
-    version = main_modules.version_of(scope, path) if path else 0
-    home = path.partition(".")[0]
     make, arguments, state, *_ = reduced
-    if not isinstance(obj, FunctionType):
-        main_modules.note_class(scope, obj)
-        items = main_modules.items_for(pickler, scope, (), home)
-        return (
-            _keep_class,
-            (scope, path, version, make, arguments),
-            (scope, path, version, items, state),
-            None,
-            None,
-            _set,
-        )
+    if not is_function:
+        main_modules.note_class(found[0], obj)
+        home, items = _home_and_items(pickler, found)
+        return _keep_class, (*home, make, arguments), (*home, items, state), None, None, _set
     code, _, _, _, closure = arguments
     read, written = lookups_of(obj.__code__)
     needed = {*state[1]["__globals__"], *(read - written)}  # also names that were deleted since
     state[1]["__globals__"] = {}
-    items = main_modules.items_for(pickler, scope, needed, home)
-    told = (scope, path, version, items, state)
-    return _keep_function, (scope, path, version, code, closure), told, None, None, _set
+    home, items = _home_and_items(pickler, found, needed)
+    return _keep_function, (*home, code, closure), (*home, items, state), None, None, _set
+
+
+def _home_and_items(
+    pickler: Any, found: tuple[main_modules.MainNamespace, str], needed: Iterable[str] = ()
+) -> tuple[tuple[main_modules.MainNamespace, str, int], list[main_modules.Item]]:
+    """Return the scope, the path and the version of a function or class, and the globals to send with it."""
+    scope, path = found
+    version = main_modules.version_of(scope, path) if path else 0
+    return (scope, path, version), main_modules.items_for(pickler, scope, needed, path.partition(".")[0])
 
 
 @functools.cache
