@@ -7,7 +7,6 @@ several workers, the next traceback is a block of its own, followed by the earli
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import pickle
 from typing import Any, cast
@@ -310,15 +309,12 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         }
         if len(_tellers) >= _CACHED:
             _tellers.clear()
-        _tellers[kind] = _subclass(kind, members, odd)
+        try:  # programs for torch.distributed.rpc expect a RuntimeError
+            made = type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
+        except TypeError:  # the layouts may conflict
+            made = type(kind.__name__, (kind,), members)
+        _tellers[kind] = made
     return _tellers[kind]
-
-
-def _subclass(kind: type[BaseException], members: dict[str, Any], odd: bool) -> type[BaseException]:
-    if odd:  # programs for torch.distributed.rpc expect a RuntimeError
-        with contextlib.suppress(TypeError):  # the layouts may conflict
-            return type(kind.__name__, (kind, RemoteError), members)
-    return type(kind.__name__, (kind,), members)
 
 
 def _is_odd(kind: type[BaseException]) -> bool:
