@@ -226,7 +226,10 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
     if isinstance(value, (tuple, list)):
         if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # the arguments of a call
-            yield from _parts_of_call(*value)
+            *functions, args, kwargs = value
+            yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
+            yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
+            yield from ((f"the function `{getattr(each, '__name__', each)}`", each) for each in functions)
         else:
             yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, dict):
@@ -241,13 +244,6 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
         yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif not isinstance(value, type):
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
-
-
-def _parts_of_call(*call: Any) -> Iterable[Part]:
-    *functions, args, kwargs = call
-    yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
-    yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
-    yield from ((f"the function `{getattr(function, '__name__', function)}`", function) for function in functions)
 
 
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:

@@ -256,7 +256,8 @@ class SentGlobals:
 
     def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
         """Search the globals bound since the last call for shared objects."""
-        hidden = _names_of_shell(scope)
+        shell = getattr(scope.get("get_ipython"), "__self__", None)
+        hidden = getattr(shell, "user_ns_hidden", {})  # IPython adds these: `In`, `Out`, `exit` and others
         fresh = [
             (name, value)
             for name, value in list(scope.items())
@@ -289,13 +290,6 @@ class SentGlobals:
 
 def _is_same(last: Any, value: Any) -> bool:
     return last is value or (type(value) in ATOMS and type(last) is type(value) and last == value)
-
-
-def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
-    """Return the names that IPython adds to the globals of a notebook: `In`, `Out`, `exit` and others."""
-    shell = getattr(scope.get("get_ipython"), "__self__", None)
-    names: dict[str, Any] = getattr(shell, "user_ns_hidden", {})
-    return names
 
 
 def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:

@@ -172,15 +172,12 @@ def _text(atom: Any) -> str:
 def attributes_of(thing: Any) -> dict[str, Any] | None:
     """Return the public data attributes of a class of a main program, or of an object that is meant to hold data."""
     kind = thing if isinstance(thing, type) else type(thing)
-    is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and _holds_data(kind))
+    holds_data = (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
+    is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and holds_data)
     own: Any = getattr(thing, "__dict__", None) if is_known and (kind is thing or is_plain(kind)) else None
     if own is None:
         return None
     return {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
-
-
-def _holds_data(kind: Any) -> bool:
-    return (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
 
 
 def is_plain(kind: Any) -> bool:
