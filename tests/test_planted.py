@@ -186,25 +186,15 @@ def test_logs_of_a_run_are_in_a_new_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "start",
-    [["{program}"], ["-P", "-m", "telegrad", "run", "--role", "a", "--", sys.executable, "{other}"]],
-    ids=["local", "run"],
-)
-def test_modules_in_the_current_folder_are_not_imported(
-    shared: pathlib.Path, tmp_path: pathlib.Path, start: list[str]
-) -> None:
-    """The program is elsewhere and would not import them, so the processes that Telegrad starts must not, either."""
+def test_modules_in_the_current_folder_are_not_imported(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The program is elsewhere and would not import them, so the processes of `telegrad run` must not, either.
+
+    tests/test_main.py runs programs with `telegrad.local` in such a folder.
+    """
     for name in ("telegrad", "torch", "json", "numpy"):
         (shared / f"{name}.py").write_text("import os; os._exit(77)\n")
-    (tmp_path / "program.py").write_text(
-        "import telegrad\n"
-        "if __name__ == '__main__':\n"
-        "    with telegrad.local(1) as workers:\n"
-        "        print(telegrad.rpc.rpc_sync(workers[0], pow, (2, 3)))\n"
-    )
     (tmp_path / "other.py").write_text("print(8)\n")
-    command = [each.format(program=tmp_path / "program.py", other=tmp_path / "other.py") for each in start]
+    command = ["-P", "-m", "telegrad", "run", "--role", "a", "--", sys.executable, str(tmp_path / "other.py")]
     done = subprocess.run([sys.executable, *command], cwd=shared, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8" in done.stdout

@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import functools
 import gzip
 import logging
 import os
 import pathlib
 import re
-import shlex
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -83,13 +80,12 @@ ELSEWHERE = {
 }
 
 
-def calls_in_the_package() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call in the package, with its file."""
+@functools.cache
+def calls_in_the_package() -> list[tuple[str, ast.Call]]:
+    """Return each call in the package, with its file."""
     root = pathlib.Path(telegrad.__file__).parent
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield path.relative_to(root).as_posix(), node
+    nodes = ((path, node) for path in root.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return [(path.relative_to(root).as_posix(), node) for path, node in nodes if isinstance(node, ast.Call)]
 
 
 def test_files_of_the_package_do_not_create_files_by_themselves() -> None:
@@ -153,13 +149,6 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkey
         ):
             with pytest.raises((OSError, UsageError), match=r"not a regular file|form a loop"):
                 act(name)
-
-
-def test_reading_the_main_program_does_not_block_on_a_pipe() -> None:
-    program = "import telegrad._core.pickling.function_names as functions; print([functions.program()])"
-    command = f"exec {shlex.quote(sys.executable)} <(echo {shlex.quote(program)})"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "['']\n"
 
 
 # Private folders

@@ -19,7 +19,7 @@ WAYS = [pytest.param({"transport": "unix", "share": True}, id="shared"), pytest.
 EACH = 15  # programs in one test
 
 
-@pytest.mark.parametrize("first", range(0, 60, EACH))
+@pytest.mark.parametrize("first", [0, EACH, *(pytest.param(each * EACH, marks=pytest.mark.nightly) for each in (2, 3))])
 @on_devices
 def test_random_programs(kind: str, first: int) -> None:
     with group(kind, 5, crossed=False, share=bool(first % 2)):

@@ -21,6 +21,7 @@ WAYS = [
     pytest.param({"transport": "unix", "share": True}, id="shared"),
     pytest.param({"transport": "tcp"}, id="tcp"),
 ]
+FEW_WAYS = [pytest.param(*WAYS[0].values, id="unix", marks=pytest.mark.nightly), *WAYS[1:]]
 LARGE = 9_500_001  # bytes, sent in three pieces
 
 
@@ -66,7 +67,7 @@ def test_tensors_are_sent_there_and_back(kind: str, to: str, way: dict[str, Any]
             assert torch.equal(rpc.rpc_sync(to, add, (large, 1)).cpu(), (large + 1).cpu())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_concurrent_calls_from_other_streams(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
@@ -83,7 +84,7 @@ def test_concurrent_calls_from_other_streams(kind: str, way: dict[str, Any]) -> 
             assert rpc.rpc_sync("w1", relayed, ("w2", x, x)).tolist() == [3.0] * 5
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_calls_do_not_wait_for_the_device(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
@@ -99,7 +100,7 @@ def test_calls_do_not_wait_for_the_device(kind: str, way: dict[str, Any]) -> Non
         assert all(each.tolist() == [2.0] * 100 for each in results)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_arguments_may_be_overwritten_after_the_answer(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
@@ -241,7 +242,7 @@ async def parted(x: torch.Tensor) -> torch.Tensor:
     return (x * 2)[::1000]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_functions_that_return_futures_and_coroutines(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
@@ -277,7 +278,7 @@ class Locked:
         return self.tensor.sum()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_references(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)

@@ -16,15 +16,33 @@ def _compare(function: str, *arguments: str) -> None:
     assert not differences(*in_both(program))
 
 
-@pytest.mark.parametrize("name", sorted(IN_TORCH))
-def test_module(name: str) -> None:
-    assert name in MODULES, f"torch.nn.{name} needs an entry in tests/limits/classes.py"
-    _compare("made_there", repr(name), "made", "backward", "gradients", "Opt")
-    _compare("sent", repr(name), "call", "backward", "gradients")
+WAYS = {
+    "made_there": ("made", "backward", "gradients", "Opt"),
+    "sent": ("call", "backward", "gradients"),
+}
+OFTEN = ["Linear", "BatchNorm2d"]  # in the second way
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [(name, option) for name in sorted(OPTIMIZERS) for option in options_of(name)]
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=[] if way == "made_there" or name in OFTEN else pytest.mark.nightly)
+        for way in WAYS
+        for name in sorted(IN_TORCH)
+    ],
+)
+def test_module(way: str, name: str) -> None:
+    assert name in MODULES, f"torch.nn.{name} needs an entry in tests/limits/classes.py"
+    _compare(way, repr(name), *WAYS[way])
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(name, option, marks=pytest.mark.nightly if number else [])
+        for name in sorted(OPTIMIZERS)
+        for number, option in enumerate(options_of(name))
+    ],
 )
 def test_optimizer(name: str, option: str) -> None:
     _compare("trained", repr(name), repr(option), "made", "backward", "Opt")

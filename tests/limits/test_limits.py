@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _marks(program: str) -> list[pytest.MarkDecorator]:
-    slow = "example=", "split(lambda", "split(forward", "torch.export.export", "torch.cond", "num_workers"
+    slow = "compile", "example=", "split(lambda", "split(forward", "torch.export.export", "torch.cond", "num_workers"
     return [pytest.mark.nightly] if any(each in program for each in slow) else []
 
 

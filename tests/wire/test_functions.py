@@ -6,6 +6,7 @@ import functools
 import importlib
 import math
 import operator
+import os
 import pathlib
 import sys
 import threading
@@ -337,8 +338,13 @@ def test_programs_are_compared_by_the_content_of_their_file(unread: ModuleType, 
     assert prints[0] == prints[1] != prints[2]  # equal content in another folder is the same program
 
 
-@pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_an_interactive_session_has_no_program(unread: ModuleType, file: str | None) -> None:
+@pytest.mark.parametrize("file", [None, "<stdin>", "pipe"])
+def test_an_interactive_session_and_a_program_in_a_pipe_have_no_program(
+    unread: ModuleType, file: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe")  # a read would block
     unread.__file__ = file
     assert program() == ""
 

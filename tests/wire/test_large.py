@@ -35,7 +35,7 @@ class Failing:
         raise self.error
 
 
-ANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+ANY = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def sharing(value: Any) -> list[int]:
@@ -312,8 +312,8 @@ def test_no_step_takes_more_than_a_piece(value: Any, monkeypatch: pytest.MonkeyP
         lambda: "é" * (16 << 20),
         lambda: array.array("d", bytes(64 << 20)),
         lambda: io.BytesIO(bytes(64 << 20)),
-        lambda: list(range(1_000_000)),
-        lambda: [[number] for number in range(300_000)],
+        lambda: list(range(500_000)),
+        lambda: [[number] for number in range(100_000)],
     ],
     ids=["bytes", "bytearray", "ascii", "text", "array", "file", "numbers", "lists"],
 )

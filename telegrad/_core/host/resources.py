@@ -11,7 +11,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOMEM
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,14 +44,14 @@ def usable_memory() -> int:
 
 def _of_machine() -> int:
     # Windows has no sysconf, and other systems may lack these names
-    with suppress(AttributeError, ValueError, OSError):
+    with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return UNKNOWN
 
 
 def _group_limits() -> Iterator[int]:
     """Yield the limits of the control groups of this process and of all their ancestors."""
-    with suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory") and "memory" not in controllers.split(","):
@@ -60,7 +59,7 @@ def _group_limits() -> Iterator[int]:
             root, name = (GROUPS / "memory", "memory.limit_in_bytes") if controllers else (GROUPS, "memory.max")
             own = PurePosixPath(path.lstrip("/"))
             for group in (own, *own.parents):
-                with suppress(OSError, ValueError):  # "max", or a file that the container does not show
+                with contextlib.suppress(OSError, ValueError):  # "max", or a file that the container does not show
                     yield int((root / group / name).read_text())
 
 

@@ -75,14 +75,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
     """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
-    scope = main_modules.scope_from(cached)
-    if scope is None or not scope[1]:
+    found = main_modules.scope_from(cached)
+    if found is None or not found[1]:
         return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
-    home, path = scope
-    version = main_modules.version_of(home, path)
-    items = main_modules.items_for(pickler, home, (), path.partition(".")[0])
-    arguments = (home, path, version, cached.__wrapped__, cached.cache_parameters())
-    return make_cached, arguments, (home, path, version, items, None), None, None, _set
+    home, items = _home_and_items(pickler, found)
+    return make_cached, (*home, cached.__wrapped__, cached.cache_parameters()), (*home, items, None), None, None, _set
 
 
 def make_cached(
@@ -111,34 +108,36 @@ class ValuePickler(Pickler, _Pickler):
 
 def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     """Return how to send a function or class. `reduced`: the result of cloudpickle."""
-    found = main_modules.scope_from(obj) if isinstance(reduced, tuple) else None
+    if not isinstance(reduced, tuple):
+        return reduced
+    found = main_modules.scope_from(obj)
+    is_function = isinstance(obj, FunctionType)
     if found is None:
-        if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
+        if is_function and obj.__module__ == MAIN:
             for name, value in reduced[2][1]["__globals__"].items():
                 if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
                     _warn_once(name)
         return reduced
+    make, arguments, state, *_ = reduced
+    if not is_function:
+        main_modules.note_class(found[0], obj)
+        home, items = _home_and_items(pickler, found)
+        return _keep_class, (*home, make, arguments), (*home, items, state), None, None, _set
+    code, _, _, _, closure = arguments
+    read, written = lookups_of(obj.__code__)
+    needed = {*state[1]["__globals__"], *(read - written)}  # also names that were deleted since
+    state[1]["__globals__"] = {}
+    home, items = _home_and_items(pickler, found, needed)
+    return _keep_function, (*home, code, closure), (*home, items, state), None, None, _set
+
+
+def _home_and_items(
+    pickler: Any, found: tuple[main_modules.MainNamespace, str], needed: Iterable[str] = ()
+) -> tuple[tuple[main_modules.MainNamespace, str, int], list[main_modules.Item]]:
+    """Return the scope, the path and the version of a function or class, and the globals to send with it."""
     scope, path = found
     version = main_modules.version_of(scope, path) if path else 0
-    home = path.partition(".")[0]
-    make, arguments, state, *_ = reduced
-    if not isinstance(obj, FunctionType):
-        main_modules.note_class(scope, obj)
-        items = main_modules.items_for(pickler, scope, (), home)
-        return (
-            _keep_class,
-            (scope, path, version, make, arguments),
-            (scope, path, version, items, state),
-            None,
-            None,
-            _set,
-        )
-    code, _, _, _, closure = arguments
-    needed = state[1]["__globals__"]
-    state[1]["__globals__"] = {}
-    items = main_modules.items_for(pickler, scope, needed, home)
-    told = (scope, path, version, items, state)
-    return _keep_function, (scope, path, version, code, closure), told, None, None, _set
+    return (scope, path, version), main_modules.items_for(pickler, scope, needed, path.partition(".")[0])
 
 
 @functools.cache
@@ -232,7 +231,10 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
     if isinstance(value, (tuple, list)):
         if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # the arguments of a call
-            yield from _parts_of_call(*value)
+            *functions, args, kwargs = value
+            yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
+            yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
+            yield from ((f"the function `{getattr(each, '__name__', each)}`", each) for each in functions)
         else:
             yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, dict):
@@ -247,13 +249,6 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
         yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif not isinstance(value, type):
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
-
-
-def _parts_of_call(*call: Any) -> Iterable[Part]:
-    *functions, args, kwargs = call
-    yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
-    yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
-    yield from ((f"the function `{getattr(function, '__name__', function)}`", function) for function in functions)
 
 
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:

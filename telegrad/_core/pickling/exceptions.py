@@ -7,7 +7,6 @@ several workers, the next traceback is a block of its own, followed by the earli
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import pickle
 from typing import Any, cast
@@ -73,7 +72,7 @@ def _description(error: BaseException, worker: str, function: str) -> bytes:
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
             sent = _dump(attempt(error))
-        except Exception:
+        except BaseException:  # the exception's own code may raise anything, such as SystemExit
             continue
         if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
             return pickle.dumps((sent, name, story), 5)
@@ -221,7 +220,7 @@ def _travels(value: Any) -> bool:
     try:
         body, meta, blobs = sent = _dump(value)
         _load(sent)
-    except Exception:
+    except BaseException:
         return False
     return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
 
@@ -311,15 +310,12 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         }
         if len(_tellers) >= _CACHED:
             _tellers.clear()
-        _tellers[kind] = _subclass(kind, members, odd)
+        try:  # programs for torch.distributed.rpc expect a RuntimeError
+            made = type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
+        except TypeError:  # the layouts may conflict
+            made = type(kind.__name__, (kind,), members)
+        _tellers[kind] = made
     return _tellers[kind]
-
-
-def _subclass(kind: type[BaseException], members: dict[str, Any], odd: bool) -> type[BaseException]:
-    if odd:  # programs for torch.distributed.rpc expect a RuntimeError
-        with contextlib.suppress(TypeError):  # the layouts may conflict
-            return type(kind.__name__, (kind, RemoteError), members)
-    return type(kind.__name__, (kind,), members)
 
 
 def _is_odd(kind: type[BaseException]) -> bool:

@@ -124,15 +124,16 @@ def names_of_main() -> dict[str, Any]:
     return names
 
 
-# by the id of the object in the entry; entries are replaced as a whole
-_known: dict[int, tuple[Any, frozenset[str]]] = {}
+# By the id of the object in the entry: the names that workers may lack or have otherwise, and True if one of them is
+# bound as workers import the program. Entries are replaced as a whole.
+_known: dict[int, tuple[Any, frozenset[str], bool]] = {}
 
 
 def lacks(thing: Any) -> bool:
     """Return True if workers lack a function, or if it or a class uses a global that they lack or have otherwise.
 
-    If the guard or a function binds a name again, workers have its first value. If the function itself assigns the
-    name, that is its state, and each worker has its own.
+    If the guard or a function binds a name again or deletes it, workers have its first value. If the function itself
+    assigns the name, that is its state, and each worker has its own.
     """
     names = vars(sys.modules[MAIN])
     known = _known.get(id(thing))
@@ -145,8 +146,10 @@ def lacks(thing: Any) -> bool:
         again = (read & (source.main | source.declared)) - written
         if len(_known) >= _CACHED:
             _known.clear()
-        known = _known[id(thing)] = thing, frozenset(name for name in absent | again if not name.startswith("__"))
-    return bool(known[1]) and any(name in names for name in known[1])  # mostly empty, on the way of each call
+        other = frozenset(name for name in absent | again if not name.startswith("__"))
+        known = _known[id(thing)] = thing, other, bool(other & again & source.top)
+    # mostly empty, on the way of each call
+    return known[2] or (bool(known[1]) and any(name in names for name in known[1]))
 
 
 _LOOKS = 64  # buffers of a global whose content is compared
@@ -156,13 +159,23 @@ _OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__g
 log = logging.getLogger("telegrad")
 
 
+class Deleted:
+    """The value that is sent for a global that the sender has deleted."""
+
+    def __repr__(self) -> str:
+        return "deleted"
+
+
+DELETED = Deleted()  # one for all: versions compare values by identity
+
+
 class SentGlobals:
     """The globals of one program that are sent with its functions."""
 
     def __init__(self) -> None:
         self._lock = renewed(threading.Lock())  # guards all attributes below; no user code runs under it
         self._last: dict[str, Any] = {}  # by name: the value of the current version
-        self._versions: dict[str, int] = {}
+        self.versions: dict[str, int] = {}  # by name; its keys are read without the lock
         self._looked: dict[str, Any] = {}  # values whose objects were examined
         self._owners: dict[int, str] = {}  # by id of an object: the first global that contains it
         self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
@@ -182,7 +195,7 @@ class SentGlobals:
                 self._replaced.discard(name)
                 self._warned.discard(name)
                 self._last[name] = value
-                self._versions[name] = self._versions.get(name, 0) + 1
+                self.versions[name] = self.versions.get(name, 0) + 1
             if watched and type(value) not in ATOMS and not isinstance(value, ModuleType):
                 if not isinstance(value, NO_DATA):
                     self._sent.add(name)
@@ -192,7 +205,7 @@ class SentGlobals:
                 elif self._states.setdefault(name, state) != state and name not in self._warned:
                     self._warned.add(name)
                     changed = True
-            version = self._versions[name]
+            version = self.versions[name]
         if changed:
             log.warning(
                 "telegrad: the global %r of the main program was changed in place after it was sent: workers that "
@@ -207,18 +220,19 @@ class SentGlobals:
             self.read_by_classes |= names
 
     def warn_of_rebound(self, scope: dict[str, Any]) -> None:
-        """Warn once for each global that methods of sent classes read and that is bound to another object now."""
+        """Warn once for each global that methods of sent classes read and that is bound otherwise or deleted now."""
         with self._lock:
             found = [
                 name
                 for name in self.read_by_classes & self._last.keys() - self._replaced
-                if name in scope and not _is_same(self._last[name], scope[name])
+                if not _is_same(self._last[name], scope.get(name, DELETED))
             ]
             self._replaced.update(found)
         for name in found:
             log.warning(
-                "telegrad: the global %r of the main program was bound to another object after it was sent: methods "
-                "of objects at workers use the earlier one until a function that reads it is called there",
+                "telegrad: the global %r of the main program was bound to another object, or deleted, after it was "
+                "sent: methods of objects at workers use the earlier one until a function that reads it is called "
+                "there",
                 name,
             )
 
@@ -230,7 +244,7 @@ class SentGlobals:
         """
         with self._lock:
             self._look(scope, has)
-            found = {other for name in names for other in self._group.get(name, (name,))}
+            found = {other for name in names for other in self._group.get(name, (name,)) if other in scope}
             for name in sorted(found - has):
                 if name in self._conflicts:
                     raise CannotEncode(
@@ -242,7 +256,8 @@ class SentGlobals:
 
     def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
         """Search the globals bound since the last call for shared objects."""
-        hidden = _names_of_shell(scope)
+        shell = getattr(scope.get("get_ipython"), "__self__", None)
+        hidden = getattr(shell, "user_ns_hidden", {})  # IPython adds these: `In`, `Out`, `exit` and others
         fresh = [
             (name, value)
             for name, value in list(scope.items())
@@ -275,13 +290,6 @@ class SentGlobals:
 
 def _is_same(last: Any, value: Any) -> bool:
     return last is value or (type(value) in ATOMS and type(last) is type(value) and last == value)
-
-
-def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
-    """Return the names that IPython adds to the globals of a notebook: `In`, `Out`, `exit` and others."""
-    shell = getattr(scope.get("get_ipython"), "__self__", None)
-    names: dict[str, Any] = getattr(shell, "user_ns_hidden", {})
-    return names
 
 
 def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:

@@ -9,9 +9,9 @@ receiver has one for each program: the first possible of
 
 A function is sent with the globals that it reads. The receiver binds those that it lacks and keeps its own: counters
 and trained models keep their state, and a class remains one class. Each global that is sent has a version, which is
-increased when the sender binds the name to another object: a newer version replaces an older received one. So a change
-in a re-run notebook cell takes effect. Globals that the receiver got by importing the program's file are never
-replaced.
+increased when the sender binds the name to another object or deletes it: a newer version replaces an older received
+one. So a change in a re-run notebook cell takes effect. Globals that the receiver got by importing the program's file
+are never replaced.
 
 Globals that share an object (a model, and the optimizer of its parameters) must arrive in one message, else the
 receiver would have two copies of it. The sender searches for shared objects, sends such globals together, and refuses a
@@ -34,7 +34,15 @@ from telegrad._core.checks import short_repr
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.function_names import program as own_program
-from telegrad._core.pickling.global_names import MAINS, SentGlobals, lookups_from, names_of_main, warn_of_change
+from telegrad._core.pickling.global_names import (
+    DELETED,
+    MAINS,
+    Deleted,
+    SentGlobals,
+    lookups_from,
+    names_of_main,
+    warn_of_change,
+)
 from telegrad._core.pickling.main_program import ATOMS, GUARD, MAIN, NO_DATA, Program, ProgramSource
 from telegrad.errors import CannotDecode, CannotEncode
 
@@ -120,7 +128,7 @@ class MainNamespace:
         self._made.pop((path, version), None)
 
     def fill(self, items: Iterable[Item]) -> None:
-        """Bind the globals that are missing here, and those received in a newer version.
+        """Bind the globals that are missing here, and bind or delete those received in a newer version.
 
         Raises:
             CannotDecode: a global is missing here and could not be sent.
@@ -142,6 +150,9 @@ class MainNamespace:
                             "this worker does not have that program: make its file available here under the same "
                             "path, or move the code that uses it into a module"
                         )
+                elif isinstance(value, Deleted):
+                    self.names.pop(name, None)
+                    self._versions[name] = version
                 else:
                     self.names[name] = value
                     self._versions[name] = version
@@ -163,6 +174,8 @@ class MainNamespace:
         here = self.names[name]
         if type(value) in ATOMS:
             is_same = here is not self._first.get(name, self) or (type(here) is type(value) and here == value)
+        elif isinstance(value, Deleted):
+            is_same = name not in self._first and name not in self._data
         else:
             known = not isinstance(value, (Unsendable, *NO_DATA)) and name in self._data
             is_same = not known or programs.digest_of(value) == self._data[name]
@@ -275,7 +288,10 @@ def _verified(scope: MainNamespace, path: str, thing: Any) -> str:
 
 
 def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: str) -> list[Item]:
-    """Return the globals to send with a function or class. `home`: the global that contains it, if any."""
+    """Return the globals to send with a function or class. `home`: the global that contains it, if any.
+
+    `needed` may have names that are not bound: they are sent as deleted if receivers may have them.
+    """
     if scope not in _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
         return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
@@ -285,7 +301,8 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
         for name in sorted({*needed, home} & source.top & source.main):
             _check_bound(source, name, scope.names.get(name))
     names = _sent.complete({name for name in needed if name in scope.names}, scope.names, has)
-    items = []
+    gone = [name for name in needed if name not in scope.names and (name in has or name in _sent.versions)]
+    items = [Item(name, _sent.version(name, DELETED, watched=False), DELETED) for name in sorted(gone)]
     for name in sorted(names):
         value = scope.names[name]
         if name in has and not isinstance(value, NO_DATA) and type(value) not in ATOMS:

@@ -110,13 +110,13 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Return the names that a statement binds, except those local to functions and classes in it."""
+    """Return the names that a statement binds or deletes, except those local to functions and classes in it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         return set()
     names = set()
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         names.add(node.id)
     elif isinstance(node, ast.alias):
         names.add(node.asname or node.name.partition(".")[0])
@@ -172,15 +172,12 @@ def _text(atom: Any) -> str:
 def attributes_of(thing: Any) -> dict[str, Any] | None:
     """Return the public data attributes of a class of a main program, or of an object that is meant to hold data."""
     kind = thing if isinstance(thing, type) else type(thing)
-    is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and _holds_data(kind))
+    holds_data = (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
+    is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and holds_data)
     own: Any = getattr(thing, "__dict__", None) if is_known and (kind is thing or is_plain(kind)) else None
     if own is None:
         return None
     return {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
-
-
-def _holds_data(kind: Any) -> bool:
-    return (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
 
 
 def is_plain(kind: Any) -> bool:

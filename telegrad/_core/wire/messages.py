@@ -207,7 +207,11 @@ class FrameReader:
                 self._source = self._scratch
                 self._start = self.end = 0
                 return
-        self._compact()
+        unread = self.end - self._start
+        if unread and (self._start or self._source is not self._scratch):
+            self._scratch[:unread] = bytes(self._source[self._start : self.end])
+        self._source = self._scratch
+        self._start, self.end = 0, unread
 
     def _next(self) -> Message | None:
         if self._frame is not None:
@@ -294,10 +298,3 @@ class FrameReader:
         self._target, self._filled = memory, here
         self.is_in_part = True
         return False
-
-    def _compact(self) -> None:
-        unread = self.end - self._start
-        if unread and (self._start or self._source is not self._scratch):
-            self._scratch[:unread] = bytes(self._source[self._start : self.end])
-        self._source = self._scratch
-        self._start, self.end = 0, unread

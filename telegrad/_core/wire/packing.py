@@ -27,6 +27,7 @@ from telegrad._core.wire.tensors import (
     HOST,
     NAMES,
     NEG,
+    SPARSE,
     Blob,
     DeviceBlob,
     Memory,
@@ -36,6 +37,7 @@ from telegrad._core.wire.tensors import (
     extent,
     keep_for,
     nothing,
+    parts_of,
     repeats,
 )
 from telegrad.errors import CannotEncode, CodecError, DeviceError
@@ -51,12 +53,6 @@ _tracing: Any = torch._C._get_tracing_state  # of torch.jit.trace, on this threa
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode of make_fx
 _mode_before_dispatch: Any = torch._ops._get_dispatch_mode_pre_dispatch
 _REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 class DeviceMapping(Protocol):
@@ -228,12 +224,11 @@ class _Leaves:
             return self._add(tensor, HOST if fixed or tensor.is_meta else self.place(tensor.device))
         target = self.place(tensor.device)
         plain, flags = tensor.detach(), tensor.requires_grad
-        if tensor.layout is torch.sparse_coo:
-            parts = [self.take(part) for part in (plain._indices(), plain._values())]
-            return "coo", flags, parts, tuple(tensor.shape), tensor.is_coalesced()
-        if tensor.layout in _COMPRESSED:
-            parts = [self.take(getattr(plain, part)()) for part in _COMPRESSED[tensor.layout]]
-            return "compressed", flags, parts, tuple(tensor.shape), str(tensor.layout).removeprefix("torch.")
+        if tensor.layout in SPARSE:
+            parts, shape = [self.take(part) for part in parts_of(plain)], tuple(tensor.shape)
+            if tensor.layout is torch.sparse_coo:
+                return "coo", flags, parts, shape, tensor.is_coalesced()
+            return "compressed", flags, parts, shape, str(tensor.layout).removeprefix("torch.")
         if tensor.is_mkldnn:
             return "mkldnn" if target == HOST else "dense", flags, [self.take(plain.to_dense())]
         if plain.is_nested and not plain.size(0):
@@ -329,7 +324,7 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             by_target.setdefault(leaves.targets[number], []).append((address, address + size, number))
     parts: dict[int, tuple[Memory, int]] = {}
     for target, spans in by_target.items():
-        for start, end, members in joined(spans) if any_overlap(spans) else ():
+        for start, end, members in joined(spans):
             storage = _holder(start, end, [leaves.tensors[number] for number in members]) if len(members) > 1 else None
             if storage is None:
                 continue

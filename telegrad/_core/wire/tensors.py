@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ def nothing(name: str, device: torch.device = CPU) -> Tensor:
 
 def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
     """Do not reuse the memory of a tensor before `stream` has completed the work queued until now."""
-    for part in _parts_of(tensor):
+    for part in parts_of(tensor):
         with torch.no_grad():
             # A view without the conj or neg bits: torch's `record_stream` corrupts memory if they are set.
             bare = part.conj() if part.is_complex() and part.is_conj() else part
@@ -113,14 +113,19 @@ def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
         bare.record_stream(stream)
 
 
-def _parts_of(tensor: Tensor) -> Iterable[Tensor]:
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+SPARSE = {  # by layout: the methods that return the parts of a tensor
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of which a sparse tensor is made; of any other tensor, the tensor itself."""
+    methods = SPARSE.get(tensor.layout)
+    return [getattr(tensor, method)() for method in methods] if methods else [tensor]
 
 
 Strides = tuple[int, ...]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import resources
-from telegrad._core.wire.packing import SMALL, any_overlap, extent_of, pack
+from telegrad._core.wire.packing import SMALL, extent_of, joined, pack
 from telegrad._core.wire.tensors import (
     CONJ,
     CPU,
@@ -116,22 +116,22 @@ def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Autograd then detects writes through one of them when it uses another, and refuses writes that it cannot track.
     """
-    dense = [each for each in tensors if each.layout is torch.strided and not each.is_nested and not each.is_meta]
-    spans = [(each.data_ptr(), each.data_ptr() + extent_of(each), number) for number, each in enumerate(dense)]
-    if not any_overlap([span for span in spans if span[0] < span[1]]):
-        return list(tensors)
-    views: dict[int, Tensor] = {}
+    spans = []
+    for number, each in enumerate(tensors):
+        if each.layout is torch.strided and not each.is_nested and not each.is_meta and each.numel():
+            spans.append((each.data_ptr(), each.data_ptr() + extent_of(each), number))
+    found = list(tensors)
     bases: dict[int, Tensor] = {}  # by address of their storage
     with torch.inference_mode(False), torch.no_grad():
-        for (start, end, number), each in zip(spans, dense, strict=True):
-            if any(one < end and start < other for one, other, another in spans if another != number):
-                storage = each.untyped_storage()
-                base = bases.get(storage.data_ptr())
-                if base is None:
-                    base = nothing("uint8", each.device).set_(storage, 0, (storage.nbytes(),), (1,))
-                    bases[storage.data_ptr()] = base
-                views[id(each)] = _view(base, each)
-    return [views.get(id(each), each) for each in tensors]
+        for number in [number for *_, members in joined(spans) if len(members) > 1 for number in members]:
+            each = tensors[number]
+            storage = each.untyped_storage()
+            base = bases.get(storage.data_ptr())
+            if base is None:
+                base = nothing("uint8", each.device).set_(storage, 0, (storage.nbytes(),), (1,))
+                bases[storage.data_ptr()] = base
+            found[number] = _view(base, each)
+    return found
 
 
 def _view(base: Tensor, like: Tensor) -> Tensor:
@@ -203,22 +203,14 @@ def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, 
 def _assemble(plan: Spec, leaves: list[Tensor]) -> Tensor:
     kind, requires_grad, numbers, *rest = plan
     parts = [leaves[number] for number in numbers]
+    options: Any = {"device": parts[0].device, "check_invariants": False}
     if kind == "coo":
         shape, coalesced = rest
-        tensor = torch.sparse_coo_tensor(
-            parts[0], parts[1], shape, device=parts[0].device, is_coalesced=coalesced, check_invariants=False
-        )
+        tensor = torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=coalesced, **options)
     elif kind == "compressed":
         shape, layout = rest
-        tensor = torch.sparse_compressed_tensor(
-            parts[0],
-            parts[1],
-            parts[2],
-            shape,
-            layout=getattr(torch, layout),
-            device=parts[0].device,
-            check_invariants=False,
-        )
+        layout = getattr(torch, layout)
+        tensor = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, **options)
     elif kind == "mkldnn":
         tensor = parts[0].to_mkldnn()
     elif kind == "dense":
