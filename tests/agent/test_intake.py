@@ -55,7 +55,8 @@ class Simulation:
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "unread", lambda link: link.left)
         self.scheduler = Scheduler(SLOTS)
-        self.intake = BackPressure(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
+        self.timer = self
+        self.intake = BackPressure(self, 40_000, 1 << 28)  # type: ignore[arg-type]
         self.callers = [Caller(Identity(f"w{rank}", rank, "life"), False, ()) for rank in range(callers)]
         self.links = {caller: FakeLink() for caller in self.callers}
         self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket
@@ -64,7 +65,7 @@ class Simulation:
         self.most = 0  # calls of one caller that waited to begin
         self.took: dict[Caller, list[float]] = {caller: [] for caller in self.callers}
 
-    def before(self, when: float, rough: bool = False) -> None:
+    def wake_by(self, when: float, rough: bool = False) -> None:
         self.due = min(self.due, when)
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:

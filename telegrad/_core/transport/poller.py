@@ -129,10 +129,6 @@ class Poller:
             if not self._selector.sees_changes:
                 self.wake()
 
-    def reads(self, source: Source) -> bool:
-        with self._lock:
-            return bool(self._interest.get(source, (0, 0))[1] & READ)
-
     def forget(self, source: Source) -> None:
         """Stop waiting for this source. Call it before its descriptor is closed."""
         self.watch(source, read=False, write=False)
