@@ -20,7 +20,7 @@ AT_ONCE = 64  # events returned by one call of epoll
 
 
 class Source(Protocol):
-    prompt: bool  # poll again at once: more data is likely to arrive soon
+    prompt: bool = False  # poll again at once: more data is likely to arrive soon
 
     def fileno(self) -> int: ...
 
@@ -28,7 +28,8 @@ class Source(Protocol):
         """Process available data; return True if there was any."""
 
     def on_writable(self) -> None:
-        """Send queued data."""
+        """Send queued data; a source that queues none need not define this."""
+        return
 
 
 class _Epoll:
