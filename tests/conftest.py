@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import signal
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 # torch's store looks up the names of its clients; a silent name server would delay each connection by 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for commands in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests do not use the shared key and the other state of the user's own programs.
 _STATE = tempfile.TemporaryDirectory(prefix="telegrad-state-")

@@ -25,7 +25,7 @@ from telegrad.errors import LimitReached, PeerError
 from tests import links
 from tests.cluster import agents, wait_until
 
-MOST = 2000  # calls of one caller that may wait
+MOST = 800  # calls of one caller that may wait
 KIB = 1 << 10
 gate = threading.Event()
 ran: list[int] = []

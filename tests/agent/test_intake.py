@@ -55,7 +55,8 @@ class Simulation:
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "unread", lambda link: link.left)
         self.scheduler = Scheduler(SLOTS)
-        self.intake = BackPressure(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
+        self.timer = self
+        self.intake = BackPressure(self, 40_000, 1 << 28)  # type: ignore[arg-type]
         self.callers = [Caller(Identity(f"w{rank}", rank, "life"), False, ()) for rank in range(callers)]
         self.links = {caller: FakeLink() for caller in self.callers}
         self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket
@@ -64,7 +65,7 @@ class Simulation:
         self.most = 0  # calls of one caller that waited to begin
         self.took: dict[Caller, list[float]] = {caller: [] for caller in self.callers}
 
-    def before(self, when: float, rough: bool = False) -> None:
+    def wake_by(self, when: float, rough: bool = False) -> None:
         self.due = min(self.due, when)
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
@@ -137,7 +138,7 @@ def test_few_quick_calls_of_a_flood_wait_at_a_time(two: Simulation) -> None:
     assert len(two.took[other]) > 100
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_call_waits_only_for_a_turn_and_a_call_of_each_other_caller(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

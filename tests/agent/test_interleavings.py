@@ -20,7 +20,7 @@ from tests.cluster import PATIENCE, agents, in_threads, pause, wait_until
 from tests.links import callers_of
 from tests.locks import CheckedLock
 
-SEEDS = 3
+SEEDS = 2
 CALLS = 60  # of each thread
 
 

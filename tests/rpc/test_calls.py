@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from telegrad import errors
+from telegrad._core.agent.agent import Agent
 from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
@@ -121,8 +122,8 @@ def test_nested_calls_both_ways(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 16])
 def test_many_calls_in_flight(threads: int) -> None:
     with agents(2, num_worker_threads=threads) as (a, _):
-        futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(10_000)]
-        assert [future.wait() for future in futures] == list(range(1, 10_001))
+        futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(3000)]
+        assert [future.wait() for future in futures] == list(range(1, 3001))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -140,8 +141,8 @@ def fan_out_unseen(to: str, count: int) -> int:
 
 def test_waits_inside_torch_do_not_use_up_the_slots() -> None:
     with agents(2, num_worker_threads=1) as (a, _):
-        futures = [a.agent.call_async("w1", fan_out_unseen, ("w0", 2), None) for _ in range(3)]
-        assert [future.wait() for future in futures] == [2, 2, 2]
+        futures = [a.agent.call_async("w1", fan_out_unseen, ("w0", 2), None) for _ in range(2)]
+        assert [future.wait() for future in futures] == [2, 2]
 
 
 def test_a_connection_that_broke_is_made_again() -> None:
@@ -220,7 +221,7 @@ def crowd() -> int:
     return found
 
 
-@pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
+@pytest.mark.parametrize("size", [10, 100_000, 1_000_000])
 @pytest.mark.parametrize("to", ["w0", "w1"])
 def test_the_receiver_owns_the_tensors_that_it_gets(pair: list[Worker], size: int, to: str) -> None:
     sent = torch.arange(size)
@@ -308,42 +309,32 @@ class Witness:
     """An object that lives as long as the frame that holds it."""
 
 
-def fail_and_wait(wait: Callable[..., Any], seen: list[weakref.ref[Witness]]) -> bool:
+def fail_and_wait(wait: Callable[..., Any], seen: list[weakref.ref[Witness]], agent: Agent) -> bool:
     witness = Witness()
     seen.append(weakref.ref(witness))
     with pytest.raises((ValueError, errors.PeerError)):
-        wait()
+        wait(agent)
     return witness is None
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda agent: agent.call("w1", fail, (ValueError,), None),
-        lambda agent: agent.call_async("w1", fail, (ValueError,), None).wait(),
-        lambda agent: agent.call_async("w1", fail, (ValueError,), None).then(lambda done: done.wait()).wait(),
-        lambda agent: agent.call_async("w1", fail, (ValueError, "x", 2), None).wait(),
-    ],
-    ids=["sync", "async", "then", "two arguments"],
-)
-def test_an_error_keeps_no_frames_alive(pair: list[Worker], wait: Callable[..., Any]) -> None:
-    seen: list[weakref.ref[Witness]] = []
-    for _ in range(3):
-        fail_and_wait(lambda: wait(pair[0].agent), seen)
-    gc.collect()
-    assert [ref() for ref in seen] == [None] * 3
+FAILING: list[Callable[[Agent], Any]] = [
+    lambda agent: agent.call("w1", fail, (ValueError,), None),
+    lambda agent: agent.call_async("w1", fail, (ValueError,), None).wait(),
+    lambda agent: agent.call_async("w1", fail, (ValueError,), None).then(lambda done: done.wait()).wait(),
+    lambda agent: agent.call_async("w1", fail, (ValueError, "x", 2), None).wait(),
+]
 
 
-def test_a_closed_agents_error_keeps_no_frames_alive() -> None:
+def test_an_error_keeps_no_frames_alive() -> None:
     seen: list[weakref.ref[Witness]] = []
-    with agents(2) as made:
-        agent = made[0].agent
-        agent.call("w1", echo, (1,), None)
-        agent.close()
-        for _ in range(3):
-            fail_and_wait(lambda: agent.call("w1", echo, (1,), None), seen)
+    with agents(2) as (a, _):
+        for wait in 2 * FAILING:
+            fail_and_wait(wait, seen, a.agent)
+        a.agent.close()
+        for wait in 2 * FAILING[:1]:
+            fail_and_wait(wait, seen, a.agent)
         gc.collect()
-        assert [ref() for ref in seen] == [None] * 3
+        assert [ref() for ref in seen] == [None] * 10
 
 
 def test_the_error_of_a_callback_names_the_failing_function(pair: list[Worker]) -> None:

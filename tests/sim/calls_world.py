@@ -102,11 +102,14 @@ class World:
         self.losses = 0
         self.jobs: list[Callable[[], None]] = []  # acts that have not begun
         host = SimpleNamespace(
-            reactor=SimpleNamespace(submit=lambda work: self.start(work.run, work.argument), is_behind=False),
+            reactor=SimpleNamespace(
+                submit=lambda work: self.start(work.run, work.argument),
+                is_behind=False,
+                timer=SimpleNamespace(wake_by=lambda *_, **__: None),
+            ),
             layers=SimpleNamespace(last_word=lambda *_: ""),
             settings=SimpleNamespace(most_calls=40, most_bytes=1000),
             complete=self.complete,
-            wake_at=lambda *_: None,
             connect_to=lambda _: self.connect(),
             peer_lost=lambda *_: self.lose(),
         )

@@ -118,7 +118,7 @@ def sent(end: End, count: int) -> list[bytes]:
 ALTER, INJECT, PLAIN, REFLECT, CUT = range(5)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5), st.data())
 def test_only_sent_frames_are_accepted_in_order_and_once(count: int, data: st.DataObject) -> None:
     with two_ends() as (a, b):
@@ -182,7 +182,7 @@ def test_a_large_frame_arrives_in_any_pieces() -> None:
 shapes = st.tuples(st.sampled_from([0, 1, 300, 5000, 40_000]), st.lists(st.sampled_from([1, 300, 40_000]), max_size=2))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(shapes, min_size=1, max_size=5), st.lists(st.sampled_from([1, 30, 3000, 70_000]), min_size=1, max_size=4)
 )

@@ -14,6 +14,7 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.memory.blobs import SharedBuffers, SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
+from telegrad._core.worker import current
 from tests.cluster import agents, group, wait_until
 
 MB = 1 << 20
@@ -263,22 +264,16 @@ def test_a_killed_receiver_does_not_harm_the_other_receivers() -> None:
 
 
 def _publish() -> None:
-    from telegrad._core.worker import current
-
     _kept["source"] = current.agent().memory.common(MB)
     _kept["source"].fill_(1)
 
 
 def _send_to_both() -> None:
-    from telegrad._core.worker import current
-
     for rank in (1, 2):
         current.agent().call(f"worker{rank}", keep, ("it", _kept["source"]), None)
 
 
 def _after_the_death() -> bool:
-    from telegrad._core.worker import current
-
     agent = current.agent()
     pool = agent._connections._pool
     wait_until(lambda: pool.lent == 1)  # the loan to the killed worker was given up
@@ -296,14 +291,12 @@ def test_many_messages_leave_no_descriptor_and_no_mapping() -> None:
         made[0].run(_publish)
         made[0].run(_send_often, 20)
         before = [each.run(mapped) for each in made]
-        made[0].run(_send_often, 300)
+        made[0].run(_send_often, 100)
         made[0].run(_release)
         assert [each.run(mapped) for each in made] == before
 
 
 def _send_often(times: int) -> None:
-    from telegrad._core.worker import current
-
     agent = current.agent()
     for _ in range(times // 20):
         futures = [agent.call_async("worker1", total, (_kept["source"],), None) for _ in range(20)]
@@ -312,6 +305,4 @@ def _send_often(times: int) -> None:
 
 
 def _release() -> None:
-    from telegrad._core.worker import current
-
     wait_until(lambda: current.agent()._connections._pool.lent == 0)

@@ -233,7 +233,7 @@ def test_an_acceptor_with_fresh_keys_refuses_a_recorded_claim() -> None:
 
 def test_the_error_for_a_flipped_bit_mentions_tampering() -> None:
     said = exchange(*ends())
-    for bit in range(8 * 3, 8 * len(said[2])):  # behind its length and kind
+    for bit in range(8 * 3, 8 * len(said[2]), 7):  # behind its length and kind
         altered = bytearray(said[2])
         altered[bit // 8] ^= 1 << bit % 8
         b = Acceptor(KEY, B)
@@ -265,11 +265,12 @@ def test_an_acceptor_refuses_an_initiator_that_wants_another_worker() -> None:
     assert b.peer is None
 
 
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("hearer", ["initiator", "acceptor"])
-def test_no_flipped_bit_passes(hearer: str) -> None:
+def test_no_flipped_bit_passes(hearer: str, step: int) -> None:
     said_a, said_b = converse(*ends())
     said = said_b if hearer == "initiator" else said_a
-    for bit in range(8 * len(said)):
+    for bit in range(0, 8 * len(said), step):
         wrong = bytearray(said)
         wrong[bit // 8] ^= 1 << bit % 8
         a, b = ends()

@@ -72,7 +72,7 @@ contents = st.lists(st.builds(lambda size, byte: bytes([byte]) * size, sizes, st
 cuts = st.lists(st.sampled_from([1, 3, 19, 20, 21, 24, 4096, SCRATCH, 1 << 30]), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     contents,
     cuts.filter(lambda cuts: sum(cuts) > 200),
@@ -83,7 +83,7 @@ def test_records_arrive_in_any_pieces(pieces: list[bytes], cuts: list[int], targ
     assert read(written(pieces), cuts, [*targets, 1 << 16], small) == b"".join(pieces)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=5), cuts, st.integers(0, 2))
 def test_small_records_arrive_in_any_pieces(pieces: list[bytes], cuts: list[int], small: int) -> None:
     assert read(written(pieces), cuts, [7, 64], small) == b"".join(pieces)

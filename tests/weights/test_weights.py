@@ -159,13 +159,13 @@ def test_refresh_waits_for_pending_messages() -> None:
         reader = on(actor, Subscriber, "w0", "numbers")
         on(actor, reader.newest)
         server = actor.agent._server
-        handle = server._on_notice
+        handle = server.handlers.take
 
         def late(*args: Any) -> None:
             assert held.wait(PATIENCE)
             handle(*args)
 
-        server._on_notice = late
+        server.handlers.take = late  # type: ignore[assignment]
         publisher.publish()
         wait_until(lambda: bool(server._notices))
         with pytest.raises(CallTimeout, match=r"newest version of 'numbers' was not known within 1\.5 s"):

@@ -288,7 +288,7 @@ def meaning(message: Message, agent: Agent) -> str:
         value = repr(rebuild(body)).splitlines()[0]
     elif message.kind == NOTICE:
         name, *fields = pickle.loads(body)
-        value = agent._handlers._of[name][0](*fields), tensors
+        value = agent._server.handlers._of[name][0](*fields), tensors
     line = f"{KINDS[message.kind]} {message.id} {message.flags} {message.head.decode()} {value!r} {carried!r}"
     return re.sub(r" at 0x\w+|\s+", lambda found: " " if found[0].isspace() else "", line)
 

@@ -7,8 +7,8 @@ then knows the other workers and accepts calls. `close` ends it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
-from telegrad._core.agent.incoming import CallScheduler, Handlers
+from telegrad._core.agent.incoming import CallScheduler
 from telegrad._core.agent.outgoing import EachCall, EncodedCall, Fanout, notice_to
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
@@ -65,7 +65,6 @@ class Agent:
         self.layers.tells_times = name if settings.pass_deadlines else ""
         self.layers.sends_modes = settings.sends_modes
         self.streams = Streams(may_lie_on)
-        self._handlers = Handlers()
         self._timer = TimerThread(self._tick)
 
         def enter() -> None:
@@ -73,23 +72,21 @@ class Agent:
             entered(self)
 
         self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._timer)
-        parts = name, self._reactor, self.layers, self.streams, enter
-        self._server = Server(
-            *parts,
-            self._handlers.take,
-            lambda *lost: self._connections.tell_lost(*lost),
-            (settings.most_waiting, settings.most_waiting_bytes, self._timer.wake_by),
-        )
+        shared = settings, self._reactor, self.layers, self.streams
+        self._server = Server(*shared, enter, lambda *lost: self._connections.tell_lost(*lost))
+        self._server.name_is(name)
         self.ticking.append(self._server.intake.tick)
-        self._connections = Connections(
-            *(settings, address, self._reactor, self.layers, self.streams, self._server),
-            self._complete,
-            self._timer.wake_by,
-        )
+        self._connections = Connections(*shared, address, self._server, self._complete)
+        self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
-        self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
+        # Methods of the parts, without a call of this object between
+        self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
+        self.forget_names = self._connections.forget_names
+        self.waiting = self._reactor.waiting
+        self.handle_notices = self._server.handle_notices
+        self.wake_at = self._timer.wake_by
         self._timer.start(self._watch)
         self._reactor.start()
 
@@ -157,7 +154,7 @@ class Agent:
 
     def serves_here(self) -> bool:
         """Return True if this thread runs calls of other workers, or callbacks of this worker's calls."""
-        return self._reactor.on_worker() or self._server.on_loop()
+        return self._reactor.here.own is not None or self._server.on_loop()
 
     @property
     def served(self) -> int:
@@ -181,7 +178,7 @@ class Agent:
 
     def perform(self, to: Callee, call: PreparedCall, timeout: float = DEFAULT) -> Any:
         """Make a call to another worker, wait, and return its value."""
-        peer = self.peer(to)
+        peer = self._connections.names.get(to) or self.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit)
         self._begin(peer, pending, call)
@@ -214,8 +211,8 @@ class Agent:
 
         With a `creation` (see the reference layer), the value stays on the callee.
         """
-        peer = to if isinstance(to, Peer) else self.peer(to)
-        if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
+        peer = to if isinstance(to, Peer) else self._connections.names.get(to) or self.peer(to)
+        if peer.is_full and self._reactor.here.own is None:  # a thread that serves a call must not block
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit, outcome, call.keeps)
@@ -319,10 +316,6 @@ class Agent:
         else:
             self._reactor.submit(work, self._reactor.calls)
 
-    def wake_at(self, when: float, rough: bool = False) -> None:
-        """Call the functions in `ticking` at that time. With `rough`, a delay of milliseconds may save a wake-up."""
-        self._timer.wake_by(when, rough)
-
     def later(self, act: Callable[[Any], None], argument: Any, queue: WorkQueue | None = None) -> None:
         """Run `act(argument)` soon, or in a queue's turn, on a reactor thread, even if the agent closes."""
         self._reactor.submit(Work(act, argument), queue)
@@ -332,40 +325,20 @@ class Agent:
 
         If messages of the workers `senders` will complete the future, this thread may handle them itself.
         """
-        with self._reactor.waiting() if self._reactor.on_worker() else nullcontext():
+        with self._reactor.waiting() if self._reactor.here.own is not None else nullcontext():
             links = self._connections.accepted_from(senders)
             if links:
                 run_for(future, links, self._reactor)
             return wait_for(future, timeout)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager: in its block this thread waits and does not count as one that runs a call."""
-        return self._reactor.waiting()
-
-    def handle_notices(self, timeout: float) -> bool:
-        """Wait until all control messages that have arrived so far are handled; return False on a timeout."""
-        return self._server.handle_notices(timeout)
 
     # The group
 
     def find(self, to: str | int) -> Member:
         return self._connections.joined.directory.find(to)
 
-    def warn_lost(self, who: Identity, why: str) -> None:
-        """Log the loss of a worker, unless it was logged before."""
-        self._connections.warn_lost(who, why)
-
     def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
         """Use `news_of(who, why)` for the text of the warning that a worker is lost; an empty text means no warning."""
         self._connections.news_of = news_of
-
-    def forget_names(self, but: Collection[str]) -> None:
-        """Forget which worker has which name, except for workers of these incarnations."""
-        self._connections.forget_names(but)
-
-    def cut(self, who: Identity, reason: PeerError) -> None:
-        """End the connections with a worker that is out of the group, and accept no new ones from it."""
-        self._connections.cut(who, reason)
 
     def identify(self, to: Callee) -> Identity:
         """Return the worker of that name or rank, which is looked up only once."""
@@ -387,7 +360,7 @@ class Agent:
 
         Handlers run on threads of this worker, several at once and without a slot: they must not wait for others.
         """
-        self._handlers.add(message, handler)
+        self._server.handlers.add(message, handler)
 
     def notify(
         self,

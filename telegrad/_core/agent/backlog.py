@@ -23,7 +23,6 @@ connections, so two workers that call each other cannot deadlock here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from math import inf
 from time import monotonic
 
@@ -67,11 +66,8 @@ class _PausedCaller:
 class BackPressure:
     """Slows callers down, and drops cancelled calls."""
 
-    def __init__(
-        self, reactor: Reactor, most_calls: int, most_bytes: int, before: Callable[[float, bool], None]
-    ) -> None:
-        """`before` schedules `tick` for a time at the latest."""
-        self._before = before
+    def __init__(self, reactor: Reactor, most_calls: int, most_bytes: int) -> None:
+        """The timer of the reactor must call `tick`."""
         self._reactor = reactor
         self._most_calls = most_calls
         self._most_bytes = most_bytes
@@ -99,7 +95,7 @@ class BackPressure:
             stopped = self.stopped.setdefault(caller, _PausedCaller(link))
             link.reading.hold(True)
             self.look(caller)  # meanwhile enough work may have begun
-            self._before(stopped.since + READ_ON, True)
+            self._reactor.timer.wake_by(stopped.since + READ_ON, rough=True)
 
     def look(self, caller: Caller) -> bool:
         """Read the connection of a caller again if its work is below the limits; return True if so."""
@@ -141,7 +137,7 @@ class BackPressure:
         if isinstance(link, Link) and link.sent - caller.read > MOST_UNREAD and not _has_read(caller, link):
             self._reactor.hold_up(caller.queue, True)
             self._unread[caller] = link
-            self._before(monotonic() + LOOK_AGAIN, False)
+            self._reactor.timer.wake_by(monotonic() + LOOK_AGAIN)
 
     def _has_too_much(self, caller: Caller) -> bool:
         return (

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.backlog import FEW, BackPressure
-from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Incoming, its_future
+from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handlers, Incoming, its_future
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
-from telegrad._core.calls.call_context import ensure_grad, entered, in_setting
+from telegrad._core.calls.call_context import entered, in_setting
 from telegrad._core.calls.call_names import RUNS, user_name
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.events import RAN
 from telegrad._core.host import resources
@@ -70,29 +71,25 @@ class Server:
 
     def __init__(
         self,
-        name: str,
+        settings: Settings,
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
         entered: Callable[[], None],
-        on_notice: Callable[[Identity, Any, Sequence[Tensor]], None],
         undelivered: Callable[[Identity, PeerError], None],
-        most_waiting: tuple[int, int, Callable[[float, bool], None]],
     ) -> None:
-        """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
+        """`entered` is called on each new thread that runs user code.
 
-        `undelivered` is called if an answer with references finds its connection closed. `most_waiting` has the limit
-        of unanswered calls of a caller, the limit of its bytes that have not begun, and a function that schedules
-        `BackPressure.tick`.
+        `undelivered` is called if an answer with references finds its connection closed.
         """
-        self.name = name
+        self.name = ""
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
-        self._on_notice = on_notice
-        self.answers = Answers(name, reactor, layers, streams, undelivered)
+        self.handlers = Handlers()
+        self.answers = Answers(reactor, layers, streams, undelivered)
         self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
-        self.intake = BackPressure(reactor, *most_waiting)
+        self.intake = BackPressure(reactor, settings.most_waiting, settings.most_waiting_bytes)
         self.answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
         self.doorkeeper: CallScheduler | None = None
@@ -205,7 +202,7 @@ class Server:
         try:
             with self._streams.turn():
                 _, tensors = self._layers.take_tensors(come.message, sender, self.name)
-                self._on_notice(sender, pickle.loads(come.message.body), tensors)
+                self.handlers.take(sender, pickle.loads(come.message.body), tensors)
         finally:
             self._notices.discard(come)
         if self.intake.stopped:
@@ -257,7 +254,8 @@ class Server:
                     result = run(*args, **kwargs)
             finally:
                 serving.reset(token)
-                ensure_grad()
+                if not torch.is_grad_enabled():  # the function may have called `torch.set_grad_enabled(False)`
+                    torch.set_grad_enabled(True)
             args = None  # memory lent for the arguments is then released together with the answer
             del kwargs
             if message.head:

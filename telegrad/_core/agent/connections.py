@@ -67,18 +67,17 @@ class Connections:
     def __init__(
         self,
         settings: Settings,
-        address: str,
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
+        address: str,
         service: Server,
         complete: Callable[[PendingCall], None],
-        wake_at: Callable[[float, bool], None],
     ) -> None:
         """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
 
         `service` handles messages from other workers, `complete` is called once for each asynchronous call that has
-        ended, `wake_at` schedules `tick`.
+        ended.
         """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
         self.settings = settings
@@ -86,12 +85,11 @@ class Connections:
         self.layers = layers
         self._service = service
         self.complete = complete
-        self.wake_at = wake_at
         self._arena = ReceiveBufferPool(settings.shared_memory)
         self._heap = Heap()
         self._pool = SharedBlockPool(settings.shared_memory)
         self.staging = Staging(streams)
-        # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of _names; single reads do not need
+        # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of `names`; single reads do not need
         # it.
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by incarnation
@@ -108,7 +106,7 @@ class Connections:
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
-        self._names: dict[str | int, Peer] = {}  # cache of lookups; `get` and stores need no lock
+        self.names: dict[str | int | Identity, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
@@ -141,7 +139,7 @@ class Connections:
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
-        names = self._names
+        names = self.names
         if isinstance(to, Identity):
             peer = names.get(to.name)
             if peer is not None and peer.identity.incarnation == to.incarnation:
@@ -166,7 +164,7 @@ class Connections:
             found = self.peer(to)
             if incarnation in ("", found.identity.incarnation):
                 return found
-            found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # perhaps a new worker has the name
+            found = self.names[to] = self._peer_of(self.joined.directory.find(to))  # perhaps a new worker has the name
             if found.identity.incarnation == incarnation:
                 return found
             raise UnknownWorker(f"the name {to!r} now belongs to another worker")
@@ -272,8 +270,8 @@ class Connections:
     def _forget_names(self, stays: Callable[[str], bool]) -> None:
         """Replace the table: a lookup that runs now stores its result in the old one."""
         with self._lock:
-            known = self._names.copy()
-            self._names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
+            known = self.names.copy()
+            self.names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
 
     # Accepted
 

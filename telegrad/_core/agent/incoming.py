@@ -198,20 +198,19 @@ class Handlers:
 
 
 class Answers:
-    """Sends the responses of the worker `name`."""
+    """Sends the responses of a worker."""
 
     level = logging.DEBUG  # of errors that callers get; the drop-in mode warns of them, as torch's workers do
 
     def __init__(
         self,
-        name: str,
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
         undelivered: Callable[[Identity, PeerError], None],
     ) -> None:
         """`undelivered` is called if an answer with references finds its connection closed."""
-        self.name = name
+        self.name = ""  # of the worker
         self._reactor = reactor
         self._layers = layers
         self._streams = streams

@@ -221,7 +221,7 @@ class Fanout:
         for packed in encodings.packed:
             if packed.near > 1:
                 packed.blobs = list(map(self._in_common, packed.blobs))
-        may_wait = not self._reactor.on_worker()  # a thread that serves a call must not block: others may wait for it
+        may_wait = self._reactor.here.own is None  # a thread that serves a call must not block: others may wait for it
         has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
         self._send(list(compress(ready, has_room)), call, timeout)
         for each, why in failed:

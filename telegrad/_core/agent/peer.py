@@ -42,7 +42,6 @@ class PeerHost(Protocol):
     layers: Layers
     settings: Settings
     complete: Callable[[PendingCall], None]  # called once for each asynchronous call
-    wake_at: Callable[[float, bool], None]  # schedules `expire`; True allows a small delay
 
     def connect_to(self, peer: Peer) -> AnyLink: ...
 
@@ -95,9 +94,9 @@ class Peer:
         if call.abandoned:  # perhaps before it was sent
             call.send_cancel()
         if is_next:
-            self.host.wake_at(call.deadline, False)
+            self.reactor.timer.wake_by(call.deadline)
         if later:
-            self.host.wake_at(monotonic() + BATCH_WAIT, True)
+            self.reactor.timer.wake_by(monotonic() + BATCH_WAIT, rough=True)
 
     def notify(self, message: Message, later: bool) -> None:
         """Send a control message; with `later`, together with the next message, or a moment later."""

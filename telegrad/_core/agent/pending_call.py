@@ -179,7 +179,7 @@ class PendingCall:
     def wait(self, releases_slot: bool = True) -> bool:
         """Wait until the call is done, without a reactor thread's slot; return False if its deadline passed before."""
         peer = self.peer
-        if releases_slot and peer.reactor.on_worker():
+        if releases_slot and peer.reactor.here.own is not None:
             with peer.reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
                 return self.wait(releases_slot=False)
         if peer.reactor.unsent:
@@ -208,7 +208,7 @@ class PendingCall:
         self.awaited = True
         start = perf_counter()
         # Within a nested call, the leader polls for the calls that this one causes, and two busy threads would compete.
-        spin = Spin(start) if connection.is_prompt and not self.peer.reactor.on_worker() else None
+        spin = Spin(start) if connection.is_prompt and self.peer.reactor.here.own is None else None
         try:
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):

@@ -95,7 +95,8 @@ class DerivedTimeout(float):
         return made
 
 
-_current: ContextVar[CallContext | None] = ContextVar("telegrad_scene", default=None)
+_NONE = CallContext()
+_current: ContextVar[CallContext] = ContextVar("telegrad_scene", default=_NONE)
 
 
 class Seen:
@@ -112,7 +113,7 @@ seen = Seen()
 @in_child
 def _leave() -> None:
     """Reset the context: the call that the forking thread serves belongs to the parent."""
-    _current.set(None)
+    _current.set(_NONE)
 
 
 def remaining_timeout(limit: float, call: Any) -> float:
@@ -122,7 +123,7 @@ def remaining_timeout(limit: float, call: Any) -> float:
         CallTimeout: there is none left.
     """
     here = _current.get()
-    if here is None or here.until == inf:
+    if here.until == inf:
         return limit
     left = here.until - monotonic()
     if left <= 0:
@@ -139,8 +140,8 @@ def time_left() -> float | None:
         >>> rpc.rpc_sync("worker1", rpc.time_left) is None
         True
     """
-    here = _current.get()
-    return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
+    until = _current.get().until
+    return None if until == inf else max(0.0, until - monotonic())
 
 
 def described(left: float = 0.0, whose: str = "", autocast: bool = True) -> tuple[bytes, NestedCall | None]:
@@ -151,10 +152,10 @@ def described(left: float = 0.0, whose: str = "", autocast: bool = True) -> tupl
     """
     here = _current.get()
     follower = profiling.follower
-    if here is None and follower is None and not left and not is_autocast_on():
+    if here is _NONE and follower is None and not left and not is_autocast_on():
         return b"", None
     types = _autocast_types() if autocast else {}
-    hops, turn, baggage, *_ = here or CallContext()
+    hops, turn, baggage, *_ = here
     if follower is not None:
         baggage = follower.baggage() or baggage
     in_turn = None
@@ -229,8 +230,7 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
             if kind in _autocast_kinds():
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
         if hops or baggage or time:
-            here = _current.get()
-            scene = CallContext(hops, here and here.turn, baggage)
+            scene = CallContext(hops, _current.get().turn, baggage)
             if time:
                 seen.deadline = True
                 scene = scene._replace(until=came + time[0], whose=time[1])
@@ -241,7 +241,7 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
 def unlimited() -> AbstractContextManager[None]:
     """Run the block without a deadline."""
     here = _current.get()
-    return entered(None if here is None or here.until == inf else here._replace(until=inf, whose=""))
+    return entered(None if here.until == inf else here._replace(until=inf, whose=""))
 
 
 @contextmanager
@@ -258,13 +258,11 @@ def entered(scene: CallContext | None) -> Iterator[None]:
 
 
 def baggage() -> dict[str, str]:
-    here = _current.get()
-    return here.baggage or {} if here is not None else {}
+    return _current.get().baggage or {}
 
 
 def hops() -> Hops:
-    here = _current.get()
-    return here.hops if here is not None else ()
+    return _current.get().hops
 
 
 def hops_of(description: bytes | memoryview) -> Hops:

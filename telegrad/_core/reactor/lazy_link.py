@@ -130,7 +130,8 @@ class LazyLink:
                 try:
                     link.send(message, later)
                 except PeerError:  # the link had already ended: send the message over the next one
-                    self._forget(link)
+                    with self._lock:
+                        self.link_closed(link)
                     if _is_obsolete(message, call):
                         return
                     continue
@@ -168,10 +169,6 @@ class LazyLink:
         link, self.link = self.link, None
         self._queue = []
         return link
-
-    def _forget(self, link: AnyLink) -> None:
-        with self._lock:
-            self.link_closed(link)
 
     # Connecting
 

@@ -61,7 +61,7 @@ class LeaderThreads:
         self._standby: list[ReactorThread] = []
         self._threads: dict[ReactorThread, threading.Thread] = {}
         self._lacks_threads = False  # since the last one that could be started; the first failure is logged
-        self.local = Here()  # its `ReactorThread`
+        self.here = Here()  # `own` is the `ReactorThread` that runs this code, if any
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -87,13 +87,6 @@ class LeaderThreads:
         for thread in threads:
             if thread.is_alive() and thread is not threading.current_thread():  # an unstarted thread ends by itself
                 thread.join(0.2)
-
-    def here(self) -> ReactorThread | None:
-        runner: ReactorThread | None = self.local.own
-        return runner
-
-    def is_member(self) -> bool:
-        return self.local.own is not None
 
     def processor_time(self) -> float | None:
         """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""
@@ -135,7 +128,7 @@ class LeaderThreads:
             raise
 
     def _main(self, runner: ReactorThread) -> None:
-        self.local.own = runner
+        self.here.own = runner
         try:
             self._entered()
             while not self.closed and (self.leader is runner or self._wait_for_lead(runner)):

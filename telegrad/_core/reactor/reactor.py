@@ -48,7 +48,7 @@ class Reactor:
     def __init__(self, slots: int, most_waiting: int, entered: Callable[[], None], timer: TimerThread) -> None:
         """`entered` is the first function called on each new thread; `timer` calls `watch`."""
         self._most_waiting = most_waiting
-        self._timer = timer
+        self.timer = timer
         self._lock = Lock()
         self._scheduler = Scheduler(slots)
         self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
@@ -56,7 +56,7 @@ class Reactor:
         self._polling = Polling(self._scheduler, self._submitted)
         self.poller = self._polling.poller
         self._threads = LeaderThreads(self._lock, entered, self._lead, self.poller.close)
-        self.on_worker = self._threads.is_member
+        self.here = self._threads.here  # `own` is set on threads of this reactor
         self.unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
 
     def start(self) -> None:
@@ -110,12 +110,12 @@ class Reactor:
 
     def batches(self) -> bool:
         """Return True if messages of this thread may wait for the end of a batch of works, which only a leader has."""
-        return bool(self._scheduler.ready) and self._threads.leader is self._threads.here() is not None
+        return bool(self._scheduler.ready) and self._threads.leader is self.here.own is not None
 
     def sent_later(self, source: Source) -> None:
         """Send the outbox of `source` soon, by the leader or by the next tick."""
         self.unsent.add(source)
-        runner = self._threads.local.own
+        runner = self.here.own
         if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
             self.send_unsent()
 
@@ -130,7 +130,7 @@ class Reactor:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Release the lead and the slot of a reactor thread during a wait. Every wait must use this."""
-        runner = self._threads.here()
+        runner: ReactorThread | None = self.here.own
         if runner is None:
             yield
             return
@@ -157,7 +157,7 @@ class Reactor:
 
     def worked_until(self) -> float:
         """Return when this thread's work first waited, or the current time."""
-        runner = self._threads.local.own
+        runner = self.here.own
         return runner.waited if runner is not None and runner.waited else perf_counter()
 
     @property
@@ -229,7 +229,8 @@ class Reactor:
                 threads.closed = True
             until = perf_counter() + TURN
             with self._lock:
-                self._add_submitted()
+                if self._submitted:
+                    self._add_submitted()
                 work, runner.counted = self._scheduler.next(self._scheduler.ready)
             while work is not None:
                 work = self._run_one(runner, work, until)
@@ -246,8 +247,8 @@ class Reactor:
             threads.hand_over(runner)
         runner.since = runner.began = perf_counter()
         runner.waited = 0.0
-        if not self._timer.is_watching:
-            self._timer.wake()
+        if not self.timer.is_watching:
+            self.timer.wake()
         try:
             work.run(work.argument)
         except BaseException:

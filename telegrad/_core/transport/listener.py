@@ -32,7 +32,7 @@ from telegrad._core.sockets import (
     unix_address,
 )
 from telegrad._core.transport.connect import OpenedChannel
-from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.poller import Poller, Source
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 
 PATIENCE = 5.0  # seconds that a handshake may take
@@ -213,9 +213,7 @@ class _Looked(ProtocolViolation):
         super().__init__("it closed the connection before it sent anything")
 
 
-class _ListeningSocket:
-    prompt = False
-
+class _ListeningSocket(Source):
     def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:
         self.sock = sock
         self._listener = listener
@@ -240,14 +238,9 @@ class _ListeningSocket:
             sock.close()  # the other end has closed it
         return True
 
-    def on_writable(self) -> None:
-        """Do nothing: a listening socket sends nothing."""
 
-
-class _Handshake:
+class _Handshake(Source):
     """A connection in its handshake."""
-
-    prompt = False
 
     def __init__(self, sock: socket.socket, listener: Listener, end: handshake.Acceptor, origin: str) -> None:
         self.sock = sock
@@ -301,6 +294,3 @@ class _Handshake:
         """Send the reason of the refusal; unencrypted before TLS is established."""
         send = self.sock.send if self._tls_done else partial(socket.socket.send, self.sock)
         send(self.end.parting)
-
-    def on_writable(self) -> None:
-        """Do nothing: nothing is queued."""

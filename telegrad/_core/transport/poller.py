@@ -20,7 +20,7 @@ AT_ONCE = 64  # events returned by one call of epoll
 
 
 class Source(Protocol):
-    prompt: bool  # poll again at once: more data is likely to arrive soon
+    prompt: bool = False  # poll again at once: more data is likely to arrive soon
 
     def fileno(self) -> int: ...
 
@@ -28,7 +28,8 @@ class Source(Protocol):
         """Process available data; return True if there was any."""
 
     def on_writable(self) -> None:
-        """Send queued data."""
+        """Send queued data; a source that queues none need not define this."""
+        return
 
 
 class _Epoll:
@@ -128,10 +129,6 @@ class Poller:
                 del self._interest[source]
             if not self._selector.sees_changes:
                 self.wake()
-
-    def reads(self, source: Source) -> bool:
-        with self._lock:
-            return bool(self._interest.get(source, (0, 0))[1] & READ)
 
     def forget(self, source: Source) -> None:
         """Stop waiting for this source. Call it before its descriptor is closed."""
