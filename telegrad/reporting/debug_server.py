@@ -98,10 +98,8 @@ class DebugServer:
             try:
                 with asking:
                     self._tell(asking)
-            except OSError:  # the client has gone
-                pass
-            except Exception:  # keep serving the next clients
-                log.exception("telegrad: a question about this worker could not be answered")
+            except Exception:  # the client has gone, or sent no question: at DEBUG, as it may do so without end
+                log.debug("telegrad: a question about this worker was not answered", exc_info=True)
 
     def _tell(self, asking: socket.socket) -> None:
         """Answer one question, unless another user asks."""
