@@ -76,17 +76,13 @@ class DebugServer:
             self._socket = None
             listening.close()
 
-    def close(self) -> None:
+    def close(self, in_child: bool = False) -> None:
+        """Stop to serve; in a forked child only close the socket, which the parent keeps using."""
         listening, self._socket = self._socket, None
         if listening is not None:
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
-            listening.close()
-
-    def abandon(self) -> None:
-        """Close the socket in a forked child; the parent keeps using it."""
-        listening, self._socket = self._socket, None
-        if listening is not None:
+            if not in_child:
+                with contextlib.suppress(OSError):
+                    listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
             listening.close()
 
     def _serve(self, listening: socket.socket) -> None:
