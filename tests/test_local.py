@@ -124,7 +124,9 @@ INTERRUPTS = {
 @pytest.mark.parametrize(
     "when",
     [
-        pytest.param(when, marks=pytest.mark.nightly if when in ("awaits a call", "shuts down", "leaves") else ())
+        pytest.param(
+            when, marks=pytest.mark.nightly if when in ("awaits a call", "shuts down", "leaves", "starts") else ()
+        )
         for when in INTERRUPTS
     ],
 )
@@ -219,8 +221,7 @@ DEATHS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.timeout(2 * PATIENT)
-@pytest.mark.parametrize("how", DEATHS)
-@pytest.mark.parametrize("printed", [True, False])
+@pytest.mark.parametrize(("how", "printed"), [*((how, True) for how in DEATHS), ("raises", False), ("ends", False)])
 def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     how: str, printed: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,9 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
         expected = several(f"{name} expects {wanted} workers" for name, wanted in sizes.items())
         kind, title = "sizes", f"The workers{at} do not agree on the size of the group: {expected}."
         details.append("Give all workers the same world_size, or each group an address of its own")
+    elif not missing and size is None and (wait := _join_wait(oldest)) is not None and wait["what"] != "store":
+        kind, title = "missing", f"{several(names)} cannot join yet: {wait['about']}."
+        details.append("Check whether enough workers were started, and were given the same address")
     elif not missing or any((_join_wait(each) or {"what": ""})["what"] == "store" for each in accounts):
         kind, title = "store", f"No store answers{at}: {several(names)} cannot join."
         details += [

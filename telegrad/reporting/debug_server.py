@@ -76,17 +76,13 @@ class DebugServer:
             self._socket = None
             listening.close()
 
-    def close(self) -> None:
+    def close(self, in_child: bool = False) -> None:
+        """Stop to serve; in a forked child only close the socket, which the parent keeps using."""
         listening, self._socket = self._socket, None
         if listening is not None:
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
-            listening.close()
-
-    def abandon(self) -> None:
-        """Close the socket in a forked child; the parent keeps using it."""
-        listening, self._socket = self._socket, None
-        if listening is not None:
+            if not in_child:
+                with contextlib.suppress(OSError):
+                    listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
             listening.close()
 
     def _serve(self, listening: socket.socket) -> None:
@@ -98,10 +94,8 @@ class DebugServer:
             try:
                 with asking:
                     self._tell(asking)
-            except OSError:  # the client has gone
-                pass
-            except Exception:  # keep serving the next clients
-                log.exception("telegrad: a question about this worker could not be answered")
+            except Exception:  # the client has gone, or sent no question: at DEBUG, as it may do so without end
+                log.debug("telegrad: a question about this worker was not answered", exc_info=True)
 
     def _tell(self, asking: socket.socket) -> None:
         """Answer one question, unless another user asks."""

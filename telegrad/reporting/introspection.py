@@ -221,7 +221,7 @@ class Introspection(WorkerExtension):
             recorder.end()
 
     def abandon(self) -> None:
-        self._desk.abandon()
+        self._desk.close(in_child=True)
 
     def _answer(self, topic: str, after: Any) -> Any:
         if topic == ACCOUNT:

@@ -19,7 +19,7 @@ from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_
 from telegrad.ext.events import MADE
 from telegrad.ext.graphs import Conductor
 from telegrad.ext.references import ValueSlot
-from telegrad.ext.starting import join, stores
+from telegrad.ext.starting import stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
 from telegrad.reporting import (
@@ -340,7 +340,6 @@ def _future(names: Names, _: Missing) -> WaitState | None:
 
 
 _WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {
-    join.join.__code__: lambda _, missing: WaitState(what="init_rpc", on=missing(), about="the group to be complete"),
     stores.join_store.__code__: lambda names, _: WaitState(
         what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which does not answer yet"
     ),

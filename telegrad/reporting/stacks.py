@@ -18,7 +18,6 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
 _WITH = re.compile(r"(?:async )?with ([\w.\[\]'\"]+)(?: as \w+)?\s*[:,]")
-SWITCH = sys.getswitchinterval()  # seconds, as set by the program
 LONG = 10.0  # seconds, set during a walk so that no other thread runs
 HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
 
@@ -26,17 +25,21 @@ HANDOVER = 100  # iterations after which a pending request to release the interp
 _no_collection = renewed(threading.Lock())  # serializes walks, during which the garbage collector is off
 
 
-class _Collector:
-    off = False  # True if the holder of the lock turned the garbage collector off
+class _Walk:
+    """What the holder of the lock has changed."""
+
+    interval = 0.0  # the program's switch interval; 0: no walk is under way
+    collects = False  # True if the garbage collector was on
 
 
 @in_child
-def _collect_again() -> None:
-    """Turn the collector on in a forked child, which lacks the thread that would do it."""
-    if _Collector.off:
-        _Collector.off = False
-        gc.enable()
-        sys.setswitchinterval(SWITCH)
+def _end_walk() -> None:
+    """Restore the program's settings; also in a forked child, which lacks the thread that would do it."""
+    if _Walk.interval:
+        sys.setswitchinterval(_Walk.interval)
+        if _Walk.collects:
+            gc.enable()
+        _Walk.interval = 0.0
 
 
 def all_stacks() -> dict[int, list[FrameType]]:
@@ -51,7 +54,7 @@ def all_stacks() -> dict[int, list[FrameType]]:
     interval. So the interval is set longer than the walk takes.
     """
     with _no_collection:
-        _Collector.off, interval = gc.isenabled(), sys.getswitchinterval()
+        _Walk.collects, _Walk.interval = gc.isenabled(), sys.getswitchinterval()
         gc.disable()
         sys.setswitchinterval(LONG)
         try:
@@ -59,10 +62,7 @@ def all_stacks() -> dict[int, list[FrameType]]:
                 pass
             return {thread: _stack_of(frame) for thread, frame in sys._current_frames().items()}
         finally:
-            sys.setswitchinterval(interval)
-            if _Collector.off:
-                gc.enable()
-            _Collector.off = False
+            _end_walk()
 
 
 def _stack_of(frame: FrameType | None) -> list[FrameType]:

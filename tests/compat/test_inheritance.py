@@ -48,6 +48,7 @@ def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str]
     return done.stdout.strip(), done.stderr
 
 
+@pytest.mark.nightly
 def test_torchrun(tmp_path: pathlib.Path) -> None:
     program = """
     if __name__ == "__main__":
@@ -99,7 +100,9 @@ def test_functions_of_a_program_exist_until_its_exit(tmp_path: pathlib.Path) -> 
     assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "__main__"
 
 
-@pytest.mark.parametrize("way", [("SCRIPT",), ("-m", "program")], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "way", [("SCRIPT",), pytest.param(("-m", "program"), marks=pytest.mark.nightly)], ids=["script", "module"]
+)
 def test_a_programs_signals_reach_its_handlers_at_once(way: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     """The frame that runs the program does not count as a remote call, which would delay a handler by up to 10 s."""
     program = """
@@ -177,7 +180,10 @@ def test_usage(arguments: list[str]) -> None:
     assert "telegrad" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("command", "frozen"), [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)])
+@pytest.mark.parametrize(
+    ("command", "frozen"),
+    [(["-m", "telegrad", "SCRIPT"], True), pytest.param(["SCRIPT"], False, marks=pytest.mark.nightly)],
+)
 def test_torch_is_frozen_if_it_is_imported_before_the_program(
     tmp_path: pathlib.Path, command: list[str], frozen: bool
 ) -> None:

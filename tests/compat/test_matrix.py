@@ -155,7 +155,9 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize(
+    "case", [*SOME[:2], *(pytest.param(case, marks=pytest.mark.nightly) for case in SOME[2:])], ids=str
+)
 def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:
     check(case, children(case, tmp_path / "run"))
 

@@ -127,6 +127,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly  # tests/limits has a short program
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.skipif(not hasattr(torch._C, "_rpc_init"), reason="torch was built without RPC")
 def test_modes_of_the_caller_stay_with_it(tmp_path: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from telegrad.insight.seen_groups import HostGroup, groups_here
 from telegrad.reporting import dump
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.rpc import rpc_sync, shutdown
-from tests.cluster import PATIENCE, Process, group
+from tests.cluster import PATIENCE, Process, free_port, group, wait_until
 
 pytestmark = pytest.mark.skipif(not HAS_UNIX, reason="groups cannot be looked at from outside here")
 COMMAND = [sys.executable, "-m", "telegrad"]
@@ -60,6 +60,18 @@ def test_why(chosen: list[str]) -> None:
     assert "Nothing waits for long, except perhaps main threads that sleep. 2 workers" in ran("why", *chosen)
     (told,) = json.loads(ran("why", "--json", *chosen)).values()
     assert json.dumps(told).count("worker1")
+
+
+def test_a_worker_of_the_drop_in_mode_that_waits_for_the_store_is_shown(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "lonely.py"
+    program.write_text(
+        "import torch.distributed.rpc as rpc\n"
+        f"options = rpc.TensorPipeRpcBackendOptions(init_method='tcp://127.0.0.1:{free_port()}')\n"
+        "rpc.init_rpc('lonely', rank=1, world_size=2, rpc_backend_options=options)\n"
+    )
+    with subprocess.Popen([*COMMAND, str(program)], stderr=subprocess.DEVNULL) as started:
+        wait_until(lambda: any(found.is_called("lonely") for found in groups_here().values()))
+        started.kill()
 
 
 def test_a_table(chosen: list[str]) -> None:

@@ -148,6 +148,7 @@ def test_a_worker_has_an_address(open_page: Open, dashboard: Dashboard) -> None:
     page.get_by_text("no worker '%zz' was found here").wait_for()
 
 
+@pytest.mark.nightly
 def test_the_page_recovers_after_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
     page = open_page()
     dashboard.close()
@@ -235,6 +236,7 @@ def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
+@pytest.mark.nightly
 def test_dark_and_light(open_page: Open) -> None:
     light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
     assert (background(light), background(dark)) == ("rgb(243, 245, 247)", "rgb(20, 23, 26)")

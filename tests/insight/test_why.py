@@ -90,6 +90,13 @@ def test_sizes_that_differ() -> None:
     assert "worker0 expects 3 workers and worker1 expects 2 workers" in told
 
 
+def test_a_worker_that_waits_alone_for_an_elastic_group() -> None:
+    scene = joining("worker0", size=None, missing=[])
+    scene["worker0"]["threads"][0]["wait"] = wait("init_rpc", about="1 worker of 2 to 3 joined: 'worker0'")
+    _, told = only(scene, "missing", "worker0")
+    assert "worker0 cannot join yet: 1 worker of 2 to 3 joined: 'worker0'." in told
+
+
 def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     for name in ("worker0", "worker1", "worker2"):

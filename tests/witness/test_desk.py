@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import select
 import socket
@@ -230,6 +231,30 @@ def test_a_worker_does_not_answer_another_user(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(os, "geteuid", lambda: OTHER)
             act()
         assert asked == []
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"x", b"\xff\n", b"[]\n", b"[" * 60_000 + b"\n", b"{}\n", b'{"topic": []}\n', b'{"topic": "events"}\n'],
+)
+def test_rubbish_is_not_logged_and_does_no_harm(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    def answer(topic: str, after: Any) -> str:
+        if topic != DUMP:
+            raise ValueError(topic)
+        return "served"
+
+    served = DebugServer("w9", -1, answer)
+    try:
+        (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == "w9"]
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(f"\0{place.address}")
+            sock.sendall(line)
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(1) == b""
+        assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
+        assert [each for each in caplog.records if each.levelno > logging.DEBUG] == []
     finally:
         served.close()
 

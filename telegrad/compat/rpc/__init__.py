@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -78,15 +79,17 @@ def init_rpc(
     check_name(name)
     if rank < 0 and not world_size:
         rank = _missing_rank(rpc_backend_options.init_method)
-    patience = rpc_backend_options.rpc_timeout or float("inf")
     keys = find_keys(getattr(rpc_backend_options, "key", None))
-    meeting = open_store(rpc_backend_options.init_method, rank, world_size, keys, patience)
+    meet = partial(open_store, rpc_backend_options.init_method, rank, world_size, keys)
     dist_autograd._init(rank)
-    known = {"met": meeting} if backend is BackendType.TENSORPIPE else {}
+    if backend is BackendType.TENSORPIPE:
+        _begin(backend, None, name, rank, world_size, rpc_backend_options, meet=meet)
+        return
+    meeting = meet(rpc_backend_options.rpc_timeout or float("inf"))
     store = meeting.store.raw
     if isinstance(store, FileStore):
         store = dist.FileStore(store.path, -1)
-    _init_rpc_backend(backend, store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
+    _init_rpc_backend(backend, store, name, meeting.rank, meeting.world_size, rpc_backend_options)
 
 
 def _missing_rank(init_method: str) -> int:
@@ -118,11 +121,16 @@ def _init_rpc_backend(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
-    **known: Any,
 ) -> None:
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
+    _begin(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _begin(
+    backend: Any, store: Any, name: Any, rank: int, world_size: int | None, rpc_backend_options: Any, **more: Any
+) -> None:
     Answers.level = logging.WARNING
     api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(
@@ -132,7 +140,7 @@ def _init_rpc_backend(
         rank=rank,
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
-        **known,
+        **more,
     )
     api._init_rpc_states(agent)
 

@@ -172,19 +172,20 @@ def _join_group(
     rank: int,
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
-    met: RendezvousStore | None = None,
+    meet: Callable[[float], RendezvousStore] | None = None,
 ) -> TensorPipeAgent:
-    """`met` has more details of the store, if Telegrad opened it."""
+    """`meet` opens the store within a time, instead of `store`: `telegrad why` shows the worker while it waits."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {type(rpc_backend_options).__name__}"
         )
-    if store is None:
-        raise UsageError("a store is needed for the workers to meet")
-    if met is None:
-        met = RendezvousStore(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
-    meeting = met
-    enter_group(name, rpc_backend_options, lambda timeout: meeting, RRef)
+    if meet is None:
+        if store is None:
+            raise UsageError("a store is needed for the workers to meet")
+        meeting = RendezvousStore(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
+        enter_group(name, rpc_backend_options, lambda timeout: meeting, RRef)
+    else:
+        enter_group(name, rpc_backend_options, meet, RRef)
     assert current.worker is not None
     return TensorPipeAgent(current.worker)
 
