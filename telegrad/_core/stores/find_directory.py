@@ -39,6 +39,7 @@ from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 POINTER = "telegrad/directory"
 MACHINE = 32  # characters of a note's name that identify the host
 LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
+SETTLED = 600.0  # seconds after which a host sees in a shared home what another one has created there
 KNOCK = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two checks of the process that this worker has started
 END = 1.0  # seconds for the checking thread to end
@@ -275,7 +276,7 @@ def _machine() -> str:
 
 
 def _remove_notes(folder: str) -> None:
-    """Remove the notes of ended directories of this host, and old ones of other hosts."""
+    """Remove the notes of ended directories, and old ones of other hosts."""
     for name in os.listdir(folder):
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
@@ -284,9 +285,19 @@ def _remove_notes(folder: str) -> None:
                 pointer = _read_note(path)
                 is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
             else:
-                is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
+                age = time.time() - os.stat(path).st_mtime
+                is_over = len(machine) == MACHINE and (age > LASTS or (age > SETTLED and _lost_file(path)))
             if is_over:
                 os.unlink(path)
+
+
+def _lost_file(path: str) -> bool:
+    """Return True if a directory of another host, boot or network namespace has ended, as its file shows.
+
+    That is known only if the file was in the folder of the note, which all of them share.
+    """
+    file = _read_note(path).path
+    return os.path.dirname(file) == os.path.dirname(path) and not os.path.exists(file)
 
 
 def _read_note(path: str) -> Pointer:
