@@ -133,7 +133,7 @@ class Beside(RuleBasedStateMachine):
 
 
 TestBeside = Beside.TestCase
-TestBeside.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestBeside.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 
 
 def test_an_empty_table() -> None:

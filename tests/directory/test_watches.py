@@ -96,7 +96,7 @@ class Life:
                 watcher.begin(self.watches, 100.0, self.now)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 60), st.sampled_from([6, 40, 10_000]))
 def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
     life = Life(seed, kept)
