@@ -17,7 +17,7 @@ Connect = Callable[..., EtcdDirectory]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the contract that a class of an engine has as `nightly`."""
     for item in items:
-        if isinstance(item, pytest.Function) and item.originalname in getattr(item.cls, "nightly", ()):
+        if isinstance(item, pytest.Function) and {item.name, item.originalname} & {*getattr(item.cls, "nightly", ())}:
             item.add_marker("nightly")
 
 

@@ -20,6 +20,7 @@ LONG_LEASES = {
     "test_a_lease_also_ends_after_a_restart_of_its_server",
     "test_owners_do_not_act_at_once",
     "test_owners_do_not_act_at_once_while_the_server_fails",
+    "test_each_write_is_done_once_while_the_server_fails[kill-3]",
 }
 
 
@@ -57,6 +58,8 @@ class TestEtcd(Contract, Programs, Faults):
 
 @NEEDED
 class TestRedis(Contract, Programs, Faults):
+    nightly = ("test_owners_do_not_act_at_once_while_the_server_fails",)
+
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
