@@ -25,7 +25,7 @@ from functools import partial
 from time import monotonic
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
+from telegrad._core.directory.directory import Event, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
 from telegrad._core.directory.requests import (
     INCARNATION,
@@ -45,7 +45,6 @@ from telegrad._core.sockets import NOT_NOW, tune_tcp
 from telegrad.errors import (
     HandshakeError,
     InvalidArgument,
-    LimitReached,
     PeerUnreachable,
     ProtocolViolation,
     TelegradError,
@@ -64,12 +63,6 @@ PAUSE = 0.5  # seconds without accepting if no descriptor is free
 
 log = logging.getLogger("telegrad")
 Closed = (OSError, ProtocolViolation, DecryptionFailed)
-_OUTCOMES: dict[type[TelegradError], int] = {
-    LeaseLost: requests.LEASE_LOST,
-    Compacted: requests.COMPACTED,
-    LimitReached: requests.FULL,
-    InvalidArgument: requests.REFUSED,
-}
 
 
 class DirectoryServer:
@@ -239,8 +232,8 @@ class DirectoryServer:
             if request.operation == requests.WATCH:
                 return self.watches.add(connection, request.key, request.revision, request.seconds, now)
             return do(self.table, connection.client, request, now)
-        except tuple(_OUTCOMES) as error:
-            outcome = next(outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind))
+        except tuple(requests.ERRORS.values()) as error:
+            outcome = next(outcome for outcome, kind in requests.ERRORS.items() if isinstance(error, kind))
             return write_reply(outcome, text=str(error))
 
 
