@@ -213,11 +213,6 @@ def test_tls_with_client_certificates(connected: Connect, tmp_path: pathlib.Path
         cluster.close()
 
 
-def test_a_close_wakes_a_watch(address: str, connected: Connect) -> None:
-    directory = connected(address)
-    closes_while_watching(directory, written(directory.swap("a", b"")).revision)
-
-
 def closes_while_watching(directory: EtcdDirectory, revision: int) -> None:
     waiting = threading.Timer(0.2, directory.close)
     waiting.start()

@@ -245,7 +245,7 @@ def test_each_operation_reports_its_outcome() -> None:
     assert ask(table, requests.REVOKE, lease=lease).outcome == requests.DONE
     assert ask(table, requests.LIST) == Reply(requests.DONE, 3)
     watches = Watches[int](table)
-    with pytest.raises(Compacted):
+    with pytest.raises(Compacted, match="list the keys again"):
         watches.add(1, "a", 9, 1.0, 1.0)
     at_once = watches.add(1, "", 0, float("nan"), 1.0)
     assert at_once is not None

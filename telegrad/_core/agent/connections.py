@@ -33,24 +33,15 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.security.handshake import ONE_SIDED, Hello, StreamId
+from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, part
+from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, one_sided, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
 from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
-from telegrad.errors import (
-    AuthenticationFailed,
-    DeviceError,
-    LeftEarly,
-    PeerError,
-    PeerLost,
-    PeerUnreachable,
-    ShutDown,
-    UnknownWorker,
-)
+from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
 
@@ -215,7 +206,7 @@ class Connections:
             channel = self._reach(target)
         except PeerUnreachable:
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
-                raise AuthenticationFailed(f"worker {member.name!r}: {ONE_SIDED}") from None
+                raise one_sided(member.name) from None
             raise
         shared = channel.shared
         link = self._link(

@@ -280,24 +280,19 @@ def _remove_notes(folder: str) -> None:
     for name in os.listdir(folder):
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
+            age = time.time() - os.stat(path).st_mtime
             if machine == _machine():
                 # A running directory may have lost its file, because a logout can remove it.
                 pointer = _read_note(path)
                 is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
+            elif len(machine) != MACHINE or age < SETTLED:
+                continue
             else:
-                age = time.time() - os.stat(path).st_mtime
-                is_over = len(machine) == MACHINE and (age > LASTS or (age > SETTLED and _lost_file(path)))
+                file = "" if age > LASTS else _read_note(path).path
+                # Only a file in this folder, which the other host or network namespace shares, shows if it has ended.
+                is_over = age > LASTS or (os.path.dirname(file) == folder and not os.path.exists(file))
             if is_over:
                 os.unlink(path)
-
-
-def _lost_file(path: str) -> bool:
-    """Return True if a directory of another host, boot or network namespace has ended, as its file shows.
-
-    That is known only if the file was in the folder of the note, which all of them share.
-    """
-    file = _read_note(path).path
-    return os.path.dirname(file) == os.path.dirname(path) and not os.path.exists(file)
 
 
 def _read_note(path: str) -> Pointer:
