@@ -16,9 +16,10 @@ written raises RedisMalformed, which names the key.
 
 from __future__ import annotations
 
+import math
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from telegrad.errors import InvalidArgument
@@ -132,22 +133,31 @@ def read_reply(operation: str, about: object, reply: object) -> RedisReply:
     Raises:
         Malformed: other programs have written to the group's keys.
     """
-    if not isinstance(reply, list) or len(reply) < 2:
-        raise RedisMalformed("state")
-    status, revision, content = reply[0], _number(reply[1], "state"), reply[2:]
+    status, number, *content = _list(reply, "state", 2)
+    revision = _number(number, "state")
     if status in _FAILED:
         return RedisReply(status, revision)
-    if operation in ("write", "delete") and status in (b"done", b"differs"):
+    writes = operation in ("write", "delete")
+    if status != b"done" and not (writes and status == b"differs"):
+        raise RedisMalformed("state")
+    if writes:
         record = _only(content, "entries")
         return RedisReply(
             status, revision, None if record is None else _entry(_name(about, "entries"), record, "entries")
         )
-    if status != b"done":
-        raise RedisMalformed("state")
-    read = _READERS.get(operation)
-    found = read(content) if read else None
-    if isinstance(found, Changes) and found.since > revision:
-        raise RedisMalformed("history")  # each change raises the revision, so another program wrote this one
+    found: Any = None
+    if operation == "attach":
+        found = _bytes(_only(content, "state"), "state", "incarnation")
+    elif operation == "grant":
+        found = _number(_only(content, "state"), "state")
+    elif operation == "list":
+        pairs = [_list(each, "order", 2, 2) for each in _list(_only(content, "order"), "order")]
+        found = tuple(_entry(_name(name, "order"), record, "entries") for name, record in pairs)
+    elif operation == "watch":
+        since, changes, milliseconds = _list(content, "history", 3, 3)
+        if type(milliseconds) is not int or _number(since, "history") > revision:
+            raise RedisMalformed("history")  # each change raises the revision, so another program wrote this one
+        found = Changes(since, [_event(each) for each in _list(changes, "history")], milliseconds)
     return RedisReply(status, revision, found)
 
 
@@ -156,48 +166,10 @@ def is_of_malformed_keys(error: str) -> bool:
     return _FAILURES.search(error) is not None
 
 
-def _incarnation(content: list[Any]) -> bytes:
-    found = _only(content, "state")
-    if not isinstance(found, bytes):
-        raise RedisMalformed("state", "incarnation")
-    return found
-
-
-def _lease(content: list[Any]) -> int:
-    return _number(_only(content, "state"), "state")
-
-
-def _entries(content: list[Any]) -> tuple[Entry, ...]:
-    found = _only(content, "order")
-    if not isinstance(found, list):
-        raise RedisMalformed("order")
-    entries = []
-    for each in found:
-        name, record = each if isinstance(each, list) and len(each) == 2 else (None, None)
-        entries.append(_entry(_name(name, "order"), record, "entries"))
-    return tuple(entries)
-
-
-def _changes(content: list[Any]) -> Changes:
-    if len(content) != 3 or not isinstance(content[1], list) or type(content[2]) is not int:
-        raise RedisMalformed("history")
-    return Changes(_number(content[0], "history"), [_event(each) for each in content[1]], content[2])
-
-
 def _event(change: object) -> Event:
-    if not isinstance(change, list) or not 2 <= len(change) <= 3:
-        raise RedisMalformed("history")
-    revision, name = _number(change[0], "history"), _name(change[1], "history")
-    record = change[2] if len(change) == 3 else None
-    return Event(revision, name, None if record is None else _entry(name, record, "history"))
-
-
-_READERS: dict[str, Callable[[list[Any]], Any]] = {
-    "attach": _incarnation,
-    "grant": _lease,
-    "list": _entries,
-    "watch": _changes,
-}
+    number, key, *record = _list(change, "history", 2, 3)
+    revision, name = _number(number, "history"), _name(key, "history")
+    return Event(revision, name, None if record in ([], [None]) else _entry(name, record[0], "history"))
 
 
 def _entry(name: str, record: object, key: str) -> Entry:
@@ -208,10 +180,14 @@ def _entry(name: str, record: object, key: str) -> Entry:
     return Entry(name, parts[4], revision, created, lease)
 
 
-def _only(content: list[Any], key: str) -> Any:
-    if len(content) != 1:
+def _list(value: object, key: str, least: int = 0, most: float = math.inf) -> list[Any]:
+    if not isinstance(value, list) or not least <= len(value) <= most:
         raise RedisMalformed(key)
-    return content[0]
+    return value
+
+
+def _only(content: list[Any], key: str) -> Any:
+    return _list(content, key, 1, 1)[0]
 
 
 def _number(value: object, key: str) -> int:
@@ -220,7 +196,12 @@ def _number(value: object, key: str) -> int:
     return value
 
 
+def _bytes(value: object, key: str, field: str = "") -> bytes:
+    if not isinstance(value, bytes):
+        raise RedisMalformed(key, field)
+    return value
+
+
 def _name(name: object, key: str) -> str:
-    if not isinstance(name, bytes):
-        raise RedisMalformed(key)
-    return name.decode("utf-8", "backslashreplace")  # a key that no worker wrote has no seal either, and is skipped
+    # a key that no worker wrote has no seal either, and is skipped
+    return _bytes(name, key).decode("utf-8", "backslashreplace")

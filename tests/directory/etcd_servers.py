@@ -84,7 +84,7 @@ class Node:
 class Cluster:
     """Servers of a cluster: an engine of the contract."""
 
-    ttl, slack, survives = 2.0, 2.0, True
+    ttl, slack = 2.0, 2.0
 
     def __init__(self, folder: pathlib.Path, size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> None:
         self.nodes = [Node(f"n{n}", folder, options, scheme) for n in range(size)]

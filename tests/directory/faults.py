@@ -158,8 +158,6 @@ class Faults(Fixtures):
         client.renew(lease)
 
     def test_a_restarted_server_has_its_state(self, make: Make, place: str, engine: Engine) -> None:
-        if not engine.survives:
-            pytest.skip("this engine loses its state with its server")
         client = make()
         lease = client.grant(LONG)
         kept = written(client.swap(f"{place}a", b"1", lease=lease))
@@ -217,8 +215,6 @@ class Faults(Fixtures):
         self, make: Make, place: str, engine: Engine, how: str, outages: int
     ) -> None:
         """Writers that read again after DirectoryLost count without a gap; a watcher sees each number once."""
-        if not engine.survives:
-            pytest.skip("this engine loses its state with its server")
         clients = [make(2.0) for _ in range(3)]
         watcher, chance, stop = make(), random.Random(1), threading.Event()
         replica = Replica(watcher, place)
@@ -244,8 +240,6 @@ class Faults(Fixtures):
     def test_owners_do_not_act_at_once_while_the_server_fails(
         self, make: Make, place: str, engine: Engine, how: str
     ) -> None:
-        if not engine.survives:
-            pytest.skip("this engine loses its state with its server")
         chance, until = random.Random(1), threading.Event()
         with ThreadPoolExecutor(4) as pool:
             owning = [pool.submit(contend, make(2.0), f"{place}a", engine.ttl, n, until) for n in range(4)]

@@ -28,7 +28,6 @@ class Engine(Protocol):
 
     ttl: float  # seconds of the shortest lease that the tests ask for
     slack: float  # seconds by which a key may outlive the end of its lease
-    survives: bool  # a killed server has its state when it is restarted
 
     def client(self, patience: float = 10.0) -> Directory: ...
 
@@ -36,7 +35,7 @@ class Engine(Protocol):
         """End the server as SIGKILL does."""
 
     def start(self) -> None:
-        """Restart the killed server at the same address, with its state if it survives."""
+        """Restart the killed server at the same address, with its state."""
 
     def pause(self) -> None:
         """Stop the server as SIGSTOP does."""

@@ -102,7 +102,7 @@ class Naive:
 class NaiveEngine:
     """A naive directory that threads share; it tests the contract itself."""
 
-    ttl, slack, survives = 0.3, 0.5, True
+    ttl, slack = 0.3, 0.5
 
     def __init__(self) -> None:
         self.state = Naive()

@@ -34,7 +34,7 @@ def running(folder: pathlib.Path, **settings: str) -> Iterator[Server]:
 class Server:
     """`redis-server` with the settings that a directory needs, and others; an engine of the contract."""
 
-    ttl, slack, survives = 0.4, 0.3, True
+    ttl, slack = 0.4, 0.3
 
     def __init__(self, folder: pathlib.Path, **settings: str) -> None:
         self.folder = folder

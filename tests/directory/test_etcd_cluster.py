@@ -103,6 +103,7 @@ class TestSomeFail(Three):
         assert events == [Event(events[0].revision, f"{place}a", None)]
         assert time.monotonic() >= lease.ends
 
+    @pytest.mark.nightly
     def test_clients_leave_a_stopped_follower(self, engine: Cluster, place: str) -> None:
         """Reads go to the next endpoint. A write that was sent to it has an unknown outcome; the next write goes on."""
         first = followers(engine, engine.leader())[0]
@@ -228,7 +229,7 @@ class TestSomeFail(Three):
         for each in clients:
             each.close()
 
-    @pytest.mark.parametrize("how", ["killed", "stopped"])
+    @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.nightly)])
     def test_clients_wait_while_the_majority_is_lost(self, engine: Cluster, place: str, how: str) -> None:
         patient, client = engine.client(30.0), engine.client(2.0)
         lease = client.grant(LONG)

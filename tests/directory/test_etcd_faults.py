@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pathlib
+import secrets
 import shutil
 import socket
 import threading
@@ -46,8 +47,23 @@ def started(tmp_path: pathlib.Path) -> Iterator[Callable[..., Cluster]]:
 Start = Callable[..., Cluster]
 
 
-def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
-    client = connected(started().address())
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Yield a cluster for the tests that do not harm it."""
+    made = Cluster(tmp_path_factory.mktemp("etcd"))
+    made.leader()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def address(cluster: Cluster) -> str:
+    """Return the address of the cluster, with a prefix of the test's own."""
+    return f"{cluster.address()}/{secrets.token_hex(6)}"
+
+
+def test_ttls_are_whole_seconds(address: str, connected: Connect) -> None:
+    client = connected(address)
     for asked, granted in ((0.1, 2.0), (1.0, 2.0), (2.5, 3.0), (7.0, 7.0)):
         began = time.monotonic()
         lease = client.grant(asked)
@@ -57,8 +73,8 @@ def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
         assert lease.ends < renewed.ends <= time.monotonic() + granted
 
 
-def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(started: Start, connected: Connect) -> None:
-    node = started().nodes[0]
+def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(cluster: Cluster, connected: Connect) -> None:
+    node = cluster.nodes[0]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [one.getsockname()[1], other.getsockname()[1], node.port]
         client = connected("etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports))
@@ -80,9 +96,8 @@ def test_groups_with_other_prefixes_see_nothing_of_each_other(started: Start, co
     assert connected(address + "/telegrad/").list("").entries == (entries[0],)  # the default prefix
 
 
-def test_watches_leave_no_stream_behind(started: Start, connected: Connect) -> None:
-    cluster = started()
-    client = connected(cluster.address())
+def test_watches_leave_no_stream_behind(cluster: Cluster, address: str, connected: Connect) -> None:
+    client = connected(address)
     since, revision = client.list("").revision, 0
     for _ in range(5):
         revision = written(client.swap("a", b"", revision)).revision
@@ -92,9 +107,8 @@ def test_watches_leave_no_stream_behind(started: Start, connected: Connect) -> N
     wait_until(lambda: not cluster.nodes[0].watchers())  # etcd needs a moment to see that a stream was closed
 
 
-def test_a_watch_goes_on_after_a_silence(started: Start, connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_goes_on_after_a_silence(address: str, connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "SILENCE", 0.1)
-    address = started().address()
     client, writer = connected(address), connected(address)
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(client.watch, "", client.list("").revision, LONG)
@@ -197,11 +211,6 @@ def test_tls_with_client_certificates(connected: Connect, tmp_path: pathlib.Path
         closes_while_watching(directory, entry.revision)
     finally:
         cluster.close()
-
-
-def test_a_close_wakes_a_watch(started: Start, connected: Connect) -> None:
-    directory = connected(started().address())
-    closes_while_watching(directory, written(directory.swap("a", b"")).revision)
 
 
 def closes_while_watching(directory: EtcdDirectory, revision: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import time
 
 import pytest
 import torch.distributed as dist
@@ -13,8 +14,18 @@ import telegrad.rpc as rpc
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import Pointer
-from tests.cluster import PATIENCE, free_port, processes
-from tests.group.test_finding import Finder, call, finder, has_started, hold, join, pointer_in_note, values
+from tests.cluster import PATIENCE, free_port, processes, wait_until
+from tests.group.test_finding import (
+    Finder,
+    call,
+    finder,
+    has_started,
+    hold,
+    join,
+    kept,
+    pointer_in_note,
+    values,
+)
 
 __all__ = ["finder"]
 
@@ -56,16 +67,36 @@ def test_a_note_is_found_from_another_login(
 
 
 def test_notes_of_ended_directories_are_removed(finder: Finder, tmp_path: pathlib.Path) -> None:
-    over, old, recent = free_port(), free_port(), free_port()
+    over, old, recent, ended, began, elsewhere = (free_port() for _ in range(6))
     find_directory.note(over, Pointer("127.0.0.1", free_port(), host_identity(), f"{tmp_path}/removed"))
     path = pathlib.Path(find_directory._note_path(over))
     others = [path.with_name(f"{'0' * find_directory.MACHINE}-{port}") for port in (old, recent)]
     for other in others:
         other.write_text("note of another host")
     os.utime(others[0], (0, 0))
+    # Of another network namespace: only its file shows if the directory has ended.
+    for port, folder in ((ended, path.parent), (began, path.parent), (elsewhere, tmp_path)):
+        others.append(path.with_name(f"{'0' * find_directory.MACHINE}-{port}"))
+        others[-1].write_text(Pointer("127.0.0.1", 9, "another", f"{folder}/removed.sqlite").to_json())
+    for other in (others[2], others[4]):
+        os.utime(other, (time.time() - 2 * find_directory.SETTLED,) * 2)
     finder.find(dist.HashStore(), True)
-    assert [each.exists() for each in (path, *others)] == [False, False, True]
-    others[1].unlink()
+    assert [each.exists() for each in (path, *others)] == [False, False, True, False, True, True]
+    for other in others:
+        other.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("how", ["leave", "close"])
+def test_the_note_is_removed_when_the_directory_ends(finder: Finder, how: str) -> None:
+    found = finder.find(dist.HashStore(), True)
+    path, other = (pathlib.Path(find_directory._note_path(port)) for port in (finder.port, free_port()))
+    other.write_text(found.keeping.pointer._replace(path="of another directory").to_json())
+    assert path.exists()
+    getattr(found.keeping, how)()
+    wait_until(lambda: not path.exists())
+    wait_until(lambda: not os.path.exists(kept(found).path))
+    assert other.exists()
+    other.unlink()
 
 
 def test_a_note_in_a_folder_that_others_may_write_is_not_used(

@@ -264,16 +264,11 @@ def test_the_port_of_another_programs_store_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_a_process_shares_its_own_store() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    host, port = _host_port(url)
-    for_torch = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    for_torch = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
     assert meets(opened(url, 0, 2, 30), opened(url, 1, 2, 5))
     assert KeyValueStore(sealed(for_torch)).read("word") == "heard"
-
-
-def _host_port(url: str) -> tuple[str, int]:
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
 
 
 def test_a_store_that_no_worker_serves_is_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

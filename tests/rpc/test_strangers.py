@@ -156,3 +156,7 @@ def test_tls_on_one_side_only_is_reported_at_both_ends(
             with pytest.raises(errors.AuthenticationFailed, match=said):
                 mine.agent.call(other.me.name, operator.add, (1, 2), None)
         wait_until(lambda: caplog.text.count(said) >= 2)
+        workers[0].end("")  # as a program ends by that error
+        for _ in range(2):
+            with pytest.raises(errors.PeerError, match=said):
+                workers[1].agent.call("w0", operator.add, (1, 2), None)

@@ -24,7 +24,7 @@ streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.samp
 )
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=200)
 @given(streams, cuts, st.sampled_from([SMALL, SCRATCH]))
 @example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1, HOST), [1], SMALL)
 @example(PREFIX.pack(CALL, 0, 0, 0, 2**32 - 1, 0, 0), [28], SCRATCH)
@@ -33,7 +33,7 @@ def test_any_bytes_in_any_pieces(stream: bytes, cuts: list[int], scratch: int) -
         agree(stream, cuts, scratch)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.sampled_from(samples()[:4]), min_size=1, max_size=4).map(b"".join), st.data())
 def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream: bytes, data: st.DataObject) -> None:
     end = data.draw(st.integers(0, len(stream)))
@@ -45,7 +45,7 @@ def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream: bytes,
     assert found == whole[: len(found)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(samples()), st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 255)), max_size=6), cuts)
 def test_flipped_bits(stream: bytes, flips: list[tuple[int, int]], cuts: list[int]) -> None:
     wrong = bytearray(stream)

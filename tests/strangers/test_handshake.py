@@ -26,7 +26,7 @@ ASTRAY, LOCKED_OUT = honest(wanted=2), honest(key=1)
 openings = [*(honest()[:moves] for moves in range(9)), honest() + honest(2, 1), ASTRAY, LOCKED_OUT]
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=200)
 @given(st.sampled_from(openings), games)
 @example(honest()[:6], [Move(FLIP, 1, 5, 37, 1)])  # another claim with the same proof
 @example(ASTRAY, [])
@@ -93,7 +93,7 @@ def test_a_forged_version_is_refused(version: int, to_initiator: bool) -> None:
             late.receive(a.receive(late.receive(bytes(said[0]))))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
 def test_bytes_after_a_valid_beginning_are_refused_and_not_kept(
     pieces: list[bytes], to_initiator: bool, steps: int
@@ -138,12 +138,9 @@ finite = values.map(json.dumps).filter(lambda text: "Infinity" not in text and l
 
 @settings(deadline=None)
 @given(st.one_of(finite, st.text(max_size=300)))
+@example('["a", 1e999, "x", ""]')  # an infinite rank
 def test_any_claim_of_a_key_holder_is_accepted_or_refused(claim: str) -> None:
     prove(claim)
-
-
-def test_a_claim_of_an_infinite_rank_is_refused() -> None:
-    prove('["a", 1e999, "x", ""]')
 
 
 @settings(deadline=None)

@@ -60,9 +60,14 @@ class Receiver:
         self._poller.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _others_are_collected() -> None:
+    gc.collect()  # a collection of all objects takes a second if many tests ran before
+
+
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    gc.collect()
+    gc.collect(1)  # closes the descriptors that the last test has left
     before = descriptors()
     made = Receiver()
     yield made

@@ -16,7 +16,7 @@ from telegrad._core.joining import rendezvous
 from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import POINTER, find_directory
-from telegrad._core.stores.sealed_store import SealedDirectory
+from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedDirectory
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, free_port, processes, sealed
@@ -72,6 +72,17 @@ def test_a_fixed_group_forms_or_names_the_spoiled_key(key: str, forged: str, mon
             assert key != "gone/0"  # which is only waited for
 
 
+@pytest.mark.parametrize("key", ["rank/1", "terms", "come/0"])
+def test_a_fixed_group_with_a_deleted_value_ends_with_an_error(key: str) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(joined, store, rank, 3, 1.0) for rank in range(2)]
+        store.wait(["telegrad/1/come/0", "telegrad/1/come/1"])
+        store.delete_key(f"telegrad/1/{key}")
+        found.append(pool.submit(joined, store, 2, 3, 1.0))
+    assert {type(each.result()) for each in found} <= {errors.StoreUntrusted, errors.GroupIncomplete}
+
+
 def test_an_entry_without_a_seal_is_refused() -> None:
     store = dist.HashStore()
     store.set("telegrad/1/come/1", "1")
@@ -114,6 +125,25 @@ def spoiled_while_it_runs(port: int) -> str:
 def test_shutdown_of_a_dynamic_group_ignores_a_spoiled_store() -> None:
     with processes(1) as (process,):
         assert process.run(spoiled_while_it_runs, free_port()) == "left"
+
+
+def test_a_stranger_who_deletes_the_pointer_splits_a_group_only_if_the_mark_is_deleted_too() -> None:
+    """docs/security.md says so."""
+    store = dist.HashStore()
+    KeyValueStore(sealed(store)).write(SERVED, OPEN)
+    find = lambda seconds, port=None: find_directory(  # noqa: E731
+        sealed(store), "here", port, "127.0.0.1", time.monotonic() + seconds
+    )
+    first = find(SOON, free_port())
+    store.delete_key(POINTER)
+    with pytest.raises(errors.StoreUnreachable, match="does not say where the group's directory is"):
+        find(0.1)
+    store.delete_key(SERVED)
+    second = find(SOON)
+    assert second.pointer != first.pointer
+    for each in (first, second):
+        each.directory.close()
+        each.keeping.close()
 
 
 # The next generation of an elastic group

@@ -96,7 +96,8 @@ class Agent:
         """Return the data that other workers need to reach this worker."""
         listener = self._connections.listener
         reached = listener.unix, listener.tcp
-        return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
+        me = Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
+        return me._replace(uses_tls=self.settings.tls is not None)
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""

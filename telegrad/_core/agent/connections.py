@@ -36,7 +36,7 @@ from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, part
+from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, one_sided, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
@@ -204,7 +204,12 @@ class Connections:
             member.tcp,
             StreamId(secrets.token_hex(8)),
         )
-        channel = self._reach(target)
+        try:
+            channel = self._reach(target)
+        except PeerUnreachable:
+            if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
+                raise one_sided(member.name) from None
+            raise
         shared = channel.shared
         link = self._link(
             channel,

@@ -28,12 +28,10 @@ from telegrad._core import forks
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import (
     ABSENT,
-    Compacted,
     DirectoryLost,
     DirectoryReset,
     Events,
     Lease,
-    LeaseLost,
     Listing,
     Swap,
     check_key,
@@ -50,7 +48,6 @@ from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import (
     HandshakeError,
     InvalidArgument,
-    LimitReached,
     PeerUnreachable,
     ProtocolViolation,
     TelegradError,
@@ -64,8 +61,6 @@ HANDSHAKE = 10.0  # seconds for connecting and the handshake: all workers of a g
 SILENCE = 10.0  # seconds after which the kernel declares the server's host lost
 LONGEST = 1 << 30  # bytes of a reply
 PIECE = 1 << 18
-
-_ERRORS = {requests.LEASE_LOST: LeaseLost, requests.COMPACTED: Compacted, requests.FULL: LimitReached}
 
 
 class Unsent(Exception):
@@ -424,7 +419,7 @@ class EmbeddedDirectory:
         result = self._sessions.run(ask, repeat, ends + self._sessions.patience)
         reply = result.value
         if reply.outcome not in (requests.DONE, requests.NOT_DONE):
-            raise _ERRORS.get(reply.outcome, InvalidArgument)(reply.text)
+            raise requests.ERRORS.get(reply.outcome, InvalidArgument)(reply.text)
         return result
 
 

@@ -7,13 +7,14 @@ memory nor time from the others.
 
 `python -m telegrad._core.directory.directory_server FD` serves the directory that the pipe FD describes
 (`server_process.py`). When that process ends, the pipe is closed. The server then runs until no lease is left, and
-removes the file. A server that cannot use its file writes the reason to its output and ends.
+removes the file and the notes that name it. A server that cannot use its file writes the reason to its output and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import pickle
@@ -24,7 +25,7 @@ from functools import partial
 from time import monotonic
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
+from telegrad._core.directory.directory import Event, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
 from telegrad._core.directory.requests import (
     INCARNATION,
@@ -36,6 +37,7 @@ from telegrad._core.directory.requests import (
     write_reply,
 )
 from telegrad._core.directory.watches import Watches
+from telegrad._core.host.private_files import private_folder
 from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
@@ -43,7 +45,6 @@ from telegrad._core.sockets import NOT_NOW, tune_tcp
 from telegrad.errors import (
     HandshakeError,
     InvalidArgument,
-    LimitReached,
     PeerUnreachable,
     ProtocolViolation,
     TelegradError,
@@ -62,12 +63,6 @@ PAUSE = 0.5  # seconds without accepting if no descriptor is free
 
 log = logging.getLogger("telegrad")
 Closed = (OSError, ProtocolViolation, DecryptionFailed)
-_OUTCOMES: dict[type[TelegradError], int] = {
-    LeaseLost: requests.LEASE_LOST,
-    Compacted: requests.COMPACTED,
-    LimitReached: requests.FULL,
-    InvalidArgument: requests.REFUSED,
-}
 
 
 class DirectoryServer:
@@ -237,8 +232,8 @@ class DirectoryServer:
             if request.operation == requests.WATCH:
                 return self.watches.add(connection, request.key, request.revision, request.seconds, now)
             return do(self.table, connection.client, request, now)
-        except tuple(_OUTCOMES) as error:
-            outcome = next(outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind))
+        except tuple(requests.ERRORS.values()) as error:
+            outcome = next(outcome for outcome, kind in requests.ERRORS.items() if isinstance(error, kind))
             return write_reply(outcome, text=str(error))
 
 
@@ -323,14 +318,26 @@ def main(pipe: int) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     size = int.from_bytes(_read_all(pipe, 4), "little")
-    parent, listener, keys, path, limits = pickle.loads(_read_all(pipe, size))  # written by `ServerProcess`
-    try:
-        DirectoryServer(socket.socket(fileno=listener), keys, path, limits).run(pipe, parent)
-    except TelegradError as error:  # the file's disk may be that of the log, and full
-        with contextlib.suppress(OSError):  # the keeper has ended
-            os.write(sys.stdout.fileno(), str(error).encode())
-        raise
-    remove(path)  # no lease is left, so no later group needs the file
+    parent, number, keys, path, limits = pickle.loads(_read_all(pipe, size))  # written by `ServerProcess`
+    # The port stays taken until all is removed: until then no worker begins a directory from the file or a note.
+    with socket.socket(fileno=number) as listener:
+        try:
+            DirectoryServer(listener.dup(), keys, path, limits).run(pipe, parent)
+        except TelegradError as error:  # the file's disk may be that of the log, and full
+            with contextlib.suppress(OSError):  # the keeper has ended
+                os.write(sys.stdout.fileno(), str(error).encode())
+            raise
+        remove_all(path)  # no lease is left, so no later group needs the file
+
+
+def remove_all(path: str) -> None:
+    """Remove the files of a directory that is over, and the notes by which workers find it (`find_directory.py`)."""
+    with contextlib.suppress(OSError), private_folder("directory", stays=True) as folder:
+        for name in folder.names():
+            with contextlib.suppress(OSError):
+                if "." not in name and json.dumps(path).encode() in (folder.path / name).read_bytes():
+                    folder.remove(name)
+    remove(path)
 
 
 def _read_all(pipe: int, size: int) -> bytes:

@@ -22,13 +22,19 @@ from typing import NamedTuple
 # Otherwise imported at the first connection, by many forked processes that connect at the same moment.
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
-from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event, Events
+from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Compacted, Entry, Event, Events, LeaseLost
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordWriter
 from telegrad._core.security.noise import TAG, Ciphers
-from telegrad.errors import InvalidArgument, ProtocolViolation
+from telegrad.errors import InvalidArgument, LimitReached, ProtocolViolation, TelegradError
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations
 DONE, NOT_DONE, LEASE_LOST, COMPACTED, FULL, REFUSED = range(1, 7)  # outcomes
+ERRORS: dict[int, type[TelegradError]] = {
+    LEASE_LOST: LeaseLost,
+    COMPACTED: Compacted,
+    FULL: LimitReached,
+    REFUSED: InvalidArgument,
+}
 
 _REQUEST = struct.Struct("<BQQdHB")
 _REPLY = struct.Struct("<BQI")

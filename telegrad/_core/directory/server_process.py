@@ -17,8 +17,8 @@ import subprocess
 import sys
 from time import monotonic
 
-from telegrad._core.directory.directory_server import BACKLOG
-from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits, remove
+from telegrad._core.directory.directory_server import BACKLOG, remove_all
+from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits
 from telegrad._core.host.private_files import open_regular, private_folder, replacing
 from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.keyring import Keyring
@@ -123,7 +123,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        remove(self.path)
+        remove_all(self.path)
 
     def _start(self) -> subprocess.Popen[bytes]:
         listener = self._listener.fileno()

@@ -52,6 +52,7 @@ class Member(NamedTuple):
     tcp: tuple[str, int]
     devices: Devices = Devices()
     role: str = ""
+    uses_tls: bool = False
 
     def to_json(self) -> str:
         return json.dumps(self)
@@ -63,9 +64,9 @@ class Member(NamedTuple):
     @classmethod
     def of(cls, told: list[Any]) -> Member:
         """Return a member from JSON. Later versions may append fields."""
-        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role, *_ = told
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role, *more = told
         devices = Devices(count, maps, tuple(allowed))
-        return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
+        return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role, more[:1] == [True])
 
     @property
     def identity(self) -> Identity:

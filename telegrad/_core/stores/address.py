@@ -78,7 +78,7 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
     Raises:
         UsageError: `host` cannot be resolved.
     """
-    choices = _resolved(host, port)
+    choices = check_resolves(host, port)
     for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
         found = _source(family, address)
         if found is None:
@@ -108,12 +108,7 @@ def listening_address(host: str) -> str:
     return "::" if loopback() != LOOPBACK else "0.0.0.0"
 
 
-def check_resolves(host: str) -> None:
-    """Raise UsageError if the store's host has no address, instead of waiting for a server there."""
-    _resolved(host, ANY_PORT)
-
-
-def await_name(host: str, timeout: float) -> None:
+def await_name(host: str, timeout: float) -> list[Any]:
     """Wait until a name resolves, in a pod of Kubernetes: another pod has its name only once it exists.
 
     Raises:
@@ -134,7 +129,8 @@ def await_name(host: str, timeout: float) -> None:
             sleep(ASK_AGAIN)
 
 
-def _resolved(host: str, port: int) -> list[Any]:
+def check_resolves(host: str, port: int = ANY_PORT) -> list[Any]:
+    """Return the store's addresses; raise UsageError without any, instead of waiting for a server there."""
     try:
         found = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts

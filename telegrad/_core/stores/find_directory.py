@@ -39,6 +39,7 @@ from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 POINTER = "telegrad/directory"
 MACHINE = 32  # characters of a note's name that identify the host
 LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
+SETTLED = 600.0  # seconds after which a host sees in a shared home what another one has created there
 KNOCK = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two checks of the process that this worker has started
 END = 1.0  # seconds for the checking thread to end
@@ -275,16 +276,21 @@ def _machine() -> str:
 
 
 def _remove_notes(folder: str) -> None:
-    """Remove the notes of ended directories of this host, and old ones of other hosts."""
+    """Remove the notes of ended directories, and old ones of other hosts."""
     for name in os.listdir(folder):
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
+            age = time.time() - os.stat(path).st_mtime
             if machine == _machine():
                 # A running directory may have lost its file, because a logout can remove it.
                 pointer = _read_note(path)
                 is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
+            elif len(machine) != MACHINE or age < SETTLED:
+                continue
             else:
-                is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
+                file = "" if age > LASTS else _read_note(path).path
+                # Only a file in this folder, which the other host or network namespace shares, shows if it has ended.
+                is_over = age > LASTS or (os.path.dirname(file) == folder and not os.path.exists(file))
             if is_over:
                 os.unlink(path)
 

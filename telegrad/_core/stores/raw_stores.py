@@ -211,9 +211,6 @@ class FileStore:
             "another file, on all workers"
         )
 
-    def __repr__(self) -> str:
-        return f"<FileStore {self.path!r}, {len(self._values)} keys>"
-
 
 def check_is_store(host: str, port: int, patience: float) -> None:
     """Ask the program that listens at an address for its number of keys, as torch's clients do.

@@ -103,6 +103,10 @@ def connect(
             ) from error
 
 
+def one_sided(name: str) -> AuthenticationFailed:
+    return AuthenticationFailed(f"worker {name!r}: {ONE_SIDED}")
+
+
 def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
     if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
         raise AuthenticationFailed(f"{refused}; the call has not run") from alert
@@ -176,7 +180,7 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
     except ssl.SSLError as error:
         sock.close()
         if is_one_sided(error):
-            raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
+            raise one_sided(target.name) from None
         if isinstance(error, ssl.SSLEOFError):
             raise PeerUnreachable(
                 f"worker {target.name!r} broke off the TLS handshake: it has ended; the call has not run"
