@@ -19,8 +19,8 @@ from torch import nn
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
-from telegrad.weights import Publisher, Subscriber, Version
+from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, ShutDown, UnknownPublisher, UsageError
+from telegrad.weights import Publisher, ShardedPublisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscriber import SubscriberEndpoint
 from telegrad.weights.transfer import EndpointAddress, PieceRequest
@@ -101,6 +101,40 @@ def test_a_reader_gets_what_was_published() -> None:
         reader.load_into(twin)
         torch.testing.assert_close(twin.state_dict(), before)
         wait_until(lambda: policy.subscribers == {"w1": 1})
+
+
+def test_nothing_is_published_or_read_after_shutdown() -> None:
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        readers = [on(learner, Subscriber, "w0", "p"), on(actor, Subscriber, "w0", "p")]
+        publisher.publish()
+        last = [reader.newest() for reader in readers]
+        parts = on(learner, ShardedPublisher, "parts", {"w0": partial(state, 1), "w1": partial(state, 1)})
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(publisher.publish, wait=0)
+            wait_until(lambda: publisher.version == 2)
+            for worker in (actor, learner):
+                worker.agent.close()
+            with pytest.raises(ShutDown, match="worker 'w0' shut down"):
+                waiting.result(PATIENCE)
+        acts = [publisher.publish, partial(publisher.publish, 1), parts.publish]
+        for reader in readers:
+            acts += [reader.newest, reader.refresh, partial(reader.at_least, 1), partial(reader.at_least, 9)]
+            acts += [partial(next, iter(reader))]
+        for act in acts:
+            with pytest.raises(ShutDown, match="shut down: calls and references of its group cannot be used after"):
+                act()
+        assert [reader.version for reader in readers] == [number_in(each) for each in last] == [1, 1]
+
+
+def test_parameters_arrive_as_such_and_other_tensors_without_gradients() -> None:
+    with agents(1) as (worker,):
+        values = {"leaf": torch.ones(2, requires_grad=True), "parameter": nn.Parameter(torch.ones(2))}
+        publisher = on(worker, Publisher, "p", values)
+        publisher.publish()
+        found = on(worker, Subscriber, "w0", "p").newest().state
+        assert [type(each) for each in found.values()] == [torch.Tensor, nn.Parameter]
+        assert [each.requires_grad for each in found.values()] == [False, True]
 
 
 def test_newest_at_least_and_refresh() -> None:

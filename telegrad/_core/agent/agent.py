@@ -141,6 +141,10 @@ class Agent:
     def closed(self) -> bool:
         return self._connections.closed
 
+    def check_open(self) -> None:
+        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
+        self._connections.check_open()
+
     @property
     def idle(self) -> bool:
         """Return True if no call of this worker is in flight or runs here."""

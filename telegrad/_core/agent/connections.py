@@ -174,8 +174,7 @@ class Connections:
 
     def _peer_of(self, member: Member) -> Peer:
         with self._lock:
-            if self.closed:
-                raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
+            self.check_open()
             peer = self._peers.get(member.incarnation)
             if peer is None:
                 me = self.joined.me
@@ -183,6 +182,11 @@ class Connections:
                 is_near = bool(ways) and member.host == me.host and member.incarnation != me.incarnation
                 peer = self._peers[member.incarnation] = Peer(member, self._places(member), is_near, self)
         return peer
+
+    def check_open(self) -> None:
+        """Raise the reason for which this worker can make no calls any more."""
+        if self.closed:
+            raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
 
     def _places(self, member: Member) -> DeviceRoutes:
         mine, theirs = self.joined.me.devices, member.devices
