@@ -333,6 +333,7 @@ def hurried(workers: list[Worker]) -> None:
     hurry()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("hurried")
 def test_saving_does_not_wait_for_a_hanging_owner(gate: Gate, tmp_path: pathlib.Path) -> None:
     net = model()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from typing import Any, NoReturn
 
-from telegrad.errors import InvalidArgument, UsageError
+from telegrad.errors import InvalidArgument
 
 SHOWN = 80  # characters of a value in a message
 LONGEST = 1e9  # seconds: timers of the platforms take no more than about 30 years
@@ -160,9 +160,9 @@ def is_iterable(value: Any) -> bool:
 
 
 def context_id(value: Any, method: str) -> None:
-    """Raise UsageError if the first argument of a method cannot be a context id."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UsageError(
+    """Raise InvalidArgument if the first argument of a method cannot be a context id."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise InvalidArgument(
             f"{method}() takes the id of a context (context_id) first, not {short_repr(value)}: "
             f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
         )

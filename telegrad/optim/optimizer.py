@@ -403,7 +403,7 @@ class DistributedOptimizer(Optimizer):
 
     def _check_groups(self, groups: list[dict[str, Any]], state: Iterable[str] = ()) -> None:
         for group in checks.several("groups", groups, _GROUPS):
-            if not isinstance(group, Mapping) or "params" not in group:
+            if not isinstance(group, Mapping) or not checks.is_iterable(group.get("params")):
                 checks.raise_invalid("groups", _GROUPS, group)
         ours = {name for group in self.param_groups for name in group["param_names"]}
         theirs = {name for group in groups for name in group["params"]}.union(checks.several("state", state, "names"))

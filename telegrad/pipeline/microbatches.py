@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from telegrad.errors import UsageError
+from telegrad.errors import InvalidArgument, UsageError
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -42,7 +42,15 @@ def parts_of(batch: Any, chunks: int) -> list[Any]:
 def _sizes(batch: Any, chunks: int) -> list[int]:
     """Return the number of samples in each micro-batch."""
     leaves = [batch] if type(batch) is Tensor else tree_leaves(batch)
-    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else f"{tensor.layout}"
+            raise InvalidArgument(
+                f"a batch has a {kind} tensor, which cannot be split into micro-batches: give dense tensors, such as "
+                "its to_dense() or to_padded_tensor(0.0)"
+            )
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise UsageError(
             "a batch must consist of tensors with the samples along their first dimension, the same number in each; "

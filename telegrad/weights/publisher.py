@@ -102,9 +102,9 @@ class Publisher:
             CallTimeout: a subscriber has not read it in time. The version was published all the same.
         """
         check_wait(wait)
-        self._agent.check_open()
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed and cannot publish: create a new one")
+        self._agent.check_open()
         tree = self._read()
         with self._publishing:
             snapshot = self._snapshots.of(tree)
@@ -140,7 +140,8 @@ class Publisher:
         endpoint = self._endpoint
 
         def is_over() -> bool | None:
-            return self._agent.closed or not endpoint.behind(number) or None
+            self._agent.check_open()
+            return not endpoint.behind(number) or None
 
         def missing() -> list[str]:
             return [party.worker for party in endpoint.behind(number)]

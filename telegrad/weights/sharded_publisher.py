@@ -104,6 +104,7 @@ class ShardedPublisher:
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         check_wait(wait)
+        self._publisher._agent.check_open()
         published = self._call_all("publish", lambda worker: (self._editions[worker],))
         for worker, (_, edition, contents) in published.items():
             if contents is not None:

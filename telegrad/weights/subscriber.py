@@ -85,6 +85,7 @@ class Subscriber:
 
         Raises:
             PublisherLost: the publisher has gone, and there is no version here, or another one has its name.
+            ShutDown: this worker has left its group.
             CallTimeout: no version arrived in time.
         """
         check_timeout(timeout)
@@ -143,8 +144,7 @@ class Subscriber:
                     f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
                     "not handled all messages that arrived"
                 )
-        number = max(1, endpoint.known - max_behind)
-        return self.at_least(number, timeout)
+        return self.at_least(max(1, endpoint.known - max_behind), timeout)
 
     def __iter__(self) -> Iterator[Version]:
         """Iterate over every version from now on, in order, until the publisher closes.
@@ -324,7 +324,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         return self._replaced
 
     def check(self) -> None:
-        """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt."""
+        """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt, else as `find`."""
+        self._service.agent.check_open()
         if self._trouble and not self.is_replaced() and not self.over:
             self._ask()
         with self.changed:
@@ -417,7 +418,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         return self.machine.store.newest
 
     def find(self, least: int, exact: bool = False) -> Version | None:
-        """Return such a version if it is here. Raise an error if this worker has left its group."""
+        """Return such a version if it is here. Raise ShutDown if this worker has left its group."""
         self._service.agent.check_open()
         with self.changed:
             store, last = self.machine.store, self.last

@@ -415,7 +415,7 @@ InvalidArgument: state_dict must be a dictionary that state_dict() gave, not {}
 -> what `state_dict()` gave
 ## a step with a closure, or without a context
 optimizer.step(lambda: 1.0)
-UsageError: step() takes the id of a context (context_id) first, not <function
+InvalidArgument: step() takes the id of a context (context_id) first, not <function
 -> `step(context_id)`
 ## the state of a parameter group whose owners keep different values in it
 class Counting(torch.optim.SGD):

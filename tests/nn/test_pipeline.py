@@ -305,6 +305,27 @@ def test_the_id_of_the_context_is_the_first_argument() -> None:
         spread().forward_backward(inputs, targets, mse_loss, 1)  # type: ignore[arg-type]
 
 
+def test_batches_of_other_layouts_are_refused_before_anything_is_sent() -> None:
+    inputs, targets = batch(8)
+    ragged = torch.nested.nested_tensor([inputs[:3], inputs[3:]])
+    for other in (inputs.to_sparse(), inputs.to_sparse_csr(), ragged):
+        for given, wanted in ((other, targets), (inputs, {"targets": other})):
+            with pytest.raises(ValueError, match="cannot be split into micro-batches: give dense"):
+                spread().forward_backward(1, given, wanted, mse_loss)
+        with pytest.raises(ValueError, match="cannot be split"), torch.no_grad():
+            spread()((inputs, other))
+
+
+def test_a_pipeline_of_meta_tensors_computes_shapes() -> None:
+    inputs = torch.ones(8, 4, device="meta")
+    there = remote("w1", partial(nn.Linear, 2, 3, device="meta"))
+    pipeline = Pipeline([nn.Linear(4, 2, device="meta"), there])
+    with autograd.context() as context:
+        loss = pipeline.forward_backward(context, inputs, torch.ones(8, 3, device="meta"), nn.MSELoss())
+        assert loss.is_meta
+        assert pipeline(inputs).shape == (8, 3)
+
+
 def test_inputs_and_targets_must_have_equal_lengths() -> None:
     pipeline, (inputs, targets) = spread(chunks=4), batch(8)
     for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):

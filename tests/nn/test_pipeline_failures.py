@@ -95,8 +95,8 @@ def alone(steps: int) -> list[float]:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("what", ["forward", "backward"])
-@pytest.mark.parametrize("number", [0, 3, CHUNKS - 1])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.nightly), CHUNKS - 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_stage_that_raises_ends_the_batch_and_the_next_batch_runs(
     schedule: str, what: str, number: int, stage: int
 ) -> None:

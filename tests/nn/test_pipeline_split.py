@@ -63,7 +63,10 @@ def test_a_sequence_trains_as_in_one_process(schedule: str) -> None:
     trains_alike(Pipeline.split(model, WORKERS, at=["layers.1", "layers.3"], schedule=schedule), model, plain_batch)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved", *(pytest.param(each, marks=pytest.mark.nightly) for each in SCHEDULES if each != "interleaved")],
+)
 def test_a_model_with_skip_connections_trains_as_in_one_process(schedule: str) -> None:
     model = Masked().double()
     workers = ["w1", "w0", "w1", "w0"]
@@ -188,7 +191,10 @@ def test_a_checkpoint_is_loaded_into_another_cut_and_the_whole_model(tmp_path: p
     assert all(torch.equal(flat[f"model.{name}"], value) for name, value in saved.items())
 
 
-@pytest.mark.parametrize("workers", [WORKERS, ["w1", "w2", "w1"], ["w1", "w1", "w1"]])
+@pytest.mark.parametrize(
+    "workers",
+    [["w1", "w2", "w1"], *(pytest.param(each, marks=pytest.mark.nightly) for each in (WORKERS, ["w1", "w1", "w1"]))],
+)
 def test_parameters_that_stages_share_are_tied(workers: list[str], tmp_path: pathlib.Path) -> None:
     model = Tied().double()
     pipeline = Pipeline.split(model, workers, at=["middle", "head"], chunks=3, example=plain_batch()[0])

@@ -327,8 +327,13 @@ def types_seen(module: RRef[Types]) -> set[torch.dtype]:
     return module.local_value().seen
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 25))])
+@pytest.mark.parametrize(
+    ("seed", "schedule"),
+    [
+        (0, "zero-bubble"),
+        *(pytest.param(seed, each, marks=pytest.mark.nightly) for seed in range(1, 26) for each in SCHEDULES),
+    ],
+)
 def test_random_models_have_the_same_parameters_after_fifty_steps(seed: int, schedule: str) -> None:
     chance = random.Random(seed)
     model = forms(seed, chance.randint(1, 6))

@@ -17,7 +17,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, ContextEnded, PeerError, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents, in_threads
 
@@ -479,6 +479,11 @@ def test_a_step_in_an_ended_context_changes_no_parameter() -> None:
         match=r"takes the id of a context \(context_id\) first, not <context.*: write `with autograd\.context\(\) as",
     ):
         optimizer.step(autograd.context())  # type: ignore[arg-type]
+    for use in (optimizer.step, optimizer.accumulate, partial(clip_grad_norm_, params=optimizer, max_norm=1.0)):
+        with pytest.raises(ValueError, match=r"takes the id of a context \(context_id\) first, not 1208925"):
+            use(2**80)
+    with pytest.raises(ValueError, match="groups must be the list of dictionaries under 'param_groups'"):
+        optimizer.load_groups([{"params": 3}])
     assert leaf.to_here().sum() == 9
 
 

@@ -324,7 +324,9 @@ except KeyboardInterrupt: sys.exit(7)
     [
         ("", 0),
         ("raise SystemExit(3)", 3),
-        (INTERRUPTED.format(call="rpc.rpc_async('only', time.sleep, (60,)).wait()"), 7),
+        pytest.param(
+            INTERRUPTED.format(call="rpc.rpc_async('only', time.sleep, (60,)).wait()"), 7, marks=pytest.mark.nightly
+        ),
         (INTERRUPTED.format(call="rpc.rpc_sync('only', time.sleep, (60,))"), 7),
     ],
     ids=["forgets shutdown", "exits", "Ctrl-C in wait", "Ctrl-C in a call"],

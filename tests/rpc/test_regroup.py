@@ -132,7 +132,16 @@ def test_a_second_group_beside_a_running_one_is_warned_of(tmp_path: pathlib.Path
             assert "still runs in the first" in said
 
 
-@pytest.mark.parametrize("kinds", [*itertools.permutations([{"world_size": 1}, {"min_workers": 1}, {}], 2)])
+KINDS: list[dict[str, Any]] = [{"world_size": 1}, {"min_workers": 1}, {}]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *itertools.combinations(KINDS, 2),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in itertools.combinations(KINDS[::-1], 2)),
+    ],
+)
 def test_groups_of_two_kinds_do_not_mix(tmp_path: pathlib.Path, kinds: tuple[dict[str, Any], dict[str, Any]]) -> None:
     def join(kind: dict[str, Any]) -> tuple[type[Exception] | None, str]:
         options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)

@@ -140,7 +140,7 @@ class Agent:
         return self._connections.closed
 
     def check_open(self) -> None:
-        """Raise an error if this worker has left its group."""
+        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
         self._connections.check_open()
 
     @property
