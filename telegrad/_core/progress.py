@@ -95,7 +95,7 @@ class Wait:
         self.thread = threading.get_ident()
         self.begun = monotonic()
         self.lined = _a_person_waits()
-        self._level = level
+        self.level = level
         self._quiet = _is_silent()  # log at INFO, because a line shows the wait or reports are disabled
         self._lock = threading.Lock()  # guards _times; `left` reads it without the lock
         self._times = Times(self.begun, self.lined)
@@ -113,7 +113,7 @@ class Wait:
             self._quiet = _line.show(self, f"telegrad: waiting for {format_duration(waited)}: {self.text()}")
         if logs:
             log.log(
-                logging.INFO if self._quiet else self._level,
+                logging.INFO if self._quiet else self.level,
                 "telegrad: waiting for %.0f s now: %s",
                 waited,
                 self.text(),

@@ -127,6 +127,26 @@ def test_two_workers_that_serve_the_store_both_get_an_error() -> None:
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
 
 
+@pytest.mark.parametrize(
+    ("rank", "place", "reported"),
+    [
+        (0, "localhost:1", True),
+        (0, "[::1]:1", True),
+        (1, "localhost:1", False),
+        (0, "host:1", False),
+        (0, "file:///store", False),
+    ],
+)
+def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
+    rank: int, place: str, reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.05)
+    with pytest.raises(errors.GroupIncomplete), caplog.at_level(logging.INFO, "telegrad"):
+        join_static(sealed(dist.HashStore()), member("a", rank), 2, 0.2, place=place)
+    assert f"at {place}" in caplog.text
+    assert ("which other hosts cannot reach" in caplog.text) is reported
+
+
 def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
     store = sealed(dist.HashStore())

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from telegrad._core.membership.members import Member, Members, listed, named
 from telegrad._core.progress import Times, Wait, poll_intervals
+from telegrad._core.stores.address import means_loopback, split
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
 from telegrad.errors import (
     AuthenticationFailed,
@@ -380,6 +381,9 @@ class _Static:
 
     def _awaited(self) -> str:
         where = f" at {self.place}" if self.place else ""
+        host = split(f"//{self.place}").hostname or ""
+        if self.me.id == 0 and self._attendance.missing() and means_loopback(host):
+            where += ", which other hosts cannot reach"
         me = repr(self.me.name) if self.me.name else f"rank {self.me.id}"
         return f"{self._absent() or 'all have joined'} ({me} joins a group of {self.size}{where})"
 
