@@ -211,6 +211,19 @@ def test_a_member_that_was_declared_lost_ends(
     assert not has_ended(engine)
 
 
+@pytest.mark.parametrize("forgotten", [False, True], ids=["changes", "read anew"])
+def test_a_worker_that_was_cut_off_reports_only_its_own_loss(engine: NaiveEngine, make: Make, forgotten: bool) -> None:
+    first, second, cut_off = make("a").join(), make("b").join(), make("w").join()
+    for lost in (second, cut_off):
+        first.group.registry.declare_lost(lost.me.incarnation, "unreachable")
+    if forgotten:
+        engine.forget()
+    cut_off.watch()
+    wait_until(cut_off.gone)
+    cut_off.group.leave()  # its threads have ended
+    assert [change.life for change in cut_off.gone()] == [cut_off.me.incarnation]
+
+
 def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: NaiveEngine, make: Make) -> None:
     boss, other = make("boss", 0).join().watch(), make("w").join()
     other.group.declare_lost(boss.me, "dead")

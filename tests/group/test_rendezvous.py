@@ -128,16 +128,26 @@ def test_two_workers_that_serve_the_store_both_get_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("rank", "place", "reported"),
     [
-        ("host:1", ""),
-        ("10.0.0.1:1", ""),
-        *((place, ", which other hosts cannot reach") for place in ("localhost:1", "127.0.0.1", "[::1]:1")),
+        (0, "localhost:1", True),
+        (0, "[::1]:1", True),
+        (1, "localhost:1", False),
+        (0, "host:1", False),
+        (0, "file:///store", False),
     ],
 )
-def test_other_threads_see_who_is_missing_while_a_group_forms(
-    place: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
+    rank: int, place: str, reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.05)
+    with pytest.raises(errors.GroupIncomplete), caplog.at_level(logging.INFO, "telegrad"):
+        join_static(sealed(dist.HashStore()), member("a", rank), 2, 0.2, place=place)
+    assert f"at {place}" in caplog.text
+    assert ("which other hosts cannot reach" in caplog.text) is reported
+
+
+def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
     store = sealed(dist.HashStore())
     joins = crowd(store, 3)
@@ -146,11 +156,11 @@ def test_other_threads_see_who_is_missing_while_a_group_forms(
         wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
 
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(join_static, *joins[0], lambda _: True, place)
+        first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
         await_missing(["rank 1", "rank 2"])
         (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
-        assert (wait.what, wait.place) == ("init_rpc", place)
-        assert wait.text() == f"ranks 1, 2 did not join ('w0' joins a group of 3 at {place}{said})"
+        assert (wait.what, wait.place) == ("init_rpc", "host:1")
+        assert wait.text() == "ranks 1, 2 did not join ('w0' joins a group of 3 at host:1)"
         second = pool.submit(join_static, *joins[1])
         await_missing(["rank 2"])
         third = pool.submit(join_static, *joins[2])

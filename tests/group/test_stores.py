@@ -108,6 +108,7 @@ def test_under_torchrun_the_store_of_the_agent_is_used(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     first, second = opened("env://", 0, 2, 30), opened("env://", 1, 2, 30)
     assert meets(first, second)
+    assert first.where == f"127.0.0.1:{agent.port}"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # each agent counts this for itself
     assert KeyValueStore(opened("env://", 0, 2, 30).store).read("word") == "heard"
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import telegrad.rpc as rpc
+from telegrad._core import progress
 from telegrad._core.membership import leaving as parting
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
@@ -100,6 +101,28 @@ def test_a_worker_asked_during_a_call_polls_until_the_call_ends(group: list[Work
     for each in both:
         assert_ends(each)
     call.wait()
+
+
+def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.5)
+    caplog.set_level(logging.INFO, "telegrad")
+    stop = threading.Event()
+
+    def call_in_a_loop() -> None:
+        while not stop.is_set():
+            group[1].agent.call(0, operator.add, (1, 2), None)
+
+    calling = threading.Thread(target=call_in_a_loop)
+    calling.start()
+    both = [leaving(worker) for worker in group]
+    try:
+        wait_until(lambda: "worker 'w1' itself has begun calls meanwhile (" in caplog.text)
+    finally:
+        stop.set()
+    for each in (calling, *both):
+        assert_ends(each)
 
 
 def test_letters_leave_in_the_order_in_which_they_were_decided(

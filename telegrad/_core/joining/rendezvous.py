@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from telegrad._core.membership.members import Member, Members, listed, named
 from telegrad._core.progress import Times, Wait, poll_intervals
-from telegrad._core.stores.address import means_loopback
+from telegrad._core.stores.address import means_loopback, split
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
 from telegrad.errors import (
     AuthenticationFailed,
@@ -381,7 +381,8 @@ class _Static:
 
     def _awaited(self) -> str:
         where = f" at {self.place}" if self.place else ""
-        if means_loopback(self.place.rpartition(":")[0].strip("[]") or self.place):
+        host = split(f"//{self.place}").hostname or ""
+        if self.me.id == 0 and self._attendance.missing() and means_loopback(host):
             where += ", which other hosts cannot reach"
         me = repr(self.me.name) if self.me.name else f"rank {self.me.id}"
         return f"{self._absent() or 'all have joined'} ({me} joins a group of {self.size}{where})"

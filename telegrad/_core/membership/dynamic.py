@@ -306,10 +306,17 @@ class DynamicGroup:
             self._read_anew()
             return
         with self._applying:
-            for revision, change in changes:
+            # Its own loss first: a worker that was cut off for long must not report the others as lost.
+            for revision, change in sorted(changes, key=lambda each: not self._is_own_loss(each[1])):
+                if self.over:
+                    return
                 if revision > self._since and not self._is_outdated(revision, change):
                     self._apply(change)
             self._since = max(self._since, since)
+
+    def _is_own_loss(self, change: Change | Claimed) -> bool:
+        me = self._me
+        return isinstance(change, MemberGone) and me is not None and change.life == me.incarnation
 
     def _is_outdated(self, revision: int, change: Change | Claimed) -> bool:
         """Return True for an end of the group before this worker joined, or of an earlier attempt of a member."""
@@ -322,9 +329,15 @@ class DynamicGroup:
         """Read all members after missed changes: how members have gone meanwhile is not known."""
         roster = self.registry.roster()
         with self._applying:
-            for life, registered in self._known.copy().items():
-                if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` was later
-                    self._apply(MemberGone(life, LOST, "it disappeared while this worker received no changes"))
+            why = "it disappeared while this worker received no changes"
+            known = self._known.copy().items()
+            absent = {life: registered for life, registered in known if life not in roster.members}
+            # `refresh` may have read members later
+            gone = [MemberGone(life, LOST, why) for life, each in absent.items() if each.epoch <= roster.revision]
+            for change in sorted(gone, key=lambda each: not self._is_own_loss(each)):
+                if self.over:
+                    return
+                self._apply(change)
             self._take_in(roster)
             self._since = roster.revision
 
@@ -364,7 +377,7 @@ class DynamicGroup:
             if gone is None:
                 return
             self._gone.add(gone.member.name)
-            if self._me is not None and change.life == self._me.incarnation:
+            if self._is_own_loss(change):
                 self._declared_lost(change.why)
                 return
         self._on_change(change)

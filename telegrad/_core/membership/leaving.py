@@ -104,6 +104,7 @@ class Leaving:
         self._post = post
         self._me = me
         self._has_asked = False  # which workers are missing, since they were last printed
+        self._begun: int | None = None  # the calls of this worker so far, when only calls began to delay the end
         self._changed = threading.Event()  # wakes the thread in `wait`
 
     def wait(self, timeout: float, serving: bool) -> None:
@@ -117,7 +118,7 @@ class Leaving:
         what = "serve" if serving else "shutdown"
 
         def text() -> str:
-            return f"{self.awaited()} (worker {self._me.name!r} continues to serve)"
+            return f"{self.awaited()}{self._begun_meanwhile()} (worker {self._me.name!r} continues to serve)"
 
         with Wait(what, text, self.missing, worker=self._me.name, level=logging.INFO) as wait:
             pause = FIRST_LOOK
@@ -125,9 +126,13 @@ class Leaving:
                 left = deadline - monotonic()
                 if left <= 0:
                     left_it = f"worker {self._me.name!r} left the group anyway"
-                    raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
+                    raise CallTimeout(
+                        f"shutdown waited {timeout:g} s: {self.awaited()}{self._begun_meanwhile()}; {left_it}"
+                    )
                 # A server calls shutdown at once and serves from here until its end: it must not poll then.
                 looks = self.all_leave()
+                if looks and self._begun is None:
+                    self._begun = self._post.started
                 if not serving:
                     left = min(left, self._print(wait, left))
                 if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
@@ -147,6 +152,11 @@ class Leaving:
             self._has_asked = True
             self.ask()
         return wait.left
+
+    def _begun_meanwhile(self) -> str:
+        """Return how many calls this worker has begun while only calls delay the end, as text, or ""."""
+        count = 0 if self._begun is None else self._post.started - self._begun
+        return f"; worker {self._me.name!r} itself has begun calls meanwhile ({count})" if count else ""
 
     def _begin(self) -> None:
         """Record that this worker wants to leave."""

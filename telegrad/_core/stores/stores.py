@@ -81,7 +81,7 @@ class RendezvousStore(NamedTuple):
     port: int | None = None  # where another store may be served once this one is gone
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, if known in advance
-    file: str = ""  # the path, if the store is a file
+    file: str = ""  # the location for messages, if `host` and `port` do not give it: the path of a file
     coming: Any = None  # a `JoinRequest`, if the workers of an elastic group meet
     directory: Callable[[], Directory] | None = None  # connects to the group's directory, if no store points to it
     launched: bool = False  # a launcher started that directory
@@ -186,7 +186,8 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Ren
         )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
-        return RendezvousStore(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
+        store = join_store(host, port, keys, timeout, lasting=True)
+        return RendezvousStore(store, host, rank, size, file=spot(host, port))
     if is_supervised(host, port, os.environ):
         store = join_store(host, port, keys, timeout, lasting=True, marked=True)
         return RendezvousStore(store, host, rank, size, port)
