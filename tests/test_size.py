@@ -16,8 +16,8 @@ ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_066,
-    "lines of the core": 38_704,
-    "lines of the tests": 86_457,
+    "lines of the core": 38_730,
+    "lines of the tests": 86_666,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 from collections import deque
@@ -103,8 +102,11 @@ class GradientGraph:
                 text = _quoted("\n".join(filter(None, _words(node))))
                 lines.append(f'    n{at}_{index} [label={text}, fillcolor="{COLOURS[node.kind]}"];')
             lines += [*(f"    n{at}_{start} -> n{at}_{end};" for start, end in part.edges), "  }"]
-        for start, end, name in self._links():
-            lines.append(f"  {start} -> {end} [label={_quoted(name)}, style=dashed];")
+        place = {worker: at for at, worker in enumerate(self.parts)}
+        for each in self.messages:
+            start, end = f"n{place[each.sender]}_{each.start}", f"n{place[each.receiver]}_{each.end}"
+            name = _quoted(f"{each.name} ({each.sender}, message {each.number})")
+            lines.append(f"  {start} -> {end} [label={name}, style=dashed];")
         return "\n".join([*lines, "}", ""])
 
     def svg(self) -> str:
@@ -119,33 +121,8 @@ class GradientGraph:
         text = subprocess.run([program, "-Tsvg"], input=self.dot().encode(), stdout=subprocess.PIPE, check=True)
         return text.stdout[text.stdout.index(b"<svg") :].decode()
 
-    def _mermaid(self) -> str:
-        """Return the graph in the language of Mermaid, which JupyterLab draws."""
-        lines = ["flowchart TB"]
-        for at, (worker, part) in enumerate(self.parts.items()):
-            lines.append(f'  subgraph w{at}["{_escaped(_title(worker, part))}"]')
-            for index, node in enumerate(part.nodes):
-                text = "<br>".join(_escaped(line) for line in _words(node) if line)
-                lines.append(f'    n{at}_{index}["{text}"]')
-            lines += [*(f"    n{at}_{start} --> n{at}_{end}" for start, end in part.edges), "  end"]
-        lines += [f'  {start} -. "{_escaped(name)}" .-> {end}' for start, end, name in self._links()]
-        return "\n".join([*lines, ""])
-
-    def _links(self) -> list[tuple[str, str, str]]:
-        place = {worker: at for at, worker in enumerate(self.parts)}
-        return [
-            (
-                f"n{place[each.sender]}_{each.start}",
-                f"n{place[each.receiver]}_{each.end}",
-                f"{each.name} ({each.sender}, message {each.number})",
-            )
-            for each in self.messages
-        ]
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        has_graphviz = shutil.which("dot") is not None
-        picture = {"image/svg+xml": self.svg()} if has_graphviz else {"text/vnd.mermaid": self._mermaid()}
-        return {"text/plain": repr(self), **picture}
+    def _repr_svg_(self) -> str | None:
+        return self.svg() if shutil.which("dot") else None  # then a notebook shows the text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graph to a file.
@@ -181,10 +158,6 @@ def _title(worker: str, part: WorkerPart) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"[^\w .,×…-]", lambda found: f"#{ord(found[0])};", text)
 
 
 def joined(parts: Mapping[str, WorkerPart]) -> tuple[dict[str, WorkerPart], list[SentTensor]]:
