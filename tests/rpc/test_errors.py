@@ -215,7 +215,7 @@ def test_the_error_of_a_failed_reference_has_a_single_block() -> None:
 
 
 def test_errors_name_modules_and_optimizers() -> None:
-    with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\):"):
+    with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\)"):
         RemoteModule("w1", nn.Linear, (3,))
     module = RemoteModule("w1", nn.Linear, (3, 2))
     with pytest.raises(RuntimeError, match=r"On worker 'w1', in Linear.forward:"):

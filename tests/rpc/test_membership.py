@@ -96,6 +96,7 @@ def test_serving_ends_when_rank_0_leaves_in_order_with_any_store(variables: dict
         x.run(rpc.wait_for_workers, ["boss"], PATIENCE)
         x.begin(rpc.serve)
         boss.kill()
+        boss.join()
         again.run(join_there, "boss", 0, variables)
         assert again.run(call, "x") == 3  # x still serves
         again.run(rpc.shutdown)

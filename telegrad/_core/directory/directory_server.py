@@ -37,7 +37,7 @@ from telegrad._core.directory.requests import (
     write_reply,
 )
 from telegrad._core.directory.watches import Watches
-from telegrad._core.host.private_files import private_folder
+from telegrad._core.host.private_files import open_regular, private_folder
 from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
@@ -334,8 +334,8 @@ def remove_all(path: str) -> None:
     """Remove the files of a directory that is over, and the notes by which workers find it (`find_directory.py`)."""
     with contextlib.suppress(OSError), private_folder("directory", stays=True) as folder:
         for name in folder.names():
-            with contextlib.suppress(OSError):
-                if "." not in name and json.dumps(path).encode() in (folder.path / name).read_bytes():
+            with contextlib.suppress(OSError), open_regular(folder.path / name) as file:
+                if "." not in name and json.dumps(path).encode() in file.read():
                     folder.remove(name)
     remove(path)
 

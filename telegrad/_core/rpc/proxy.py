@@ -29,20 +29,10 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return RemoteMethod(_use, self, method)
+        return partial(_use, self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         return _use(self, "", *args, **kwargs)
-
-
-class RemoteMethod(partial[R]):
-    """A method that a call runs at the owner of its value."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        name = self.args[1]
-        return f"<remote method {name!r}: call it; to read an attribute, write rref.to_here().{name}>"
 
 
 def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:
