@@ -550,7 +550,14 @@ def test_the_error_names_the_part_that_cannot_be_sent(value: Any, text: str) -> 
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+def fail(error: Exception) -> NoReturn:
+    raise error
+
+
 def test_objects_of_a_worker_name_the_way_to_share_them() -> None:
+    gone = type("Gone", (), {"__module__": "telegrad.x", "__reduce_ex__": lambda *_: fail(errors.RRefError("deleted"))})
+    with pytest.raises(errors.CannotEncode, match="cannot be sent: deleted"):
+        encode(gone(), True)
     future = rpc.Future[int]()
     for value in (future, {"deep": [future]}):
         with pytest.raises(errors.CannotEncode, match=r"\(telegrad\S+\) cannot be sent: it .* rpc.RRef\(it\)"):

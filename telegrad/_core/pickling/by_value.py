@@ -27,7 +27,7 @@ from telegrad._core.pickling.global_names import closed_over, lookups_of
 from telegrad._core.pickling.main_program import GUARD, MAIN
 from telegrad._core.pickling.reducers import BoundToProcess, Pickler
 from telegrad._core.pickling.remote_text import first_line
-from telegrad.errors import CannotDecode, CannotEncode, UsageError
+from telegrad.errors import CannotDecode, CannotEncode, TelegradError, UsageError
 
 log = logging.getLogger("telegrad")
 
@@ -204,8 +204,8 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
             return CannotEncode(
                 f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
             )  # the error gives the reason
-        if type(value).__module__.startswith("telegrad.") and not isinstance(value, tuple | BaseException):
-            # the parts of such an object mean nothing to the user
+        is_ours = type(value).__module__.startswith("telegrad.") and not isinstance(value, tuple | BaseException)
+        if is_ours and not isinstance(error, TelegradError):  # the parts of such an object mean nothing to the user
             error = BoundToProcess(_ADVICE_FOR_OWN)
             break
         parts = _parts_of(value, same_program, top=not where)
