@@ -58,6 +58,7 @@ if __name__ == "__main__":
     with telegrad.local(["ps", "trainer"]) as group:
         import telegrad.rpc as rpc
         print(group, list(group), [worker.name for worker in rpc.workers()])
+        assert rpc.rpc_sync("ps", os.read, (0, 1), timeout=60) == b""  # the standard input of workers is empty
         assert all(isinstance(rpc.rpc_sync(name, moved, (Point(1),)), Point) for name in group)
         assert rpc.rpc_sync("ps", twice, (4,)) == 8
         assert len({os.getpid(), *(rpc.rpc_sync(name, os.getpid) for name in group)}) == 3

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             # Otherwise a stopped process would stay. SIGKILL is wrong: the signal is also sent when the thread that
             # started this process ends.
             signal_at_parents_end(signal.SIGCONT)
-        Thread(target=_end_with_parent, name="telegrad-parent").start()
+        Thread(target=_end_with_parent, args=(_take_input(),), name="telegrad-parent").start()
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
@@ -141,9 +141,18 @@ def _key_from_parent() -> bytes:
     return line
 
 
-def _end_with_parent() -> None:
+def _take_input() -> int:
+    """Return the pipe from the parent, and make the standard input empty: a function that reads it must not wait."""
+    pipe, (empty, end) = os.dup(0), os.pipe()
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.close(end)
+    return pipe
+
+
+def _end_with_parent(pipe: int) -> None:
     """End this process when the parent ends, which closes its end of the input pipe in any case."""
-    while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
+    while os.read(pipe, 1 << 10):
         pass
     _parent_ended.set()
     worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)

@@ -315,6 +315,21 @@ def tensors(n: int, size: int) -> Iterator[torch.Tensor]:
 # Ends
 
 
+def ends(kind: type[Exception]) -> list[int]:
+    raise kind("too early")
+
+
+@here_w0
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+def test_an_error_that_ends_loops_does_not_end_that_of_the_reader(kind: type[Exception]) -> None:
+    async def read() -> list[int]:
+        return [item async for item in rpc_stream("w1", ends, (kind,))]
+
+    for act in (lambda: list(rpc_stream("w1", ends, (kind,))), lambda: asyncio.run(read())):
+        with pytest.raises(RuntimeError, match=rf"the stream raised {kind.__name__}: too early\nOn worker 'w1'"):
+            act()
+
+
 @here_w0
 def test_an_error_arrives_after_the_items_before_it() -> None:
     stream = rpc_stream("w1", fails_after, (3,))

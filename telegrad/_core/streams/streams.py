@@ -266,7 +266,10 @@ class Stream(Generic[T]):
             broken, self._broken = self._broken, None
             if broken is not None:
                 raise fresh(broken)
-            self.value = self._done.value()
+            try:
+                self.value = self._done.value()
+            except (StopIteration, StopAsyncIteration) as error:  # a loop would take it for the end of the items
+                raise RuntimeError(f"the stream raised {type(error).__name__}: {error}") from None
 
     def close(self) -> None:
         """Stop the stream: its generator is closed at its `yield`, unless it has ended. Do not wait for that."""
