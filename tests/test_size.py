@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_068,
     "lines of the core": 38_723,
-    "lines of the tests": 86_687,
+    "lines of the tests": 86_688,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
