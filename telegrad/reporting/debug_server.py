@@ -77,7 +77,7 @@ class DebugServer:
             listening.close()
 
     def close(self, in_child: bool = False) -> None:
-        """Stop to serve; in a forked child only close the socket, which the parent keeps using."""
+        """Stop serving. In a forked child, only close the socket, which the parent keeps using."""
         listening, self._socket = self._socket, None
         if listening is not None:
             if not in_child:

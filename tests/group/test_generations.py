@@ -57,7 +57,7 @@ class Place:
 
     def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> DirectoryLease:
         held = DirectoryLease("file:///nowhere", KEYS, ttl)
-        meeting = RendezvousStore(sealed(dist.HashStore()), None, -1, None, file="the place")
+        meeting = RendezvousStore(sealed(dist.HashStore()), None, -1, None, location="the place")
         held.hold(meeting, Found(client or self.engine.client(PATIENCE)))
         self.made.append(held)
         return held

@@ -282,6 +282,7 @@ def test_an_error_without_lines_of_the_program_is_told_once(error: Exception) ->
     assert text.splitlines()[-1] == "On worker 'w1', in f"
     assert len(text.splitlines()) == 2
     assert "On worker 'w1', in f:\n" in str(journey(back, "w2"))  # with its text again, behind other lines
+    assert str(rebuild(describe(LookupError(), "w1", "f"))) == "\nOn worker 'w1', in f:\nLookupError\n"  # has no text
 
 
 def test_an_error_over_two_hops_names_both_workers_in_order() -> None:

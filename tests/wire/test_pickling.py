@@ -558,8 +558,7 @@ def test_objects_of_a_worker_name_the_way_to_share_them() -> None:
     gone = type("Gone", (), {"__module__": "telegrad.x", "__reduce_ex__": lambda *_: fail(errors.RRefError("deleted"))})
     with pytest.raises(errors.CannotEncode, match="cannot be sent: deleted"):
         encode(gone(), True)
-    future = rpc.Future[int]()
-    for value in (future, {"deep": [future]}):
+    for value in (future := rpc.Future[int](), {"deep": [future]}):
         with pytest.raises(errors.CannotEncode, match=r"\(telegrad\S+\) cannot be sent: it .* rpc.RRef\(it\)"):
             encode(value, True)
 

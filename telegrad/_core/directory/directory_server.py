@@ -333,9 +333,9 @@ def main(pipe: int) -> None:
 def remove_all(path: str) -> None:
     """Remove the files of a directory that is over, and the notes by which workers find it (`find_directory.py`)."""
     with contextlib.suppress(OSError), private_folder("directory", stays=True) as folder:
-        for name in folder.names():
+        for name in (each for each in folder.names() if "." not in each):  # others are files of directories
             with contextlib.suppress(OSError), open_regular(folder.path / name) as file:
-                if "." not in name and json.dumps(path).encode() in file.read():
+                if json.dumps(path).encode() in file.read():
                     folder.remove(name)
     remove(path)
 

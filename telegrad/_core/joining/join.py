@@ -171,7 +171,7 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Rend
     pointer = Pointer.from_json(text)
     store = SealedStore(dist.HashStore(), keys)
     meeting = RendezvousStore(store, pointer.host, -1, None, directory=lambda: connect(pointer, keys), launched=True)
-    return meeting._replace(file=f"the actor {name!r}")
+    return meeting._replace(location=f"the actor {name!r}")
 
 
 class Keeper:

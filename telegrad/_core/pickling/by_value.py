@@ -204,7 +204,7 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
             return CannotEncode(
                 f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
             )  # the error gives the reason
-        is_ours = type(value).__module__.startswith("telegrad.") and not isinstance(value, tuple | BaseException)
+        is_ours = f"{type(value).__module__}".startswith("telegrad.") and not isinstance(value, tuple | BaseException)
         if is_ours and not isinstance(error, TelegradError):  # the parts of such an object mean nothing to the user
             error = BoundToProcess(_ADVICE_FOR_OWN)
             break

@@ -211,7 +211,7 @@ class Text(str):
 def with_story(text: str, story: str) -> str:
     """Return the text of an exception, and its remote traceback; if that has no lines, only its worker and function."""
     head, _, rest = story.partition(":\n")
-    repeats = rest.count("\n") == 1 and rest.endswith(f"{text}\n")
+    repeats = text and rest.count("\n") == 1 and rest.endswith(f"{text}\n")  # without a text, the type is in the rest
     return f"{text}\n{head if repeats else story}"
 
 

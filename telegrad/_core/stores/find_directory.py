@@ -39,7 +39,7 @@ from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 POINTER = "telegrad/directory"
 MACHINE = 32  # characters of a note's name that identify the host
 LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
-SETTLED = 600.0  # seconds after which a host sees in a shared home what another one has created there
+SETTLED = 600.0  # seconds until a new file in a shared home is visible on all hosts
 KNOCK = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two checks of the process that this worker has started
 END = 1.0  # seconds for the checking thread to end

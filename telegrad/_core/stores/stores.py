@@ -81,7 +81,7 @@ class RendezvousStore(NamedTuple):
     port: int | None = None  # where another store may be served once this one is gone
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, if known in advance
-    file: str = ""  # the location for messages, if `host` and `port` do not give it: the path of a file
+    location: str = ""  # for messages, if `host` and `port` do not give it, such as the path of a file
     coming: Any = None  # a `JoinRequest`, if the workers of an elastic group meet
     directory: Callable[[], Directory] | None = None  # connects to the group's directory, if no store points to it
     launched: bool = False  # a launcher started that directory
@@ -102,7 +102,7 @@ class RendezvousStore(NamedTuple):
     @property
     def where(self) -> str:
         """The location of the store, for messages."""
-        return self.file or spot(self.host or "", self.port)
+        return self.location or spot(self.host or "", self.port)
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> RendezvousStore:
@@ -133,7 +133,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
         return _tcp(spot_of(url), rank, sized, timeout, keys)
     if url.scheme == "file":
         store = SealedStore(_file(init_method), keys)
-        return RendezvousStore(store, None, rank, sized, file=init_method.partition("?")[0])
+        return RendezvousStore(store, None, rank, sized, location=init_method.partition("?")[0])
     return _registered(init_method, rank, sized, timeout, keys)
 
 
@@ -152,7 +152,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
 
     name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
     store = SealedStore(dist.HashStore(), keys)
-    return RendezvousStore(store, _far_host(split(url)), rank, None, file=name, directory=connect)
+    return RendezvousStore(store, _far_host(split(url)), rank, None, location=name, directory=connect)
 
 
 def _far_host(url: SplitResult) -> str | None:
@@ -187,7 +187,7 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Ren
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
         store = join_store(host, port, keys, timeout, lasting=True)
-        return RendezvousStore(store, host, rank, size, file=spot(host, port))
+        return RendezvousStore(store, host, rank, size, location=spot(host, port))
     if is_supervised(host, port, os.environ):
         store = join_store(host, port, keys, timeout, lasting=True, marked=True)
         return RendezvousStore(store, host, rank, size, port)
