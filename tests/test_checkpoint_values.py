@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pathlib
 import re
+import resource
+import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -68,6 +70,29 @@ def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: pathlib.Path, wait: 
         kept({"f": lambda: 1, "step": 1}, tmp_path, wait)
     assert not re.search("torch/|_write", str(caught.value))
     assert kept(2, tmp_path, wait) == 2
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.usefixtures("worker")
+def test_an_entry_that_belongs_to_this_process_is_named(tmp_path: pathlib.Path, wait: bool) -> None:
+    for value in (nn.Linear(1, 1).parameters(), threading.Lock()):
+        with pytest.raises(CannotEncode, match=r"^the entry 'value' of the state cannot be saved: cannot pickle"):
+            kept(value, tmp_path, wait)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.usefixtures("worker")
+def test_a_file_that_cannot_be_written_is_named(tmp_path: pathlib.Path, wait: bool) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # as on a full disk, with another number
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            kept({"weights": torch.ones(1 << 16)}, tmp_path / "one", wait)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(tmp_path / "one") in str(caught.value)
+    assert not re.search("torch/|unexpected pos", str(caught.value))
+    assert not (tmp_path / "one").exists()
 
 
 @settings(max_examples=60, deadline=None)

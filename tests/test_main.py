@@ -319,7 +319,7 @@ UNCHANGED = {
 
 
 def reading(kinds: dict[str, tuple[str, str, str]]) -> str:
-    text = "import argparse, collections\nimport numpy, torch, telegrad\nfrom telegrad import rpc\n"
+    text = "import argparse, collections, threading\nimport numpy, torch, telegrad\nfrom telegrad import rpc\n"
     for name, (make, read, change) in kinds.items():
         text += f"{name} = {make}\ndef get_{name}():\n    return {read}\ndef set_{name}():\n    {change}\n"
     return text + "names = " + repr(list(kinds)) + "\n"
@@ -352,12 +352,23 @@ with telegrad.local(["w"]):
         print(rpc.rpc_sync("w", lambda: part[0]))
     mapping = {"k": 5}
     print(rpc.rpc_sync("w", get_mapping))
+
+    late, lock = [1], threading.Lock()
+    for _ in range(2):
+        try:
+            rpc.rpc_sync("w", lambda: (late, lock))
+        except telegrad.errors.CannotEncode:
+            late.append(2)
+    lock = None
+    print(rpc.rpc_sync("w", lambda: (late, lock)))  # sent for the first time
+    late.append(3)
+    print(rpc.rpc_sync("w", lambda: late))
 """
     )
     ran = start(tmp_path, text, ["{file}"])
-    assert ran.stdout == "3\ngone\n1\ngone\n1\n5\n", ran.stdout + ran.stderr
+    assert ran.stdout == "3\ngone\n1\ngone\n1\n5\n([1, 2, 2], None)\n[1, 2, 2]\n", ran.stdout + ran.stderr
     told = re.findall("the global '(\\w+)' of the main program was changed in place", ran.stderr)
-    assert sorted(told) == sorted([*KINDS, *ARRAYS, "mapping"]), ran.stderr
+    assert sorted(told) == sorted([*KINDS, *ARRAYS, "mapping", "late"]), ran.stderr
 
 
 GUARDED = (

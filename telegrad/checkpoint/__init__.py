@@ -25,6 +25,7 @@ from telegrad.checkpoint.loading import load
 from telegrad.checkpoint.state import (
     NO_LIMIT,
     OwnerState,
+    cannot_save,
     check_names,
     check_tensors,
     folder_of,
@@ -70,6 +71,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     Raises:
         UsageError: `state` is no dictionary with names as keys, contains itself, or a tensor that is not dense.
         CannotEncode: an entry cannot be pickled; with `wait=False` the future may raise it.
+        OSError: a file cannot be written; with `wait=False` the future raises it.
         CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
         CheckpointFailed: an earlier save in the background failed, and its future was not asked for the error.
@@ -114,14 +116,20 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
         if isinstance(value, DistributedOptimizer)
     }
     here = get_worker_info().name
-    begun: Begun = call_all(
-        {here: [], **shares},
-        lambda worker, theirs: rpc_async(
-            worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
-        ),
-        f"checkpoint.save: gathering the state for {path!r}",
-        limit=current.agent().timeout,
-    )
+    try:
+        begun: Begun = call_all(
+            {here: [], **shares},
+            lambda worker, theirs: rpc_async(
+                worker, _begin_share, (path, theirs, copies), own if worker == here else {}, timeout=NO_LIMIT
+            ),
+            f"checkpoint.save: gathering the state for {path!r}",
+            limit=current.agent().timeout,
+        )
+    except CannotEncode as error:
+        entry = next((key for key in own if str(error).startswith(f"argument {key!r}")), None)
+        if entry is None or error.__cause__ is None:
+            raise
+        raise cannot_save(entry, error.__cause__) from None
     check_names(plan.planner_data for _, plan in begun.values())
     return begun
 
@@ -166,11 +174,7 @@ class _Planner(DefaultSavePlanner):
         try:
             return super().transform_object(write_item, object)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
-            raise CannotEncode(
-                f"the entry {write_item.index.fqn!r} of the state cannot be saved: {error}. A checkpoint can have "
-                "models, optimizers, objects with a state_dict, and values that pickle can write, such as numbers, "
-                "strings, tensors, and lists and dictionaries of them"
-            ) from None
+            raise cannot_save(write_item.index.fqn, error) from None
 
 
 class Saver:
@@ -203,7 +207,7 @@ class Saver:
     def write(self, plan: SavePlan) -> list[WriteResult]:
         try:
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        except CannotEncode as error:
+        except (CannotEncode, OSError) as error:
             raise error.with_traceback(None) from None  # without the lines of torch
         finally:
             if self._copies is not None:
@@ -225,9 +229,7 @@ def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
 
 
 @known_as("checkpoint.save")
-def _begin_share(
-    path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool
-) -> tuple[RRef[Saver], SavePlan]:
+def _begin_share(path: str, shares: list[OwnerState], copies: bool, /, **own: Any) -> tuple[RRef[Saver], SavePlan]:
     saver = Saver(path, shares, own, copies)
     return RRef(saver), saver.plan
 

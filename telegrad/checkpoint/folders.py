@@ -49,14 +49,19 @@ class _InSteps(io.FileIO):
         super().__init__(file.fileno(), mode, closefd=False)
         self._note = note
         self._unsynced = 0
+        self.failure: OSError | None = None  # the first one while writing, for which torch raises another error
 
     def write(self, data: Any) -> int:
         self._note()
-        written = super().write(memoryview(data)[:STEP])
-        self._unsynced += written
-        if self._unsynced >= SYNC:
-            os.fsync(self.fileno())
-            self._unsynced = 0
+        try:
+            written = super().write(memoryview(data)[:STEP])
+            self._unsynced += written
+            if self._unsynced >= SYNC:
+                os.fsync(self.fileno())
+                self._unsynced = 0
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         return written
 
     def readinto(self, buffer: Any) -> int:
@@ -89,8 +94,15 @@ class Files(FileSystem):
         if actual.endswith(TEMPORARY):
             actual = f"{actual.removesuffix(TEMPORARY)}.{secrets.token_hex(8)}{TEMPORARY}"
             self._actual[os.fspath(path)] = actual
-        with create(actual) as created, io.BufferedWriter(_InSteps(created, mode, self._note)) as stream:
-            yield stream
+        with create(actual) as created:
+            file = _InSteps(created, mode, self._note)
+            try:
+                with io.BufferedWriter(file) as stream:
+                    yield stream
+            except Exception:
+                if (failure := file.failure) is None:
+                    raise
+                raise OSError(failure.errno, failure.strerror, actual) from None
 
     def exists(self, path: Path) -> bool:  # else torch's writer warns, and removes the file first
         return False

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad.errors import UsageError
+from telegrad.errors import CannotEncode, UsageError
 from telegrad.ext.arguments import is_path, short_repr
 from telegrad.ext.modules import RemotePart, branches
 from telegrad.optim import DistributedOptimizer
@@ -81,6 +81,15 @@ def check_tensors(name: str, value: Any) -> None:
         raise UsageError(
             f"a checkpoint cannot contain {name}, {kind}: save a dense tensor with its values instead, or leave it out"
         )
+
+
+def cannot_save(name: str, reason: BaseException) -> CannotEncode:
+    """Return the error for an entry that cannot be pickled."""
+    return CannotEncode(
+        f"the entry {name!r} of the state cannot be saved: {reason}. A checkpoint can have models, optimizers, objects "
+        "with a state_dict, and values that pickle can write, such as numbers, strings, tensors, and lists and "
+        "dictionaries of them"
+    )
 
 
 def check_names(ways: Iterable[Mapping[str, Sequence[str | int]]]) -> None:

@@ -32,11 +32,12 @@ from telegrad.ext.processes import HAS_UNIX, Thread, credentials
 from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"
-PATIENCE = 2.0  # seconds to receive a question, and to send the answer
+PATIENCE = 2.0  # seconds until a connection without a question is closed, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
 OF_A_GROUP = 256 << 20  # bytes of an answer about a group, and of all answers of this user together
 MOST_OF_A_USER = 1024  # workers of one user that are queried
+MOST_WAITING = 64  # connections to a worker that have not sent their question
 AT_ONCE = 512  # workers that are queried concurrently
 AGAIN = 0.005  # seconds until a retry, if a worker's accept queue is full
 FINDING = 5.0  # maximum seconds to determine the users of all sockets that are named like workers
@@ -69,7 +70,7 @@ class DebugServer:
         try:
             own = secrets.token_hex(8)  # unguessable, so that no other user can bind the name first
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
-            listening.listen(128)  # any user can connect; `_tell` rejects other users
+            listening.listen(128)  # any user can connect; `_serve` rejects other users
             self._socket = listening
             Thread(target=self._serve, args=(listening,), name="telegrad-desk").start()
         except (OSError, RuntimeError, MemoryError):  # a worker runs without its debug server, too
@@ -86,23 +87,39 @@ class DebugServer:
             listening.close()
 
     def _serve(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                asking, _ = listening.accept()
-            except OSError:
-                return
-            try:
-                with asking:
-                    self._tell(asking)
-            except Exception:  # the client has gone, or sent no question: at DEBUG, as it may do so without end
-                log.debug("telegrad: a question about this worker was not answered", exc_info=True)
+        """Answer questions until the server is closed. A connection without a question delays no other."""
+        with selectors.PollSelector() as selector:
+            selector.register(listening, selectors.EVENT_READ)
+            asking: dict[socket.socket, float] = {}  # connections without a question so far, and when they end
+            while self._socket is listening:
+                ready = [key.fileobj for key, _ in selector.select(PATIENCE if asking else None)]
+                oldest = next(iter(asking)) if len(asking) > MOST_WAITING else None
+                for sock, until in list(asking.items()):
+                    if sock in ready or sock is oldest or monotonic() > until:
+                        selector.unregister(sock)
+                        del asking[sock]
+                        with sock:
+                            self._tell(sock)
+                if listening in ready:
+                    try:
+                        sock, _ = listening.accept()
+                    except OSError:
+                        return
+                    if credentials(sock)[1] in (os.geteuid(), 0):
+                        selector.register(sock, selectors.EVENT_READ)
+                        asking[sock] = monotonic() + PATIENCE
+                    else:
+                        sock.close()
 
-    def _tell(self, asking: socket.socket) -> None:
-        """Answer one question, unless another user asks."""
-        if credentials(asking)[1] in (os.geteuid(), 0):
-            asked = json.loads(_question(asking))
-            asking.settimeout(PATIENCE)
-            asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
+    def _tell(self, sock: socket.socket) -> None:
+        """Answer the question that a connection has sent."""
+        try:
+            sock.setblocking(False)
+            asked = json.loads(_question(sock))
+            sock.settimeout(PATIENCE)
+            sock.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
+        except Exception:  # the client has gone, or sent no question: at DEBUG, as it may do so without end
+            log.debug("telegrad: a question about this worker was not answered", exc_info=True)
 
 
 def places() -> list[DebugAddress]:
@@ -280,12 +297,8 @@ def _named() -> list[tuple[DebugAddress, bytes]]:
 
 
 def _question(sock: socket.socket) -> bytes:
-    until = monotonic() + PATIENCE
-    line = b""
-    while not line.endswith(b"\n"):
-        sock.settimeout(max(1e-3, until - monotonic()))
-        part = sock.recv(LONGEST)
-        line += part
-        if not part or len(line) > LONGEST or monotonic() > until:
-            raise ConnectionError("it ended before its answer was complete")
+    """Return the question, which a client sends in one piece, from a socket that does not block."""
+    line = sock.recv(LONGEST)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the question was not complete")
     return line

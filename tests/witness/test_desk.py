@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from telegrad.insight.top import TopView, detail
 from telegrad.reporting import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.observer import Observer
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, wait_until
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, become_nobody, is_root
 
@@ -209,13 +210,28 @@ def test_root_finds_workers_only_under_names_of_their_own_user(monkeypatch: pyte
         os.write(writing, b"x")
         os.close(reading)
         os.close(writing)
+        monkeypatch.undo()
+        wait_until(lambda: not any(place.worker.startswith("of") for place, _ in debug_server._named()))
+
+
+_numbers = itertools.count(100)
+
+
+@contextlib.contextmanager
+def served(answer: Callable[[str, Any], Any]) -> Iterator[DebugAddress]:
+    """Run a debug server. Its worker's name is new, as the socket of an earlier one may be closed a little later."""
+    name = f"w{next(_numbers)}"
+    server = DebugServer(name, -1, answer)
+    try:
+        (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == name]
+        yield place
+    finally:
+        server.close()
 
 
 def test_a_worker_does_not_answer_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    served = DebugServer("w9", -1, lambda topic, _: asked.append(topic))
-    try:
-        (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == "w9"]
+    with served(lambda topic, _: asked.append(topic)) as place:
 
         def act() -> None:
             with socket.socket(socket.AF_UNIX) as sock:
@@ -231,8 +247,6 @@ def test_a_worker_does_not_answer_another_user(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(os, "geteuid", lambda: OTHER)
             act()
         assert asked == []
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize(
@@ -245,9 +259,7 @@ def test_rubbish_is_not_logged_and_does_no_harm(line: bytes, caplog: pytest.LogC
             raise ValueError(topic)
         return "served"
 
-    served = DebugServer("w9", -1, answer)
-    try:
-        (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == "w9"]
+    with served(answer) as place:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(f"\0{place.address}")
             sock.sendall(line)
@@ -255,18 +267,27 @@ def test_rubbish_is_not_logged_and_does_no_harm(line: bytes, caplog: pytest.LogC
             assert sock.recv(1) == b""
         assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
         assert [each for each in caplog.records if each.levelno > logging.DEBUG] == []
-    finally:
-        served.close()
+
+
+def test_connections_without_a_question_delay_no_other() -> None:
+    with served(lambda *_: "served") as place, contextlib.ExitStack() as stack:
+        for _ in range(2 * debug_server.MOST_WAITING):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.connect(f"\0{place.address}")
+        began = time.monotonic()
+        assert ask_all([place], DUMP, None, PATIENCE) == {place: "served"}
+        assert time.monotonic() - began < debug_server.PATIENCE
+        sock.settimeout(PATIENCE)
+        assert sock.recv(1) == b""  # such a connection is closed
 
 
 def test_names_of_workers_are_unpredictable() -> None:
     names = set()
     for _ in range(2):
-        served = DebugServer("w9", -1, lambda *_: None)
-        names |= {each.address for each in places() if each.pid == os.getpid() and each.worker == "w9"}
-        served.close()
+        with served(lambda *_: None) as place:
+            names.add(place.address.split("/")[4])
     assert len(names) == 2
-    assert all(len(name.split("/")[4]) == 16 for name in names)
+    assert all(len(name) == 16 for name in names)
 
 
 # Answers of this user's processes

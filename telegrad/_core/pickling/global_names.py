@@ -15,8 +15,8 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -181,38 +181,41 @@ class SentGlobals:
         self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
         self._sent: set[str] = set()
         self._conflicts: dict[str, str] = {}  # by name: a global sent before that shares an object with it
-        self._states: dict[str, int] = {}  # states of mutable values when they were sent
+        self._states: dict[str, tuple[int, int]] = {}  # versions and states of mutable values when they were sent
         self._warned: set[str] = set()
         self.read_by_classes: set[str] = set()  # globals read by methods of sent classes
         self._replaced: set[str] = set()  # those of them whose rebinding was reported
 
-    def version(self, name: str, value: Any, watched: bool) -> int:
-        """Return the version of a global to be sent. `watched`: warn once if it was changed in place."""
-        changed = False
+    def version(self, name: str, value: Any) -> int:
+        """Return the version of a global to be sent."""
         with self._lock:
-            same = _is_same(self._last.get(name, self), value)
-            if not same:
+            if not _is_same(self._last.get(name, self), value):
                 self._replaced.discard(name)
                 self._warned.discard(name)
                 self._last[name] = value
                 self.versions[name] = self.versions.get(name, 0) + 1
-            if watched and type(value) not in ATOMS and not isinstance(value, ModuleType):
+            return self.versions[name]
+
+    def note_sent(self, items: Iterable[tuple[str, int, Any]]) -> None:
+        """Record names, versions and values that were sent. Warn once of each that was changed in place since then."""
+        changed = []
+        with self._lock:
+            for name, version, value in items:
                 if not isinstance(value, NO_DATA):
                     self._sent.add(name)
-                state = _state_of(value)
-                if not same:
+                state = version, _state_of(value)
+                before = self._states.setdefault(name, state)
+                if before[0] < version:
                     self._states[name] = state
-                elif self._states.setdefault(name, state) != state and name not in self._warned:
+                elif before != state and name not in self._warned:
                     self._warned.add(name)
-                    changed = True
-            version = self.versions[name]
-        if changed:
+                    changed.append(name)
+        for name in changed:
             log.warning(
                 "telegrad: the global %r of the main program was changed in place after it was sent: workers that "
                 "have it keep their own copy. Pass it as an argument, or assign a new object to the name",
                 name,
             )
-        return version
 
     def note_class(self, names: frozenset[str]) -> None:
         """Record the globals that methods of a class read, when the class is sent."""

@@ -302,7 +302,7 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
             _check_bound(source, name, scope.names.get(name))
     names = _sent.complete({name for name in needed if name in scope.names}, scope.names, has)
     gone = [name for name in needed if name not in scope.names and (name in has or name in _sent.versions)]
-    items = [Item(name, _sent.version(name, DELETED, watched=False), DELETED) for name in sorted(gone)]
+    items = [Item(name, _sent.version(name, DELETED), DELETED) for name in sorted(gone)]
     for name in sorted(names):
         value = scope.names[name]
         if name in has and not isinstance(value, NO_DATA) and type(value) not in ATOMS:
@@ -311,9 +311,12 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
                 continue
         elif name in has and pickler.same_program and type(value) not in ATOMS:
             continue
-        items.append(Item(name, _sent.version(name, value, watched=name not in has), value))
+        item = Item(name, _sent.version(name, value), value)
+        items.append(item)
+        if name not in has and type(value) not in ATOMS and not isinstance(value, ModuleType):
+            pickler.globals_sent.append(item)
     if home and home not in names:
-        items.append(Item(home, _sent.version(home, scope.names[home], watched=False), scope.names[home]))
+        items.append(Item(home, _sent.version(home, scope.names[home]), scope.names[home]))
     return items
 
 
@@ -327,6 +330,11 @@ def _check_bound(source: ProgramSource, name: str, value: Any) -> None:
             f"the name {name!r} is bound at the top level of the main program and again under `{GUARD}`, and workers "
             "have the first: use two names"
         )
+
+
+def note_sent(items: Iterable[Item]) -> None:
+    """Record the globals in a message that could be pickled."""
+    _sent.note_sent(items)
 
 
 def note_class(scope: MainNamespace, kind: type) -> None:
@@ -361,4 +369,4 @@ def version_of(scope: MainNamespace, path: str) -> int:
     if scope not in _own:
         version = scope.version(name)
         return 1 if version == OWN else max(version, 1)
-    return _sent.version(name, scope.names[name], watched=False)
+    return _sent.version(name, scope.names[name])

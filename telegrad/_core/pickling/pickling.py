@@ -254,11 +254,17 @@ def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[t
 
 
 def _dump(
-    kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False, at_once: bool = False
+    kind: type[_Pickler | ValuePickler],
+    value: Any,
+    same_program: bool,
+    texts: bool = False,
+    at_once: bool = False,
+    sent: list[Any] | None = None,
 ) -> Encoded:
     """Pickle a value. `at_once`: no other thread runs while built-in types are pickled.
 
     `texts`: the value contains a large text. If pickling finds one without it, pickling starts again with `texts`.
+    `sent`: the globals in the pickle are added to it.
     """
     file, whole = SegmentWriter(), io.BytesIO()  # `whole` writes in C, without a switch of threads
     buffers: list[Tensor] = []
@@ -267,6 +273,7 @@ def _dump(
     pickler.tensors = []
     pickler.references = []
     pickler.plain = True
+    pickler.globals_sent = [] if sent is None else sent
     pickler.file = file
     file.may_repeat = not (texts or at_once)
     if texts:
@@ -274,7 +281,7 @@ def _dump(
     try:
         pickler.dump(value)
     except LargeText:
-        return _dump(kind, value, same_program, True)
+        return _dump(kind, value, same_program, True, sent=sent)
     if at_once:
         file = SegmentWriter(whole.getvalue())
     body = file.whole()
@@ -383,8 +390,9 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
     if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
         with contextlib.suppress(Exception):
             return _dump(_Pickler, value, same_program, texts, at_once=True)
+    sent: list[Any] = []
     try:
-        return _dump(_value_pickler(), value, same_program)
+        encoded = _dump(_value_pickler(), value, same_program, sent=sent)
     except CodecError:
         raise
     except Exception as error:
@@ -393,6 +401,11 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
         fold(error)
         error.__context__ = None  # the same error in the fast way
         raise _error_of_part(value, same_program, error) from error
+    if sent:
+        from telegrad._core.pickling.main_modules import note_sent
+
+        note_sent(sent)
+    return encoded
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:

@@ -374,6 +374,7 @@ class Pickler:
     tensors: list[Tensor]
     references: list[Any]
     plain: bool  # only built-in types so far
+    globals_sent: list[Any]  # globals of the main program in the pickle, which receivers keep
     file: SegmentWriter
     texts: Texts | None = None
 

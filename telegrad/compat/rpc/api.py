@@ -346,6 +346,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, called this; it would wait for itself.
         CallTimeout: the others did not call this in time; this worker has left all the same.
+        PeerLost: another worker died, or ended without calling this; this worker has left all the same.
+        RRefError: other workers still hold references to values of this worker; it has left all the same.
     """
     if graceful:
         life.check_may_wait(current.joined(), "shutdown")
