@@ -163,7 +163,9 @@ def test_a_block_that_another_thread_leaves_ends_its_context(worker: Contexts) -
     left = autograd.context()
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         first.submit(left.__enter__).result()
-        with pytest.raises(UsageError, match="was left on another thread"):
-            second.submit(left.__exit__).result()
+        own = ValueError("raised in the block")
+        with pytest.raises(UsageError, match="was left on another thread") as caught:
+            second.submit(left.__exit__, ValueError, own, None).result()
+        assert caught.value.__cause__ is own
         assert not len(worker)
         assert isinstance(first.submit(autograd.context().__enter__).result(), int)
