@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_068,
-    "lines of the core": 38_723,
-    "lines of the tests": 86_688,
+    "lines of the package": 62_146,
+    "lines of the core": 38_763,
+    "lines of the tests": 86_747,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

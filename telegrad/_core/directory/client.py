@@ -38,8 +38,16 @@ from telegrad._core.directory.directory import (
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.requests import INCARNATION, Channel, Reply, Request, name_of, read_reply, write_request
-from telegrad._core.directory.watches import LONGEST_WATCH
+from telegrad._core.directory.requests import (
+    INCARNATION,
+    LONGEST_WATCH,
+    Channel,
+    Reply,
+    Request,
+    name_of,
+    read_reply,
+    write_request,
+)
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed

@@ -41,6 +41,7 @@ _REPLY = struct.Struct("<BQI")
 _CHANGE = struct.Struct("<HIQQQ")
 _DELETED = 0xFFFFFFFF  # instead of a value's length
 
+LONGEST_WATCH = 3_600.0  # seconds
 LONGEST_REQUEST = _REQUEST.size + KEY_BYTES + VALUE_BYTES
 
 INCARNATION = "directory"  # of directories in handshakes; workers have others

@@ -16,11 +16,10 @@ from typing import Generic, NamedTuple, TypeVar
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import Compacted
 from telegrad._core.directory.lease_table import LeaseTable
-from telegrad._core.directory.requests import write_reply
+from telegrad._core.directory.requests import LONGEST_WATCH, write_reply
 
 EACH = 1e-3  # seconds: a notification takes a third of that, on the processors of watchers that share a host
 LONGEST_GATHERING = 0.5  # seconds
-LONGEST_WATCH = 3_600.0  # seconds
 
 C = TypeVar("C", bound=Hashable)  # a connection
 

@@ -23,11 +23,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Directory, DirectoryLost
-from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait, poll_intervals
 from telegrad._core.security.keyring import Keyring
@@ -44,6 +43,9 @@ KNOCK = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two checks of the process that this worker has started
 END = 1.0  # seconds for the checking thread to end
 PATIENCE = 10.0  # seconds for an operation of a directory
+
+if TYPE_CHECKING:
+    from telegrad._core.directory.server_process import ServerProcess
 
 log = logging.getLogger("telegrad")
 
@@ -125,14 +127,19 @@ class DirectoryMonitor:
         """
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
-                return ServerProcess(self._keys, self._host, before.port, before.path)
+                return self._process(before.port, before.path)
             _, has_gone = _probe(before, self._keys)
             if not has_gone:
                 return None
         try:
-            return ServerProcess(self._keys, self._host)
+            return self._process()
         except OSError as error:
             raise StoreUnreachable(f"the group's directory cannot be served at {self._host}: {short(error)}") from error
+
+    def _process(self, port: int = 0, path: str = "") -> ServerProcess:
+        from telegrad._core.directory.server_process import ServerProcess  # with SQLite: few workers need it
+
+        return ServerProcess(self._keys, self._host, port, path)
 
     def _main(self) -> None:
         while not self._over.wait(LOOK):
@@ -140,7 +147,7 @@ class DirectoryMonitor:
                 if self._keeper is not None:
                     self._keeper.restart_if_ended()
                 elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
-                    self._keeper = ServerProcess(self._keys, self._host, self.pointer.port, self.pointer.path)
+                    self._keeper = self._process(self.pointer.port, self.pointer.path)
 
 
 def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
