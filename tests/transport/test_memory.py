@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import mmap
+import multiprocessing
 import os
 import threading
+from multiprocessing.connection import Connection
 from time import monotonic
 from typing import NoReturn
 
@@ -18,7 +20,7 @@ from telegrad._core.memory.blobs import Outgoing, Prepared, SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, ReceiveBufferPool, SharedBlockPool, size_class
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents, wait_until
 
 MB = 1 << 20
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
@@ -135,6 +137,46 @@ def test_an_argument_that_is_returned_frees_its_block_with_the_answer() -> None:
             assert torch.equal(group[0].agent.call("w1", echo, (sent,), None), sent)
             assert pools[0].lent == 0
         assert [pool._made for pool in pools] == [1, 1]
+
+
+kept: list[torch.Tensor] = []
+
+
+def keep(value: torch.Tensor) -> None:
+    kept.append(value)
+
+
+def look(pipe: Connection) -> None:
+    while pipe.recv():
+        pipe.send([kept[0][0].item(), kept[0][-1].item()])
+        kept[0][0] = 5
+
+
+@needs_sharing
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_memory_that_a_forked_child_has_is_not_reused(transport: str) -> None:
+    with agents(2, transport=transport) as group:
+        agent, pool = group[0].agent, group[0].agent._connections._pool
+        agent.call("w1", keep, (torch.ones(MB),), None)
+        ours, theirs = multiprocessing.Pipe()
+        children = [multiprocessing.get_context("fork").Process(target=look, args=(theirs,)) for _ in range(2)]
+        for child in children:
+            child.start()
+        ours.send(True)
+        assert ours.recv() == [1, 1]
+        if transport == "tcp":
+            assert kept[0][0] == 1  # the child has changed its own copy
+        kept.clear()
+        for _ in range(4):
+            agent.call("w1", echo, (torch.zeros(MB),), None)
+        ours.send(True)
+        assert ours.recv()[1] == 1
+        assert pool.lent == (transport == "unix")
+        for _ in children:
+            ours.send(False)
+        for child in children:
+            child.join(PATIENCE)
+        wait_until(lambda: pool.lent == 0)  # once no child has it
 
 
 def test_blocks_that_were_never_passed_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 from errno import EMFILE, ENFILE, ENOMEM
@@ -40,6 +41,13 @@ _NO_THREAD = "can't start new thread"  # also raised if there is no memory for i
 def usable_memory() -> int:
     """Return the bytes of memory that this process may use."""
     return min([_of_machine(), *_group_limits()])
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Return new memory, of which a forked child gets its own copy. Python's default would share it."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, size)
 
 
 def _of_machine() -> int:

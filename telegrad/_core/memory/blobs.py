@@ -30,7 +30,7 @@ from telegrad._core.devices.device_streams import Arrived, Streams
 from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
-from telegrad._core.memory.warm_memory import Block, LastingMaps, Lender, Loan, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.warm_memory import Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool, SharedLender
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
@@ -56,7 +56,7 @@ class SharedMaps:
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
-        self._lender = Lender(self.released.append)
+        self._lender = SharedLender(self.released.append)
         self.lasting = LastingMaps()
 
     def take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
@@ -138,6 +138,10 @@ class SharedMaps:
             return block.take(size, device, self._streams)
         finally:
             self.released.append(number)
+
+    def tick(self) -> None:
+        self.lasting.trim()
+        self._lender.tick()
 
     def retire(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -23,12 +23,12 @@ memory.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from telegrad._core.host.resources import private_memory
 from telegrad.errors import CannotDecode, ProtocolViolation
 
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL, PULSE = range(1, 13)
@@ -284,7 +284,7 @@ class FrameReader:
     def _reserve(size: int) -> memoryview:
         """Allocate memory for a part. Its pages are not used before data is written, whatever size was announced."""
         try:
-            return memoryview(mmap.mmap(-1, size))
+            return memoryview(private_memory(size))
         except (MemoryError, OverflowError, ValueError, OSError) as error:
             raise ProtocolViolation(f"a message of {size} bytes was announced ({error})") from error
 
