@@ -323,6 +323,10 @@ if __name__ == "__main__":
             gc.collect()
             sys.exit(0)  # through the ends of all these `with`, and of the interpreter
         assert os.wait()[1] == 0
+        if os.fork() == 0:
+            with stream, publisher, subscriber:
+                sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
         print([int(each) for each in DataLoader(Sampled(reference), num_workers=2)])
         process = multiprocessing.get_context("fork").Process(target=joins, args=(sys.argv[1],))
         process.start()

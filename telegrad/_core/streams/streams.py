@@ -23,7 +23,7 @@ from weakref import ref
 
 import torch
 
-from telegrad._core import checks
+from telegrad._core import checks, forks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.call_names import not_compiled, user_name
@@ -272,7 +272,12 @@ class Stream(Generic[T]):
                 raise RuntimeError(f"the stream raised {type(error).__name__}: {error}") from None
 
     def close(self) -> None:
-        """Stop the stream: its generator is closed at its `yield`, unless it has ended. Do not wait for that."""
+        """Stop the stream: its generator is closed at its `yield`, unless it has ended. Do not wait for that.
+
+        In a forked child this does nothing: the stream is its parent's.
+        """
+        if forks.is_inherited(self._agent):
+            return
         with self._lock:
             self._intake.close()
             self._ended = True
