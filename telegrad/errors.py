@@ -226,7 +226,7 @@ class UnusedSends(AutogradError):
 
 
 class CheckpointFailed(TelegradError):
-    """A checkpoint written in the background was not completed; the previous one is the latest."""
+    """Files of a checkpoint are missing or damaged; or one that was written in the background was not completed."""
 
 
 class WorkersFailed(TelegradError):

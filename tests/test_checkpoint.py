@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import shutil
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad._core.worker import current
 from telegrad.checkpoint import Saver
-from telegrad.errors import UsageError, WorkersFailed
+from telegrad.errors import CheckpointFailed, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import remote
@@ -195,6 +196,12 @@ def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathli
                 os.mkfifo(file)
             with pytest.raises(Exception, match=r"it is not a regular file: '.*(\.metadata|\.distcp)'"):
                 checkpoint.load(state, path)
+        for spoil in (lambda file: os.truncate(file, 100), os.unlink):
+            checkpoint.save(state, tmp_path / "spoiled")
+            spoil(next((tmp_path / "spoiled").glob("*.distcp")))
+            with pytest.raises(CheckpointFailed, match=r"files of .*spoiled' are missing or damaged"):
+                checkpoint.load(state, tmp_path / "spoiled")
+        shutil.rmtree(tmp_path / "spoiled")
         assert checkpoint.latest(tmp_path) == str(tmp_path / "of distcp")
         (tmp_path / "other").mkdir()
         for content in (b"", b"[settings]", pickle.dumps([1]), pickle.dumps(b"text")[:-4]):

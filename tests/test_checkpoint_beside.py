@@ -127,7 +127,7 @@ def test_a_failure_is_raised_by_the_future_or_the_next_save(
     checkpoint.save({"model": net}, tmp_path / "good", wait=False).wait()
     gate.error = OSError("no space")
     unseen = checkpoint.save({"model": net}, tmp_path / "bad", wait=False)
-    with pytest.raises(CheckpointFailed, match=r"nothing was saved.*'.*bad'.*3 of 3 workers failed"):
+    with pytest.raises(CheckpointFailed, match=r"nothing was saved.*'.*bad'.*: OSError: no space.*\. Fix the cause"):
         checkpoint.save({"model": net}, tmp_path / "next", wait=False)
     assert not (tmp_path / "bad").exists()
     del unseen
@@ -340,7 +340,7 @@ def test_saving_does_not_wait_for_a_hanging_owner(gate: Gate, tmp_path: pathlib.
     with pytest.raises(WorkersFailed, match=r"CallTimeout: worker 'w1' made no progress for 1 s .*`rpc_timeout`"):
         checkpoint.save({"model": net}, tmp_path / "one")
     checkpoint.save({"model": net}, tmp_path / "one", wait=False)
-    with pytest.raises(CheckpointFailed, match=r"made no progress|3 of 3 workers failed"):
+    with pytest.raises(CheckpointFailed, match=r"made no progress"):
         checkpoint.save({"model": net}, tmp_path / "two", wait=False)
     gate.open.set()
     saved = checkpoint.save({"model": net}, tmp_path / "two").wait()

@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_146,
-    "lines of the core": 38_763,
-    "lines of the tests": 86_747,
-    "files of the package": 267,
+    "lines of the package": 62_331,
+    "lines of the core": 38_922,
+    "lines of the tests": 86_832,
+    "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,

@@ -101,7 +101,7 @@ class context:  # noqa: N801 - used like a function
                 fold(error)
             raise
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._now is None:
             return
         contexts, context, inside = self._now
@@ -112,7 +112,7 @@ class context:  # noqa: N801 - used like a function
             raise UsageError(
                 f"the block of context {context.id} was left on another thread, or in another task, than it was "
                 "entered. The context has ended"
-            ) from error
+            ) from next((each for each in _ if isinstance(each, BaseException)), None)
         finally:
             del self._entry
             if not forks.is_inherited(contexts):  # else the context belongs to the parent process, which still uses it

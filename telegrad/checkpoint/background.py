@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad.errors import CheckpointFailed
+from telegrad.errors import CheckpointFailed, WorkersFailed
 from telegrad.ext.calls import Agent, Future
 from telegrad.ext.processes import Thread
 from telegrad.ext.texts import Wait
+from telegrad.ext.values import first_line
 from telegrad.ext.workers import current
 
 
@@ -82,7 +83,8 @@ class BackgroundSaves:
             try:
                 save.future.value()
             except BaseException as error:
-                kind, said = type(error).__name__, str(error).partition("\n")[0]
+                first = next(iter(error.errors.values()), error) if isinstance(error, WorkersFailed) else error
+                kind, said = type(first).__name__, first_line(first)
                 raise CheckpointFailed(
                     f"nothing was saved, because the previous checkpoint, {save.path!r}, which was written "
                     f"in the background, failed: {kind}: {said}. Fix the cause and save again"

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, kind_of, shares_of, unpacked
-from telegrad.errors import UsageError
+from telegrad.errors import CheckpointFailed, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import StepCounter, call_all, folded, known_as
 from telegrad.ext.files import UnsafePath, reason
 from telegrad.ext.modules import LocalOptimizer, RemotePart, joined, restore_model, state_of, without_remote_state
 from telegrad.ext.processes import raised_by_handler
 from telegrad.ext.texts import Wait
+from telegrad.ext.values import first_line
 from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
@@ -48,6 +49,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         UsageError: the folder contains no complete checkpoint, or one of a different state: a tensor of a model or in
             `state` has another shape or type or is missing, or an optimizer has other parameters. Nothing was loaded.
         CallTimeout: an owner made no progress for `rpc_timeout`.
+        CheckpointFailed: files are missing or damaged. Other parts may have been loaded.
         WorkersFailed: several workers could not read the checkpoint.
 
     Example:
@@ -298,7 +300,15 @@ def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
     planner.set_up_planner(flat, metadata, True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     (plan,) = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    try:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except Exception as error:
+        if raised_by_handler(error) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        raise CheckpointFailed(
+            f"files of the checkpoint in {path!r} are missing or damaged: {type(error).__name__}: {first_line(error)}. "
+            "Other parts may have been loaded already: load another checkpoint"
+        ) from None
 
 
 # Continuing after losses

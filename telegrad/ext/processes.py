@@ -2,7 +2,7 @@
 
 from telegrad._core import forks, interrupts
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host.resources import error_text, instances, translate_error
+from telegrad._core.host.resources import check_open_files, error_text, instances, translate_error
 from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
 from telegrad._core.processes import (
     SAFE_PATH,
@@ -20,9 +20,9 @@ from telegrad._core.stores.address import is_address, knock, listening_address, 
 from telegrad._core.threads import Background, Thread, run_in_thread
 
 __all__ = [
-    "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "credentials", "describe_exit",
-    "error_text", "family_of", "forks", "in_child", "install", "instances", "interrupts", "is_address", "knock",
-    "listening_address", "loopback", "new_session_options", "quoted", "raised_by_handler", "renewed",
-    "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "socket_address", "state_of", "stopped",
-    "translate_error", "tune_tcp", "uninterrupted",
+    "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "check_open_files", "credentials",
+    "describe_exit", "error_text", "family_of", "forks", "in_child", "install", "instances", "interrupts",
+    "is_address", "knock", "listening_address", "loopback", "new_session_options", "quoted", "raised_by_handler",
+    "renewed", "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "socket_address", "state_of",
+    "stopped", "translate_error", "tune_tcp", "uninterrupted",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from telegrad.ext.processes import (
     SAFE_PATH,
     Thread,
     bracketed,
+    check_open_files,
     describe_exit,
     family_of,
     in_child,
@@ -82,6 +83,7 @@ class LocalGroup:
             translate_error("telegrad.local", RendezvousError),
             socket.create_server((host, 0), family=family_of(host)) as listener,
         ):
+            check_open_files()  # torch's store would raise another error
             host, port = listener.getsockname()[:2]
             options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
             options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,12 @@ class ShardedPublisher:
         """End publishing. Subscribers keep the versions that they have."""
         self._publisher.close()
         self._call_all("close", lambda worker: ())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _call_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
         name = f"ShardedPublisher.{method}"
@@ -333,6 +339,12 @@ class ShardedSubscriber:
         """End reading. Versions that were read stay valid."""
         for subscriber in (self._manifest, *self._owners.values()):
             subscriber.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"<ShardedSubscriber to {self._name!r} on {self._manifest.worker!r}: at version {self.version}>"

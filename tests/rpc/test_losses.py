@@ -24,6 +24,7 @@ from tests.rpc import members
 from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event, wait_for_lines
 
 SILENCE = 3.0
+SHORT = 0.5
 AT_ONCE = 2.0  # seconds on a busy machine, less than the silence; an idle one needs some milliseconds
 COUNT = 5
 
@@ -150,6 +151,34 @@ def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(five: list[Pr
     assert five[0].run(names) == [f"w{rank}" for rank in range(COUNT)]
 
 
+def test_a_stopped_worker_of_a_fixed_group_is_lost_and_comes_back() -> None:
+    everyone = ["worker0", "worker1", "worker2"]
+    with group(3, silence=SHORT) as made:
+        caller, other, stopped = made
+        assert caller.run(call, "worker2") == 3
+        for _ in range(2):
+            stopped.kill(signal.SIGSTOP)
+            assert caller.run(error_of, call, "worker2")[0] is errors.PeerSilent
+            wait_for([caller], everyone[:2], PATIENCE)
+            stopped.kill(signal.SIGCONT)
+            wait_until(lambda: caller.run(error_of, call, "worker2")[0] is None)
+            wait_for(made, everyone, PATIENCE)
+        for process in (caller, other):
+            process.begin(rpc.shutdown)
+        assert stopped.run(repeated, call, "worker0") == [3] * 50  # the others do not leave without it
+        stopped.run(rpc.shutdown)
+        for process in (caller, other):
+            process.end()
+
+
+def repeated(function: Callable[..., Any], *args: Any) -> list[Any]:
+    results = []
+    for _ in range(50):
+        results.append(function(*args))
+        time.sleep(0.01)
+    return results
+
+
 def test_the_group_goes_on_while_the_keeper_of_the_directory_is_stopped(tcp: str) -> None:
     with processes(4) as (boss, x, y, again):
         boss.run(join, tcp, 0, "boss")
@@ -179,7 +208,6 @@ def test_a_server_that_was_declared_lost_ends_with_that_error(five: list[Process
 # Workers that do not run: stopped processes, and interpreters that one thread holds
 
 
-SHORT = 0.5
 SOON = 5.0  # seconds that an immediate event may take on a busy machine
 
 

@@ -64,6 +64,7 @@ class Post:
 
     def __init__(self, worker: Worker) -> None:
         self.lost: list[Callable[[Identity, PeerError], None]] = []
+        self.reached: list[Callable[[Identity], None]] = []
         self.cut_off: set[str] = set()  # lives that are refused
         self._worker = worker
 
@@ -83,6 +84,9 @@ class Post:
                 self._worker.world.after(1.0, self._worker.hear_of_end, found)
 
     def warn_lost(self, who: Identity, why: str) -> None:
+        pass
+
+    def note_return(self, who: Identity) -> None:
         pass
 
     def forget_names(self, but: Collection[str]) -> None:

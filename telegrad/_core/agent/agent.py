@@ -81,9 +81,10 @@ class Agent:
         self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
+        self.reached = self._connections.reached  # called when a connection to or from a worker was made
         # Methods of the parts, without a call of this object between
         self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
-        self.forget_names = self._connections.forget_names
+        self.forget_names, self.note_return = self._connections.forget_names, self._connections.note_return
         self.waiting = self._reactor.waiting
         self.handle_notices = self._server.handle_notices
         self.wake_at = self._timer.wake_by

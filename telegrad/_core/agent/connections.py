@@ -80,6 +80,7 @@ class Connections:
         ended.
         """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
+        self.reached: list[Callable[[Identity], None]] = []
         self.settings = settings
         self.reactor = reactor
         self.layers = layers
@@ -221,6 +222,7 @@ class Connections:
             widen=None if shared else partial(self._begin_widen, target),
         )
         link.feed(channel.leftover)
+        list(results(self.reached, peer.identity))
         if (note := events.note) is not None:
             note((events.CONNECTED, now := perf_counter(), now, member.name, "unix" if shared else "tcp"))
         return link
@@ -309,6 +311,7 @@ class Connections:
         elif not closed:  # otherwise `close` is about to end it
             link.feed(channel.leftover)
             link.reading.watch()
+            list(results(self.reached, who))
 
     def _join(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         with self._lock:
@@ -359,6 +362,12 @@ class Connections:
         if news:
             events.alarm(news)
         log.log(logging.WARNING if news else logging.INFO, "telegrad: %s", news or why)
+
+    def note_return(self, who: Identity) -> None:
+        """Log that a lost worker is back. Its next loss will be logged, too."""
+        with self._lock:
+            self._warned.discard(who.incarnation)
+        log.warning("telegrad: worker %r answers again, and is back in the group", who.name)
 
     def tick(self, now: float) -> float:
         """Expire calls, return lent memory, and notice ends of idle connections; return the time of the next tick."""

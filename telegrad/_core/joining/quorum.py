@@ -159,7 +159,8 @@ class Quorum:
         count = len(self.chosen()[0])
         if awaited:
             names = listed([repr(member.name) for member in awaited])
-            return f"generation {self._running.number} is running: {names} did not call rendezvous_again()"
+            number = self._running.number
+            return f"generation {number} is running until {names} call rendezvous_again(), or one of them is lost"
         names = listed([repr(each.member.name or each.member.role) for each in self._here()])
         workers = "1 worker" if count == 1 else f"{count} workers"
         if count < self._limits.least:

@@ -33,6 +33,7 @@ class MessageSender(Protocol):
     """A worker's control messages, and the state of its calls and connections."""
 
     lost: list[Callable[[Identity, PeerError], None]]  # called when a connection to a worker ended
+    reached: list[Callable[[Identity], None]]  # called when a connection to or from a worker was made
 
     @property
     def closed(self) -> bool: ...
@@ -57,6 +58,9 @@ class MessageSender(Protocol):
 
     def warn_lost(self, who: Identity, why: str) -> None:
         """Log that a worker was lost, unless that was logged before."""
+
+    def note_return(self, who: Identity) -> None:
+        """Log that a lost worker is back."""
 
     def forget_names(self, but: Collection[str]) -> None:
         """Forget the results of earlier name lookups, except for the lives that are still present."""
@@ -200,7 +204,7 @@ class LeavingTogether(Leaving):
         self._messages = MessageQueue(post)
         self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
-        self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
+        self._stories: dict[int, str] = {}  # of workers that left early or died; added by setdefault, without the lock
         for message in get_args(Message):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
@@ -298,6 +302,11 @@ class LeavingTogether(Leaving):
             self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
         self._act(lambda: self._farewell.lost(who.id, died))
         self._wake()
+
+    def take_back(self, member: Member) -> None:
+        """Wait again for a lost worker that answers again."""
+        self._stories.pop(member.id, None)
+        self._act(lambda: self._farewell.take_back(member.id))
 
     def remind(self, member: Member) -> None:
         """Resend what may have been lost with the connection of a worker that answers again."""

@@ -113,13 +113,14 @@ class Membership:
         self._present = {member.incarnation: member for member in present}
         self._view: View | None = None  # of the present members, created on demand
         self._version = 0  # of the view
-        # called under the lock with each gone member; may only record it
-        self.gone: list[Callable[[Member], None]] = []
+        self.gone: list[Callable[[Member], None]] = []  # called under the lock with each gone member, to record it
         self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
         self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
+        self.on_return: Callable[[Member], None] = lambda *_: None  # called when such a worker answers again
         self._doubts: list[Suspect] = []
         self._knocks = Probes()  # used only by the probing thread
         self._gone: dict[str, str] = {}  # how former members went, by incarnation
+        self._silent: dict[str, Member] = {}  # those that were lost without an announcement, if no directory decides
         self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
         self._parted: set[str] = set()  # the incarnations of workers that announced their shutdown
         self._next = ""  # the incarnation of the next member by rank, to which this worker keeps a connection
@@ -130,6 +131,7 @@ class Membership:
         self._watch = Background("telegrad-watch", self._main)
         post.on(Greeting, lambda *_: None)
         post.lost.append(self._on_lost)
+        post.reached.append(self._on_reached)
 
     def begin(self) -> None:
         """Start watching; this worker has joined."""
@@ -283,6 +285,16 @@ class Membership:
             self._watch.want()
         self._wake.set()
 
+    def _on_reached(self, who: Identity) -> None:
+        """Take back a lost worker that answers again, such as one that was stopped."""
+        with self._changed:
+            if (member := self._silent.pop(who.incarnation, None)) is not None:
+                self._gone.pop(who.incarnation, None)
+                self._take_in(member)
+        if member is not None:
+            self._post.note_return(who)
+            self.on_return(member)
+
     def _has_parted(self, reason: PeerError) -> bool:
         """Return True if that worker announced its departure. In a dynamic group, one that leaves early is lost."""
         return isinstance(reason, ShutDown) and (self._group is None or not isinstance(reason, LeftEarly))
@@ -375,6 +387,8 @@ class Membership:
             self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
         with self._changed:
             self._take_out(who, doubt.why if how == LOST else None)
+            if how == LOST and self._group is None:
+                self._silent[who.incarnation] = who
         if how == LOST:
             self.on_dead(who.identity, doubt.why)
 

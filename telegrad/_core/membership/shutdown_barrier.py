@@ -13,7 +13,8 @@ workers are quiet when they enter, and report that, this counts as the first of 
       | -- Left ------------------> |
 
 A worker that dies is removed; if it led, the others send Entered to the next leader. Leave lists the removed workers.
-A removed worker may be alive, since connections to it can fail for a while: its next message takes it back.
+A removed worker may be alive, since connections to it can fail for a while: its next message, or a new
+connection, takes it back.
 
 Only the leader knows which workers have entered. A worker that waits for long sends Who, and the leader answers
 Missing. Who also asks for all that may have been lost with a connection: a leader asks its question again, any other
@@ -134,7 +135,8 @@ class ShutdownBarrier:
         if self.state == DONE:
             return []
         if sender not in self._alive:
-            return self._take_back(sender, message)
+            letters = self.take_back(sender)
+            return letters + self.receive(sender, message) if sender in self._alive else []
         if not isinstance(message, Missing):  # only a worker in shutdown sends the others
             self._entered.add(sender)
         if isinstance(message, Entered):
@@ -160,13 +162,13 @@ class ShutdownBarrier:
         self._check_left()
         return []
 
-    def _take_back(self, sender: int, message: Message) -> list[Letter]:
+    def take_back(self, other: int) -> list[Letter]:
         """Wait again for a worker that was removed, but is alive."""
-        if sender not in self.lost_ones or self.state == LEAVING:
+        if other not in self.lost_ones or self.state != WAITING:
             return []
-        self._alive.add(sender)
-        self.lost_ones.discard(sender)
-        return self.remind(sender) + self.receive(sender, message)
+        self._alive.add(other)
+        self.lost_ones.discard(other)
+        return self.remind(other)
 
     def _on_who(self, sender: int) -> list[Letter]:
         if self.leader == self._me:

@@ -30,7 +30,8 @@ from telegrad._core.devices.device_streams import Arrived, Streams
 from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
-from telegrad._core.memory.warm_memory import Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool, SharedLender
+from telegrad._core.memory.lending import SharedLender
+from telegrad._core.memory.warm_memory import Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
@@ -56,7 +57,7 @@ class SharedMaps:
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
-        self._lender = SharedLender(self.released.append)
+        self.lender = SharedLender(self.released.append)
         self.lasting = LastingMaps()
 
     def take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
@@ -88,21 +89,20 @@ class SharedMaps:
 
         Raises:
             ProtocolViolation: the block does not exist, is smaller than `size`, or is not memory that may be mapped.
-            OSError: this process has no descriptor or no memory left to map it. Without memory, the block is returned
-                to the peer, and is mapped when it is lent again.
-            MemoryError: no memory is left, as with `OSError`.
+            OSError, MemoryError: this process has no descriptor or no memory left to map it. Without memory, the block
+                is returned to the peer, and is mapped when it is lent again.
         """
         base, lasting = (self._bases[number], None) if number in self._bases else self._map_new(number, size)
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
-        lent = self._lender.lend(base, size, number)
+        lent = self.lender.lend(base, size, number)
         vars(lent.untyped_storage())["lasting"] = lasting
         return lent
 
     def _map_new(self, number: int, size: int) -> tuple[memoryview, Tensor | None]:
         fd = self._unmapped.pop(number, None)
         if fd is None:
-            if len(self._bases) + len(self._unmapped) + len(self._lender._leases) >= self._most:
+            if len(self._bases) + len(self._unmapped) + len(self.lender._leases) >= self._most:
                 raise ProtocolViolation(f"more than {self._most} blocks of shared memory are mapped here")
             if not self.arrived:
                 raise ProtocolViolation(f"shared block {number} was named but never passed")
@@ -138,10 +138,6 @@ class SharedMaps:
             return block.take(size, device, self._streams)
         finally:
             self.released.append(number)
-
-    def tick(self) -> None:
-        self.lasting.trim()
-        self._lender.tick()
 
     def retire(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -13,9 +13,6 @@ Writing to fresh memory costs ten times a copy (page faults), so memory that was
 A file is lent to one peer at a time, which works on the same memory. A common one is lent to any number of peers at
 once, with one Loan for each. They map it privately: when a process writes to a page, the kernel gives it a copy. It
 holds one tensor of this worker for as long as the tensor lives; while it is lent, nothing may write to it.
-
-A weak reference reports the death of a tensor. Its callback may run at any moment in any thread, so it only appends to
-a deque.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import logging
 import mmap
 import os
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -37,8 +33,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core.devices.staging import DeviceBlock, sharer
-from telegrad._core.forks import in_child
 from telegrad._core.host import resources
+from telegrad._core.memory.lending import Lender, SharedLender
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, address_of, copy, memory, of_buffer
 
@@ -131,119 +127,6 @@ class LastingMaps:
         for key, (used, _) in self._maps.copy().items():
             if used <= monotonic() - unused:
                 self._maps.pop(key, None)
-
-
-class _Lease(weakref.ref[memoryview]):
-    __slots__ = ("forks", "token")
-    token: Any
-    forks: tuple[_Fork, ...]  # of this process while the tensor was alive
-
-
-class Lender:
-    """Creates tensors over given memory and calls `ended(token)` when the last tensor over it is gone."""
-
-    def __init__(self, ended: Callable[[Any], None]) -> None:
-        self._ended = ended
-        self._leases: dict[int, _Lease] = {}  # by id: hashing a reference hashes its referent, which may be gone
-
-    def lend(self, base: memoryview, size: int, token: Any) -> Tensor:
-        buffer = base[:size]
-        lease = _Lease(buffer, self._end)
-        lease.token, lease.forks = token, ()
-        self._leases[id(lease)] = lease
-        with torch.inference_mode(False):
-            return torch.frombuffer(buffer, dtype=torch.uint8)
-
-    def _end(self, lease: _Lease) -> None:
-        self._leases.pop(id(lease), None)
-        self._ended(lease.token)
-
-
-class SharedLender(Lender):
-    """Lends memory that forked children share: it is in use until the last tensor in any of them is gone, too."""
-
-    def __init__(self, ended: Callable[[Any], None]) -> None:
-        super().__init__(ended)
-        self._inherited: deque[_Lease] = deque()  # whose tensors are gone here, and perhaps not in a child
-        _shared.add(self)
-
-    def fork(self, fork: _Fork) -> None:
-        for lease in list(self._leases.values()):
-            lease.forks = (*(each for each in lease.forks if each is not fork and not each.is_over()), fork)
-
-    def _end(self, lease: _Lease) -> None:
-        if lease.forks:
-            self._leases.pop(id(lease), None)
-            self._inherited.append(lease)
-        else:
-            super()._end(lease)
-
-    def tick(self) -> None:
-        """Take back the memory that no child has any more. Not for concurrent calls."""
-        for _ in range(len(self._inherited)):
-            lease = self._inherited.popleft()
-            lease.forks = tuple(fork for fork in lease.forks if not fork.is_over())
-            self._end(lease)
-
-
-class _Fork:
-    """A fork of this process, and the processes that have its memory since then: the child, and children of that.
-
-    They hold the writing end of a pipe, which the kernel closes once they have ended or execute another program.
-    """
-
-    def __init__(self) -> None:
-        self._over = False
-        self._reading = self._writing = -1
-        with contextlib.suppress(OSError):  # no descriptors: it counts as never over
-            self._reading, self._writing = os.pipe()
-            os.set_blocking(self._reading, False)
-
-    def only_read(self) -> None:
-        """Close the end that the child holds, in the parent."""
-        if self._writing >= 0:
-            os.close(self._writing)
-
-    def is_over(self) -> bool:
-        if not self._over and self._reading >= 0:
-            with contextlib.suppress(BlockingIOError):
-                self._over = os.read(self._reading, 1) == b""
-        return self._over
-
-    def __del__(self) -> None:
-        if self._reading >= 0:
-            os.close(self._reading)
-
-
-_shared: weakref.WeakSet[SharedLender] = weakref.WeakSet()
-_forking: dict[int, _Fork] = {}  # by thread
-
-
-def _before_fork() -> None:
-    if any(lender._leases for lender in list(_shared)):
-        _forking[threading.get_ident()] = fork = _Fork()
-        _note_fork(fork)
-
-
-def _note_fork(fork: _Fork) -> None:
-    for lender in list(_shared):
-        lender.fork(fork)
-
-
-def _after_fork() -> None:
-    if (fork := _forking.pop(threading.get_ident(), None)) is not None:
-        fork.only_read()
-        _note_fork(fork)  # another thread may have received a tensor just before the fork
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
-
-
-@in_child
-def _forget_lenders() -> None:
-    _shared.clear()
-    _forking.clear()
 
 
 class _FreeBlocks:

@@ -222,7 +222,8 @@ class Link:
 
     def release(self) -> None:
         """Notify the peer which of its blocks are free again, if any. Unmap those that are not lent any more."""
-        self._maps.tick()
+        self._maps.lasting.trim()
+        self._maps.lender.tick()
         if self._maps.released:
             with self._lock:
                 if self.closed is None:

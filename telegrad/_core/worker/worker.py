@@ -90,7 +90,7 @@ class Worker:
         self.membership = Membership(self.agent, self.me, directory, self._entered)
         if isinstance(self.parting, LeavingTogether):
             self.membership.answered.append(self.parting.remind)
-            self.membership.on_dead = self.parting.lose
+            self.membership.on_dead, self.membership.on_return = self.parting.lose, self.parting.take_back
         self.membership.gone += self.at_gone
         self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
