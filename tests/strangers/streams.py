@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -65,11 +64,10 @@ def cut(memory: bytearray, device: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def scratch_of(size: int) -> Iterator[None]:
     """Use a scratch buffer of `size`: short streams reach the code for large frames in a small one."""
-    mapped = SimpleNamespace(mmap=lambda _, size: limited(size))
     with (
         patch.object(messages, "SCRATCH", size),
-        patch.object(messages, "bytearray", limited, create=True),  # the reader uses one of the two
-        patch.object(messages, "mmap", mapped, create=True),
+        patch.object(messages, "bytearray", limited, create=True),
+        patch.object(messages, "private_memory", limited),
     ):
         yield
 
