@@ -80,15 +80,17 @@ class DebugServer:
     def close(self, in_child: bool = False) -> None:
         """Stop serving. In a forked child, only close the socket, which the parent keeps using."""
         listening, self._socket = self._socket, None
-        if listening is not None:
-            if not in_child:
-                with contextlib.suppress(OSError):
-                    listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
+        if listening is None:
+            return
+        if in_child:
             listening.close()
+        else:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
 
     def _serve(self, listening: socket.socket) -> None:
         """Answer questions until the server is closed. A connection without a question delays no other."""
-        with selectors.PollSelector() as selector:
+        with listening, selectors.PollSelector() as selector:
             selector.register(listening, selectors.EVENT_READ)
             asking: dict[socket.socket, float] = {}  # connections without a question so far, and when they end
             while self._socket is listening:

@@ -35,13 +35,12 @@ from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Change, Claim, Claimed, IsAlive, Registered, Registry
 from telegrad.errors import WorkerTaken
-from tests.seeds import ONLY, TODAY
+from tests.seeds import ONLY, tonight
 from tests.sim.dynamic_world import Kinds, run
 
 PART = 200  # seeds
 PARTS = [range(first, first + PART) for first in range(0, 4 * PART, PART)]
-NIGHTS = 10  # in which the nightly seeds come to all of them
-NIGHTLY = [range(first, first + 2_480) for first in range(800, 100_000, 2_480)][TODAY % NIGHTS :: NIGHTS]
+NIGHTLY = tonight([range(first, first + 2_480) for first in range(800, 100_000, 2_480)])
 FAULTS = (
     "answer that is lost",
     "clock that runs differently",

@@ -28,12 +28,11 @@ from telegrad._core.references.reference_protocol import (
     WANTED,
     References,
 )
-from tests.seeds import run_each
+from tests.seeds import run_each, tonight
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = range(200)
 FEW = 100  # for a kind that differs little from another
-MANY_SEEDS = range(200, 20_200)  # for each kind of weather
 WEATHER = {
     "calm": {"faults": False, "crashes": False, "mistakes": False},
     "loss and doubling": {"faults": True, "crashes": False, "mistakes": False},
@@ -281,17 +280,10 @@ def test_no_reference_is_lost_or_leaks_in_any_schedule(weather: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("weather", WEATHER)
-def test_a_hundred_thousand_schedules(weather: str) -> None:
-    run_seeds(MANY_SEEDS, weather)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", range(3))
-def test_a_hundred_thousand_schedules_with_returns(part: int) -> None:
-    """The parametrized test above has the other 20,000 of this weather."""
-    first = MANY_SEEDS.stop + part * len(MANY_SEEDS)
-    run_seeds(range(first, first + len(MANY_SEEDS)), "returns")
+def test_no_reference_is_lost_or_leaks_in_many_schedules(weather: str) -> None:
+    run_seeds(tonight(range(200, 80_200 if weather == "returns" else 20_200)), weather)
 
 
 @pytest.mark.parametrize("size", [3, 10, 50])

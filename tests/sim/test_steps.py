@@ -27,7 +27,7 @@ from telegrad._core.membership.generation_steps import (
     Stay,
     StepReport,
 )
-from tests.seeds import run_each
+from tests.seeds import run_each, tonight
 
 SEEDS = range(2000)
 MOST_STEPS = 4
@@ -295,7 +295,7 @@ def test_the_leader_goes_on_without_workers_that_do_not_come() -> None:
 
 @pytest.mark.nightly
 def test_all_workers_get_the_same_orders_in_many_worlds() -> None:
-    run_each(range(len(SEEDS), 100_000), lambda seed: World(seed, True).run())
+    run_each(tonight(range(len(SEEDS), 100_000)), lambda seed: World(seed, True).run())
 
 
 class WithoutReminders(GenerationBarrier):
