@@ -22,7 +22,7 @@ MOST = int(os.environ["TELEGRAD_SEEDS"]) if "TELEGRAD_SEEDS" in os.environ else 
 def tonight(seeds: S) -> S:
     """Return a part of the seeds, another one each night."""
     part: Any = seeds[TODAY % NIGHTS :: NIGHTS]
-    return part  # type: ignore[no-any-return]
+    return part
 
 
 def run_each(seeds: Iterable[int], run: Callable[[int], T]) -> list[T]:

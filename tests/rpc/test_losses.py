@@ -158,7 +158,7 @@ def test_a_stopped_worker_of_a_fixed_group_is_lost_and_comes_back() -> None:
         assert caller.run(call, "worker2") == 3
         for _ in range(2):
             stopped.kill(signal.SIGSTOP)
-            assert caller.run(error_of, call, "worker2")[0] is errors.PeerSilent
+            wait_until(lambda: caller.run(error_of, call, "worker2")[0] is errors.PeerSilent)
             wait_for([caller], everyone[:2], PATIENCE)
             stopped.kill(signal.SIGCONT)
             wait_until(lambda: caller.run(error_of, call, "worker2")[0] is None)

@@ -306,6 +306,8 @@ class Membership:
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
             remember(self._gone, member.incarnation, how)
+            if self._group is None and lost is not None and not isinstance(lost, LeftEarly):
+                self._silent[member.incarnation] = member
             self._new_version()
             list(results(self.gone, member))
             self._teller.gone(member, lost)
@@ -387,8 +389,6 @@ class Membership:
             self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
         with self._changed:
             self._take_out(who, doubt.why if how == LOST else None)
-            if how == LOST and self._group is None:
-                self._silent[who.incarnation] = who
         if how == LOST:
             self.on_dead(who.identity, doubt.why)
 
