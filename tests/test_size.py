@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_333,
     "lines of the core": 38_922,
-    "lines of the tests": 86_829,
+    "lines of the tests": 86_825,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,
