@@ -21,6 +21,7 @@ import re
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
 OF_A_GROUP = 256 << 20  # bytes of an answer about a group, and of all answers of this user together
 MOST_OF_A_USER = 1024  # workers of one user that are queried
+END = 0.5  # seconds for the thread to end
 MOST_WAITING = 64  # connections to a worker that have not sent their question
 AT_ONCE = 512  # workers that are queried concurrently
 AGAIN = 0.005  # seconds until a retry, if a worker's accept queue is full
@@ -72,7 +74,8 @@ class DebugServer:
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
             listening.listen(128)  # any user can connect; `_serve` rejects other users
             self._socket = listening
-            Thread(target=self._serve, args=(listening,), name="telegrad-desk").start()
+            self._thread = Thread(target=self._serve, args=(listening,), name="telegrad-desk")
+            self._thread.start()
         except (OSError, RuntimeError, MemoryError):  # a worker runs without its debug server, too
             self._socket = None
             listening.close()
@@ -87,6 +90,8 @@ class DebugServer:
         else:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+            if threading.current_thread() is not self._thread:
+                self._thread.join(END)
 
     def _serve(self, listening: socket.socket) -> None:
         """Answer questions until the server is closed. A connection without a question delays no other."""

@@ -204,7 +204,7 @@ class LeavingTogether(Leaving):
         self._messages = MessageQueue(post)
         self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
-        self._stories: dict[int, str] = {}  # of workers that left early or died; added by setdefault, without the lock
+        self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
         for message in get_args(Message):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
@@ -305,7 +305,6 @@ class LeavingTogether(Leaving):
 
     def take_back(self, member: Member) -> None:
         """Wait again for a lost worker that answers again."""
-        self._stories.pop(member.id, None)
         self._act(lambda: self._farewell.take_back(member.id))
 
     def remind(self, member: Member) -> None:
