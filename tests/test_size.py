@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_337,
     "lines of the core": 38_921,
-    "lines of the tests": 86_825,
+    "lines of the tests": 86_822,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,
