@@ -9,7 +9,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[Any])
@@ -21,8 +21,7 @@ MOST = int(os.environ["TELEGRAD_SEEDS"]) if "TELEGRAD_SEEDS" in os.environ else 
 
 def tonight(seeds: S) -> S:
     """Return a part of the seeds, another one each night."""
-    part: Any = seeds[TODAY % NIGHTS :: NIGHTS]
-    return part
+    return cast("S", seeds[TODAY % NIGHTS :: NIGHTS])
 
 
 def run_each(seeds: Iterable[int], run: Callable[[int], T]) -> list[T]:

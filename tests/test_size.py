@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_337,
-    "lines of the core": 38_921,
+    "lines of the package": 62_329,
+    "lines of the core": 38_917,
     "lines of the tests": 86_822,
     "files of the package": 268,
     "words of the glossary": 80,

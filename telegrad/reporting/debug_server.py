@@ -21,7 +21,6 @@ import re
 import secrets
 import selectors
 import socket
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -90,12 +89,12 @@ class DebugServer:
         else:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
-            if threading.current_thread() is not self._thread:
-                self._thread.join(END)
+            self._thread.join(END)
 
     def _serve(self, listening: socket.socket) -> None:
         """Answer questions until the server is closed. A connection without a question delays no other."""
-        with listening, selectors.PollSelector() as selector:
+        # An OSError of `accept` ends it: the server is closed, or the process has no descriptors left.
+        with listening, selectors.PollSelector() as selector, contextlib.suppress(OSError):
             selector.register(listening, selectors.EVENT_READ)
             asking: dict[socket.socket, float] = {}  # connections without a question so far, and when they end
             while self._socket is listening:
@@ -108,10 +107,7 @@ class DebugServer:
                         with sock:
                             self._tell(sock)
                 if listening in ready:
-                    try:
-                        sock, _ = listening.accept()
-                    except OSError:
-                        return
+                    sock, _ = listening.accept()
                     if credentials(sock)[1] in (os.geteuid(), 0):
                         selector.register(sock, selectors.EVENT_READ)
                         asking[sock] = monotonic() + PATIENCE

@@ -148,8 +148,9 @@ def keep(value: torch.Tensor) -> None:
 
 def look(pipe: Connection) -> None:
     while pipe.recv():
-        pipe.send([kept[0][0].item(), kept[0][-1].item()])
+        values = [kept[0][0].item(), kept[0][-1].item()]
         kept[0][0] = 5
+        pipe.send(values)
 
 
 @needs_sharing

@@ -54,7 +54,7 @@ class SharedLender(Lender):
 
     def __init__(self, ended: Callable[[Any], None]) -> None:
         super().__init__(ended)
-        self._inherited: deque[_Lease] = deque()  # whose tensors are gone here, and perhaps not in a child
+        self._inherited: deque[_Lease] = deque()  # of tensors that are gone here, but perhaps not in a child
         _shared.add(self)
 
     def fork(self, fork: _Fork) -> None:

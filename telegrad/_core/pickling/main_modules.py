@@ -189,6 +189,7 @@ _lock = renewed(threading.Lock())  # guards _making
 _scopes: dict[str, MainNamespace] = {}  # by the program's key
 _making: dict[str, threading.Lock] = {}  # by the program's key: held while a thread imports the program
 _sent = SentGlobals()
+note_sent = _sent.note_sent
 _trial = threading.local()
 
 
@@ -330,11 +331,6 @@ def _check_bound(source: ProgramSource, name: str, value: Any) -> None:
             f"the name {name!r} is bound at the top level of the main program and again under `{GUARD}`, and workers "
             "have the first: use two names"
         )
-
-
-def note_sent(items: Iterable[Item]) -> None:
-    """Record the globals in a message that could be pickled."""
-    _sent.note_sent(items)
 
 
 def note_class(scope: MainNamespace, kind: type) -> None:
