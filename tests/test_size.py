@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_329,
     "lines of the core": 38_917,
-    "lines of the tests": 86_822,
+    "lines of the tests": 86_828,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,

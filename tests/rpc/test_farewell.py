@@ -109,6 +109,10 @@ def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
     monkeypatch.setattr(progress, "FIRST", 0.5)
     caplog.set_level(logging.INFO, "telegrad")
     stop = threading.Event()
+    begun.clear()
+    may_end.clear()
+    held = group[1].agent.call_async(0, work, None, None)  # else the barrier may end between two calls of the loop
+    assert begun.wait(PATIENCE)
 
     def call_in_a_loop() -> None:
         while not stop.is_set():
@@ -121,8 +125,10 @@ def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
         wait_until(lambda: "worker 'w1' itself has begun calls meanwhile (" in caplog.text)
     finally:
         stop.set()
+        may_end.set()
     for each in (calling, *both):
         assert_ends(each)
+    held.wait()
 
 
 def test_letters_leave_in_the_order_in_which_they_were_decided(
