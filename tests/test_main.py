@@ -146,6 +146,18 @@ def scale(by, x):
 def give():
     return Point(7), Color.RED
 
+class Failure(LookupError):
+    pass
+
+def fail():
+    raise Failure("it is not there")
+
+def catch(name):
+    try:
+        rpc.rpc_sync(name, fail)
+    except Failure as error:
+        return error.args[0].upper()
+
 def drive(to):
     def call(function, *args):
         return rpc.rpc_sync(to, function, args)
@@ -165,6 +177,7 @@ def drive(to):
     print("arguments", call(lambda: arguments))
     point, color = call(give)
     print("back", type(point) is Point, color is Color.RED)
+    print("caught", call(catch, rpc.get_worker_info().name))
     print("driver", counter, sorted(cache), Point.made, param_server)
 
 def join(name, rank):
@@ -191,6 +204,7 @@ cache [2, 2, 2] 2
 deleted [True, False]
 arguments ['one', 'two']
 back True True
+caught IT IS NOT THERE
 driver 0 [] 1 None
 """
 LOCAL = """

@@ -365,7 +365,7 @@ class LocalParts:
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
         """Report to the driver that this worker cannot do its part."""
-        description = describe(_advised(error), self._agent.name)
+        description = describe(_advised(error), self._agent.name, "", self._agent.shares_program(spec.driver))
         self.abandon(spec)
         if spec.driver != self._agent.name:
             with contextlib.suppress(TelegradError):  # the driver has left, so the context has ended

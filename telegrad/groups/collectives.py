@@ -356,7 +356,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     try:
         values.append(own.wait())
     except Exception as error:
-        errors[agent.name] = describe(error, agent.name)
+        errors[agent.name] = _described(error, workers)
     for part, future in zip(below, coming, strict=True):
         try:
             more, failed = future.wait()
@@ -367,8 +367,13 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     try:
         return ([reduce(combine, values)] if values else []), errors
     except Exception as error:
-        errors[agent.name] = describe(error, agent.name, user_name(combine))
+        errors[agent.name] = _described(error, workers, user_name(combine))
         return [], errors
+
+
+def _described(error: Exception, workers: Sequence[str], function: str = "") -> bytes:
+    agent = current.agent()
+    return describe(error, agent.name, function, all(map(agent.shares_program, workers)))
 
 
 def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:

@@ -6,9 +6,9 @@ then knows the other workers and accepts calls. `close` ends it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -37,7 +37,7 @@ from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import results
 from telegrad._core.wire.messages import HAS_GRAPH, REFUSAL, RESULT, split
-from telegrad.errors import PeerError, ShutDown
+from telegrad.errors import PeerError, ShutDown, TelegradError
 
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
@@ -327,7 +327,7 @@ class Agent:
 
         If messages of the workers `senders` will complete the future, this thread may handle them itself.
         """
-        with self._reactor.waiting() if self._reactor.here.own is not None else nullcontext():
+        with self._reactor.waiting() if self._reactor.here.own is not None else contextlib.nullcontext():
             links = self._connections.accepted_from(senders)
             if links:
                 run_for(future, links, self._reactor)
@@ -350,7 +350,10 @@ class Agent:
         return self.peer(to).link is not None
 
     def shares_program(self, to: str) -> bool:
-        return self.peer(to).member.program == self.program != ""
+        """Return True if a worker runs the same main program; False if there is no such worker."""
+        with contextlib.suppress(TelegradError):
+            return self.peer(to).member.program == self.program != ""
+        return False
 
     def maps_devices_to(self, name: str) -> bool:
         return bool(self.settings.devices.maps.get(name))

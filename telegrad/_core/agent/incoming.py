@@ -277,7 +277,7 @@ class Answers:
     def give_up(self, call: Incoming, fault: BaseException) -> None:
         """End a call whose error could not be sent: with the `fault` that prevented this, or else its connection."""
         try:
-            self.send(call, self._failure(call, describe(fault, self.name)))
+            self.send(call, self._failure(call, describe(fault, self.name, same_program=call.caller.same_program)))
         except BaseException as error:
             call.caller.calls.pop(call.message.id, None)
             call.link.fail(error)
@@ -304,7 +304,7 @@ class Answers:
                 first_line(error),
             )
         self._streams.publish()
-        return self._failure(call, describe(error, self.name, name))
+        return self._failure(call, describe(error, self.name, name, call.caller.same_program))
 
     def send(self, call: Incoming, answer: Message) -> None:
         """Send the response and end the call. A cancelled call gets a response only if that carries references."""

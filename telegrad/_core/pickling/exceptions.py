@@ -41,10 +41,14 @@ _ATTRIBUTES = ("__dict__", *dir(BaseException))
 MOST_ARGUMENTS = 256  # limit for the arguments, attributes and group members of an exception that is sent in parts
 
 
-def describe(error: BaseException, worker: str, function: str = "") -> bytes:
-    """Return the data that `rebuild` needs; never raise. `function` is the called function, as users know it."""
+def describe(error: BaseException, worker: str, function: str = "", same_program: bool = False) -> bytes:
+    """Return the data that `rebuild` needs; never raise.
+
+    `function` is the called function, as users know it. `same_program`: the receiver runs the same main program, so a
+    class of that program is sent by its name.
+    """
     try:
-        return _description(error, worker, function)
+        return _description(error, worker, function, same_program)
     except BaseException:
         return pickle.dumps((None, "An exception", f"On worker {worker!r}: {UNREADABLE}"), 5)
 
@@ -63,7 +67,7 @@ def readable(error: BaseException) -> BaseException:
     return error
 
 
-def _description(error: BaseException, worker: str, function: str) -> bytes:
+def _description(error: BaseException, worker: str, function: str, same_program: bool) -> bytes:
     story = tell(error, worker, function)
     kind = _original(type(error))
     name = short(as_main(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")))
@@ -71,7 +75,7 @@ def _description(error: BaseException, worker: str, function: str) -> bytes:
         return pickle.dumps((None, f"{name}, which is no Exception,", story), 5)
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
-            sent = _dump(attempt(error))
+            sent = _dump(attempt(error, same_program), same_program)
         except BaseException:  # the exception's own code may raise anything, such as SystemExit
             continue
         if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
@@ -148,10 +152,8 @@ def without_frames(error: BaseException) -> BaseException:
 Sent = tuple[bytes, bytes, list[bytes]]
 
 
-def _dump(value: Any) -> Sent:
-    # Send an exception class of the main program by name: the caller most likely runs that program, and catches that
-    # type.
-    body, tensors, references, _ = encode(value, True)
+def _dump(value: Any, same_program: bool) -> Sent:
+    body, tensors, references, _ = encode(value, same_program)
     if references:
         raise CannotEncode("an exception cannot contain a reference")
     if sum(tensor.nbytes for tensor in tensors) > LARGEST:
@@ -165,7 +167,7 @@ def _load(sent: Sent) -> Any:
     return decode(body, unpack(meta, [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]))
 
 
-def _whole(error: Exception) -> Exception:
+def _whole(error: Exception, same_program: bool) -> Exception:
     """Return the exception if pickling restores it unchanged; else raise."""
     kind = type(error)
     changed = REMOTE_TRACEBACK in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
@@ -174,7 +176,7 @@ def _whole(error: Exception) -> Exception:
         _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
         raise TypeError("would lose what is in its slots")
-    back = _load(_dump(plain))
+    back = _load(_dump(plain, same_program))
     if type(back) is not type(plain) or repr(back) != repr(plain) or str(back) != str(plain):
         raise TypeError("comes back as something else")
     return plain
@@ -183,8 +185,9 @@ def _whole(error: Exception) -> Exception:
 class _InParts:
     """Wrapper to pickle an exception that is rebuilt without a call of its constructor."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, same_program: bool) -> None:
         self.error = error
+        self.same_program = same_program
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self.error
@@ -194,31 +197,31 @@ class _InParts:
         attributes = {name: getattr(error, name) for name in names if name != REMOTE_TRACEBACK and hasattr(error, name)}
         if "__notes__" in attributes:
             attributes["__notes__"] = own_notes(error)
-        attributes = {name: value for name, value in attributes.items() if _travels(value)}
+        attributes = {name: value for name, value in attributes.items() if _travels(value, self.same_program)}
         kind = _original(type(error))
         args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
         if len(args) > MOST_ARGUMENTS:
             raise CannotEncode("it has too many arguments for an exception")
-        return _assemble, (kind, tuple(map(_sendable, args)), attributes)
+        return _assemble, (kind, tuple(_sendable(arg, self.same_program) for arg in args), attributes)
 
 
-def _sendable(value: Any) -> Any:
+def _sendable(value: Any, same_program: bool) -> Any:
     """Return the value, or its closest substitute that can be sent."""
     if isinstance(value, BaseException):
-        return _InParts(value)
+        return _InParts(value, same_program)
     few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
     if few and any(isinstance(part, BaseException) for part in value):
-        return type(value)(map(_sendable, value))  # members of an exception group
+        return type(value)(_sendable(part, same_program) for part in value)  # members of an exception group
     if isinstance(value, str):
         return cut(value)
-    return value if _travels(value) else brief(value)
+    return value if _travels(value, same_program) else brief(value)
 
 
-def _travels(value: Any) -> bool:
+def _travels(value: Any, same_program: bool) -> bool:
     if is_large(value, LARGEST // 4):
         return False
     try:
-        body, meta, blobs = sent = _dump(value)
+        body, meta, blobs = sent = _dump(value, same_program)
         _load(sent)
     except BaseException:
         return False
@@ -305,7 +308,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
             "__qualname__": kind.__qualname__,
             "__slots__": (),
             "__str__": tell,
-            "__reduce_ex__": lambda self, protocol: _InParts(self).__reduce__(),
+            "__reduce_ex__": lambda self, protocol: _InParts(self, False).__reduce__(),
             ORIGINAL: kind,
         }
         if len(_tellers) >= _CACHED:
