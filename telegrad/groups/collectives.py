@@ -353,10 +353,14 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
     errors: dict[str, bytes] = {}
     values: list[Any] = []
+
+    def described(error: Exception, name: str = "") -> bytes:
+        return describe(error, agent.name, name, all(map(agent.shares_program, workers)))
+
     try:
         values.append(own.wait())
     except Exception as error:
-        errors[agent.name] = _described(error, workers)
+        errors[agent.name] = described(error)
     for part, future in zip(below, coming, strict=True):
         try:
             more, failed = future.wait()
@@ -367,13 +371,8 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     try:
         return ([reduce(combine, values)] if values else []), errors
     except Exception as error:
-        errors[agent.name] = _described(error, workers, user_name(combine))
+        errors[agent.name] = described(error, user_name(combine))
         return [], errors
-
-
-def _described(error: Exception, workers: Sequence[str], function: str = "") -> bytes:
-    agent = current.agent()
-    return describe(error, agent.name, function, all(map(agent.shares_program, workers)))
 
 
 def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources
 from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, COMMON, ENTRY, RELEASE, RETIRE, Message, Unreceived, encode, pack_numbers
 from telegrad._core.wire.tensors import HOST
@@ -41,7 +41,8 @@ class Receiver:
         self.theirs.settimeout(10)
         self.blobs: list[torch.Tensor] = []
         stores = MemorySources(ReceiveBufferPool(0), SharedBlockPool(SIZE), Staging(Streams()))
-        self.link = Link(ours, "w1", self._poller, stores, self._keep, lambda *_: None, prompt=False)
+        handlers = LinkHandlers(self._keep, lambda *_: None, prompt=False)
+        self.link = Link(ours, "w1", self._poller, stores, handlers)
         self.link.reading.watch()
 
     def _keep(self, _: Link, messages: object) -> None:

@@ -19,7 +19,7 @@ from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
@@ -56,9 +56,7 @@ def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
             "w1",
             poller,
             MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            lambda _, found: frames.extend(found),
-            lambda *_: None,
-            prompt=False,
+            LinkHandlers(lambda _, found: frames.extend(found), lambda *_: None, prompt=False),
         )
         if at_once:
             link.feed(stream)

@@ -26,7 +26,7 @@ from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
@@ -73,10 +73,8 @@ class End:
             "w1",
             self._poller,
             MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            lambda _, found: self.frames.extend(found),
-            lambda *_: None,
-            prompt=False,
-            ciphers=ciphers,
+            LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False),
+            ciphers,
         )
 
     def said(self) -> bytes:

@@ -49,8 +49,8 @@ Callee = str | int | Identity  # a worker's name, rank or identity
 class Agent:
     """Makes the calls of a worker, and serves the calls of other workers."""
 
-    def __init__(self, name: str, settings: Settings, address: str, entered: Callable[[Agent], None]) -> None:
-        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
+    def __init__(self, name: str, settings: Settings, entered: Callable[[Agent], None]) -> None:
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port.
 
         `entered` is called with this agent first on each thread that will run user code.
         """
@@ -76,7 +76,7 @@ class Agent:
         self._server = Server(*shared, enter, lambda *lost: self._connections.tell_lost(*lost))
         self._server.name_is(name)
         self.ticking.append(self._server.intake.tick)
-        self._connections = Connections(*shared, address, self._server, self._complete)
+        self._connections = Connections(*shared, self._server, self._complete)
         self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host

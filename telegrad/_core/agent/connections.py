@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from telegrad._core import events, forks
 from telegrad._core.agent.call_server import Server
@@ -37,7 +37,7 @@ from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, one_sided, part
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
 from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
@@ -70,11 +70,10 @@ class Connections:
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
-        address: str,
         service: Server,
         complete: Callable[[PendingCall], None],
     ) -> None:
-        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port.
 
         `service` handles messages from other workers, `complete` is called once for each asynchronous call that has
         ended.
@@ -109,7 +108,7 @@ class Connections:
         self._joined: _Joined | None = None  # set once
         self.names: dict[str | int | Identity, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
-            address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
+            settings.address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
         self.memory = SharedBuffers(self._pool, bool(self.listener.unix))
 
@@ -212,15 +211,9 @@ class Connections:
                 raise one_sided(member.name) from None
             raise
         shared = channel.shared
-        link = self._link(
-            channel,
-            member.name,
-            peer.on_messages,
-            peer.link_closed,
-            prompt=False,
-            expected=peer.calls.in_flight.__len__,
-            widen=None if shared else partial(self._begin_widen, target),
-        )
+        widen = None if shared else partial(self._begin_widen, target)
+        handlers = LinkHandlers(peer.on_messages, peer.link_closed, False, peer.calls.in_flight.__len__, widen)
+        link = self._link(channel, member.name, handlers)
         link.feed(channel.leftover)
         list(results(self.reached, peer.identity))
         if (note := events.note) is not None:
@@ -253,10 +246,9 @@ class Connections:
         except Exception as error:
             log.info("telegrad: worker %r and this one use one stream for large tensors: %s", target.name, error)
 
-    def _link(self, channel: OpenedChannel, peer: str, *args: Any, **options: Any) -> Link:
+    def _link(self, channel: OpenedChannel, peer: str, handlers: LinkHandlers) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
-        options["ciphers"] = channel.ciphers
-        return Link(channel.sock, peer, self.reactor.poller, stores, *args, **options)
+        return Link(channel.sock, peer, self.reactor.poller, stores, handlers, channel.ciphers)
 
     def _claim_to(self, name: str) -> Hello:
         return self.joined.claim._replace(map=tuple(self.joined.me.devices.maps.get(name, {}).items()))
@@ -299,7 +291,8 @@ class Connections:
             self._service.lost(caller)
             self.tell_lost(who, reason)
 
-        link = self._link(channel, claim.name, partial(self._service.on_messages, caller), gone, prompt=True)
+        handlers = LinkHandlers(partial(self._service.on_messages, caller), gone, prompt=True)
+        link = self._link(channel, claim.name, handlers)
         with self._lock:
             closed, left = self.closed, self._left
             same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]

@@ -17,6 +17,7 @@ class Settings(NamedTuple):
 
     threads: int
     timeout: float
+    address: str  # to listen on
     transport: str  # "auto", "unix" or "tcp"
     shared_memory: int
     silence: float

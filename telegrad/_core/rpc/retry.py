@@ -111,16 +111,14 @@ class RetriedCall:
     def __init__(
         self,
         retries: Retries,
-        outcome: Outcome,
-        to: str | int,
+        each: tuple[Outcome, str | int],
         made: PreparedCall,
         policy: RetryPolicy,
         number: int,
         timeout: float,
     ) -> None:
-        """`number`: that of an idempotent call, by which the callee identifies it; otherwise 0."""
-        self.outcome = outcome
-        self.to = to
+        """`each` is the outcome and the callee; `number` that of an idempotent call, which the callee knows, or 0."""
+        self.outcome, self.to = each
         self.timeout = timeout
         self._made = made
         self._policy = policy
@@ -368,7 +366,7 @@ def _made(
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
-    return [RetriedCall(retries, outcome, to, call, policy, number, limit) for outcome, to in outcomes]
+    return [RetriedCall(retries, each, call, policy, number, limit) for each in outcomes]
 
 
 def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> None:

@@ -74,10 +74,10 @@ def start(
         resources.check_open_files()
         own: dict[str, Any] = {each: getattr(options, each) for each in Settings._fields if hasattr(options, each)}
         own |= {"devices": options.published(), "sends_modes": kind._sends_modes}
-        settings = Settings(threads=options.num_worker_threads, timeout=options.rpc_timeout, **own)
         meeting = meet(timeout)
-        address = own_address(options.address, meeting.host)
-        worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, extensions)
+        own["address"] = own_address(options.address, meeting.host)
+        settings = Settings(threads=options.num_worker_threads, timeout=options.rpc_timeout, **own)
+        worker = Worker(name or role, settings, entered, kind._of_handle, open_roots, extensions)
         undo.callback(worker.agent.close)
         actors.serve(worker.agent, worker.references)
         producer.serve(worker)

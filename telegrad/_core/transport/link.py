@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 from telegrad._core.memory import blobs
 from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
@@ -35,6 +36,14 @@ READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
 CALLS_AT_ONCE = 4 << 10
 
 
+class LinkHandlers(NamedTuple):
+    on_messages: Callable[[Link, Iterable[Message]], None]  # called on the reading thread
+    on_closed: Callable[[Link, PeerError], None]
+    prompt: bool  # the other end waits for responses, so its next frame follows soon
+    expected: Callable[[], object] = lambda: True  # returns True if a response is expected here
+    widen: Callable[[Link, bool], None] | None = None  # makes lanes, for sending if its second argument is True
+
+
 class Link:
     """A connection to the worker named `peer`."""
 
@@ -44,22 +53,13 @@ class Link:
         peer: str,
         poller: Poller,
         stores: MemorySources,
-        on_messages: Callable[[Link, Iterable[Message]], None],
-        on_closed: Callable[[Link, PeerError], None],
-        prompt: bool,
-        expected: Callable[[], object] = lambda: True,
-        widen: Callable[[Link, bool], None] | None = None,
+        handlers: LinkHandlers,
         ciphers: Ciphers | None = None,
     ) -> None:
-        """`on_messages` runs on the reading thread.
-
-        `prompt`: the other end waits for responses, so its next frame follows soon. `expected` returns True if a
-        response is expected here. `widen` makes lanes, for sending if its second argument is True. With `ciphers`, all
-        data is sent in encrypted records.
-        """
+        """With `ciphers`, all data is sent in encrypted records."""
+        self._on_messages, self._on_closed, self.prompt, expected, widen = handlers
         sock.setblocking(False)
         self.peer = peer
-        self.prompt = prompt
         self.reading = ReadRight(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
@@ -69,8 +69,6 @@ class Link:
         self._poller = poller
         self._shares = stores.pool is not None  # descriptors may be received
         self.process = process_at(sock) if self._shares else 0  # of the peer, or 0
-        self._on_messages = on_messages
-        self._on_closed = on_closed
         self._over: str | None = None  # set by BYE, the peer's last message: how it left
         self.lanes_in, self.lanes_out = (
             NO_LANES if self._shares else ExtraStreams(sends, self._broke, widen and partial(widen, self, sends))

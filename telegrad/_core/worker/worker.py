@@ -39,7 +39,6 @@ class Worker:
         self,
         name: str,
         settings: Settings,
-        address: str,
         entered: Callable[[Worker], None],
         wrap: Callable[[ReferenceTable, Handle], Any],
         open_roots: OpenRoots,
@@ -50,7 +49,7 @@ class Worker:
         `wrap` creates the object for users from a handle of a reference.
         """
         self._entered = partial(entered, self)
-        self.agent = Agent(name, settings, address, lambda _: entered(self))
+        self.agent = Agent(name, settings, lambda _: entered(self))
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.extensions = extensions
