@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_328,
+    "lines of the package": 62_324,
     "lines of the core": 38_912,
     "lines of the tests": 86_844,
     "files of the package": 268,

@@ -353,14 +353,10 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
     errors: dict[str, bytes] = {}
     values: list[Any] = []
-
-    def described(error: Exception, name: str = "") -> bytes:
-        return describe(error, agent.name, name, all(map(agent.shares_program, workers)))
-
     try:
         values.append(own.wait())
     except Exception as error:
-        errors[agent.name] = described(error)
+        errors[agent.name] = describe(error, agent.name, "", agent.shares_program(*workers))
     for part, future in zip(below, coming, strict=True):
         try:
             more, failed = future.wait()
@@ -371,7 +367,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     try:
         return ([reduce(combine, values)] if values else []), errors
     except Exception as error:
-        errors[agent.name] = described(error, user_name(combine))
+        errors[agent.name] = describe(error, agent.name, user_name(combine), agent.shares_program(*workers))
         return [], errors
 
 

@@ -349,10 +349,10 @@ class Agent:
     def is_connected(self, to: Identity) -> bool:
         return self.peer(to).link is not None
 
-    def shares_program(self, to: str) -> bool:
-        """Return True if a worker runs the same main program; False if there is no such worker."""
+    def shares_program(self, *to: str) -> bool:
+        """Return True if these workers run the same main program; False if there is no such worker."""
         with contextlib.suppress(TelegradError):
-            return self.peer(to).member.program == self.program != ""
+            return all(self.peer(each).member.program == self.program != "" for each in to)
         return False
 
     def maps_devices_to(self, name: str) -> bool:
