@@ -150,7 +150,8 @@ class Failure(LookupError):
     pass
 
 def fail():
-    raise Failure("it is not there")
+    with lock:
+        raise Failure("it is not there")
 
 def catch(name):
     try:

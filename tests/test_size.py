@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_324,
-    "lines of the core": 38_912,
-    "lines of the tests": 86_844,
+    "lines of the package": 62_331,
+    "lines of the core": 38_919,
+    "lines of the tests": 86_845,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,

@@ -63,8 +63,8 @@ class Item(NamedTuple):
 class Unsendable:
     """Placeholder for a global that cannot be sent: the receiver must have its own."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, value: Any) -> None:
+        self.kind = f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class MainNamespace:
@@ -295,7 +295,7 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
     """
     if scope not in _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
-        return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
+        return [Item(name, version_of(scope, name), _to_pass_on(pickler, scope, name)) for name in sorted(wanted)]
     source = programs.source_of(scope.program.path)
     has = source.top if source.guarded else frozenset()
     if pickler.same_program:
@@ -308,7 +308,7 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
         value = scope.names[name]
         if name in has and not isinstance(value, NO_DATA) and type(value) not in ATOMS:
             if pickler.same_program or not _can_be_sent(pickler, value):
-                items.append(Item(name, 0, Unsendable(f"{type(value).__module__}.{type(value).__qualname__}")))
+                items.append(Item(name, 0, Unsendable(value)))
                 continue
         elif name in has and pickler.same_program and type(value) not in ATOMS:
             continue
@@ -319,6 +319,13 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
     if home and home not in names:
         items.append(Item(home, _sent.version(home, scope.names[home]), scope.names[home]))
     return items
+
+
+def _to_pass_on(pickler: Any, scope: MainNamespace, name: str) -> Any:
+    """Return the value of a global of another program; for one that cannot be sent, its kind if others import it."""
+    value = scope.first(name)
+    is_plain = isinstance(value, NO_DATA) or type(value) in ATOMS or scope.version(name) != OWN
+    return value if is_plain or _can_be_sent(pickler, value) else Unsendable(value)
 
 
 def _check_bound(source: ProgramSource, name: str, value: Any) -> None:
