@@ -146,8 +146,11 @@ def scale(by, x):
 def give():
     return Point(7), Color.RED
 
+large = torch.zeros(1 << 20)
+
 class Failure(LookupError):
-    pass
+    def size(self):
+        return large.numel()
 
 def fail():
     with lock:
@@ -157,7 +160,7 @@ def catch(name):
     try:
         rpc.rpc_sync(name, fail)
     except Failure as error:
-        return error.args[0].upper()
+        return error.args[0].upper(), error.size()
 
 def drive(to):
     def call(function, *args):
@@ -178,7 +181,7 @@ def drive(to):
     print("arguments", call(lambda: arguments))
     point, color = call(give)
     print("back", type(point) is Point, color is Color.RED)
-    print("caught", call(catch, rpc.get_worker_info().name))
+    print("caught", call(catch, rpc.get_worker_info().name), catch(to))
     print("driver", counter, sorted(cache), Point.made, param_server)
 
 def join(name, rank):
@@ -205,7 +208,7 @@ cache [2, 2, 2] 2
 deleted [True, False]
 arguments ['one', 'two']
 back True True
-caught IT IS NOT THERE
+caught ('IT IS NOT THERE', 1048576) ('IT IS NOT THERE', 1048576)
 driver 0 [] 1 None
 """
 LOCAL = """

@@ -201,6 +201,11 @@ def call_proxies(on: str) -> None:
         ref.value  # noqa: B018
     with pytest.raises(TypeError, match=r"'value' is an attribute of Counter, .* rref.to_here\(\).value"):
         ref.rpc_sync().value()  # type: ignore[operator]
+    uncalled = ref.rpc_sync().value
+    assert "rref.to_here().value is a copy" in repr(uncalled)
+    for use in (lambda: bool(uncalled), lambda: uncalled == 20):
+        with pytest.raises(errors.UsageError, match=r"'value' was not called: .* rref.to_here\(\).value"):
+            use()
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])

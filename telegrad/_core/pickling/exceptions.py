@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -73,7 +75,8 @@ def _description(error: BaseException, worker: str, function: str, same_program:
     name = short(as_main(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")))
     if not isinstance(error, Exception):  # an exit of the callee must not end the caller
         return pickle.dumps((None, f"{name}, which is no Exception,", story), 5)
-    for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
+    attempts: list[Callable[[Exception, bool], Any]] = [_whole, _InParts, partial(_InParts, by_name=True)]
+    for attempt in attempts[is_large(error) :]:
         try:
             sent = _dump(attempt(error, same_program), same_program)
         except BaseException:  # the exception's own code may raise anything, such as SystemExit
@@ -183,11 +186,16 @@ def _whole(error: Exception, same_program: bool) -> Exception:
 
 
 class _InParts:
-    """Wrapper to pickle an exception that is rebuilt without a call of its constructor."""
+    """Wrapper to pickle an exception that is rebuilt without a call of its constructor.
 
-    def __init__(self, error: BaseException, same_program: bool) -> None:
+    `by_name`: if its class is of a main program, the receiver must have it. Else the class may be sent by value, with
+    the globals that its methods read.
+    """
+
+    def __init__(self, error: BaseException, same_program: bool, by_name: bool = False) -> None:
         self.error = error
         self.same_program = same_program
+        self.by_name = by_name
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self.error
@@ -200,18 +208,34 @@ class _InParts:
         attributes = {name: value for name, value in attributes.items() if _travels(value, self.same_program)}
         kind = _original(type(error))
         args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
+        sent = _NamedClass(kind) if self.by_name else kind
         if len(args) > MOST_ARGUMENTS:
             raise CannotEncode("it has too many arguments for an exception")
-        return _assemble, (kind, tuple(_sendable(arg, self.same_program) for arg in args), attributes)
+        return _assemble, (sent, tuple(_sendable(arg, self.same_program, self.by_name) for arg in args), attributes)
 
 
-def _sendable(value: Any, same_program: bool) -> Any:
+class _NamedClass:
+    """Wrapper to pickle a class as its place in a main program."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from telegrad._core.pickling.main_modules import class_at, scope_from
+
+        scope, path = scope_from(self.kind) or (None, "")
+        if not path:
+            raise CannotEncode("its class is not at the top level of a main program")
+        return class_at, (scope, path)
+
+
+def _sendable(value: Any, same_program: bool, by_name: bool) -> Any:
     """Return the value, or its closest substitute that can be sent."""
     if isinstance(value, BaseException):
-        return _InParts(value, same_program)
+        return _InParts(value, same_program, by_name)
     few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
     if few and any(isinstance(part, BaseException) for part in value):
-        return type(value)(_sendable(part, same_program) for part in value)  # members of an exception group
+        return type(value)(_sendable(part, same_program, by_name) for part in value)  # members of an exception group
     if isinstance(value, str):
         return cut(value)
     return value if _travels(value, same_program) else brief(value)

@@ -263,6 +263,18 @@ def own_scope() -> MainNamespace:
     return _own[0]
 
 
+def class_at(scope: MainNamespace, path: str) -> Any:
+    """Return the class at a path of a program.
+
+    Raises:
+        CannotDecode: it is not here.
+    """
+    found = scope.find(path, 0)
+    if not isinstance(found, type):
+        raise CannotDecode(f"there is no class {path!r} of {scope.program.path} here")
+    return found
+
+
 # Sending
 
 

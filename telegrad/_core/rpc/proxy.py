@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from telegrad._core.pickling.remote_text import fold
+from telegrad.errors import UsageError
 
 R = TypeVar("R")
 
@@ -29,15 +29,38 @@ class Proxy(Generic[R]):
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
-        return partial(_use, self, method)
+        return RemoteMethod(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return _use(self, "", *args, **kwargs)
+        return RemoteMethod(self, "")(*args, **kwargs)
 
 
-def _use(proxy: Proxy[R], method: str, /, *args: Any, **kwargs: Any) -> R:
-    try:
-        return proxy._call(method, proxy._timeout, args, kwargs)
-    except BaseException as error:
-        fold(error)
-        raise
+class RemoteMethod(Generic[R]):
+    """A method of a value at its owner. An attribute that is no method looks the same here, so it must not be used."""
+
+    __slots__ = ("_name", "_proxy")
+
+    def __init__(self, proxy: Proxy[R], name: str) -> None:
+        self._proxy = proxy
+        self._name = name
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> R:
+        try:
+            return self._proxy._call(self._name, self._proxy._timeout, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<the remote method {self._name!r}, not called; of an attribute, rref.to_here().{self._name} is a copy>"
+
+    def __bool__(self) -> bool:
+        raise UsageError(
+            f"{self._name!r} was not called: write .{self._name}(...) for a method. To read an attribute, write "
+            f"rref.to_here().{self._name}, which copies the value, or call a function on the owner that returns it"
+        )
+
+    def __eq__(self, _: object) -> bool:
+        return bool(self)
+
+    __hash__ = object.__hash__
