@@ -365,9 +365,11 @@ class LocalParts:
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
         """Report to the driver that this worker cannot do its part."""
-        description = describe(_advised(error), self._agent.name, "", self._agent.shares_program(spec.driver))
+        own = spec.driver == self._agent.name
+        is_same = own or self._agent.shares_program(spec.driver)
+        description = describe(_advised(error), self._agent.name, same_program=is_same)
         self.abandon(spec)
-        if spec.driver != self._agent.name:
+        if not own:
             with contextlib.suppress(TelegradError):  # the driver has left, so the context has ended
                 self._agent.notify(spec.driver, Failed(spec, description))
         elif isinstance(error, Exception):
