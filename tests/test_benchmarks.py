@@ -82,7 +82,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| not measured: hung |  | ≤ 30.0 (1.5 times call); 0.3 of the peer's | **no**, unknown |" in text
     assert "2 of 5 targets met." in text
     assert "| copy | GB/s | 4.00 (3.00 to 5.00) |\n" in text
-    assert "\n| rate | tcp | 2.00 (1.00 to 3.00) GB/s | ≥ 4.00 (1 times the peer's) | encryption, and copies into" in text
+    assert "\n| rate | tcp | 2.00 (1.00 to 3.00) GB/s | ≥ 4.00 (1 times the peer's) | encryption, and copies" in text
     assert "pipelining" not in text
     text = table(Run("a machine", [TIME, BESIDE], {}))
     assert "| ≤ 16.0 (1 times torch.distributed.pipelining's) | **no** |" in text
