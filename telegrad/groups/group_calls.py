@@ -277,9 +277,11 @@ class GroupFuture(Future[T]):
 
     def _wait_for_all(self) -> None:
         self.heed()
-        if not self.done():
-            assert self.call is not None
-            self.call.help()
+        call = self.call  # loaded once: another thread clears it, and then completes this future
+        if call is not None:
+            call.help()
+        elif not self.done():
+            self._agent.wait_for(self._over)
 
     def __repr__(self) -> str:
         there = len(self._come)

@@ -126,6 +126,14 @@ def test_as_completed_yields_errors_too(actors: rpc.Group) -> None:
     assert "not on w1" in str(come["w1"])
 
 
+def test_results_can_be_asked_at_the_moment_of_the_last_arrival(actors: rpc.Group) -> None:
+    for _ in range(50):  # a thread completes the future right after the last result has come
+        future = actors.rpc_async(odd_ones_fail, (7,))
+        assert len(list(future.as_completed())) == len(NAMES)
+        assert sorted(future.errors()) == ["w1", "w3", "w5"]
+        assert future.results() == {"w2": 7, "w4": 7}
+
+
 @pytest.mark.usefixtures("closed")
 def test_first_returns_the_first_results_that_succeed(actors: rpc.Group) -> None:
     assert set(actors.rpc_async(odd_ones_fail, (7,)).first(2)) == {"w2", "w4"}
