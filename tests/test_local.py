@@ -99,6 +99,12 @@ import telegrad
 def slow():
     threading.Event().wait(60)
 
+def slow_gradient():  # torch's engine calls the sleep
+    import time, torch
+    number = torch.ones((), requires_grad=True)
+    number.register_hook(lambda _: time.sleep(1.5))
+    number.backward()
+
 if __name__ == "__main__":
     soon = threading.Timer(0.5, os.killpg, (0, signal.SIGINT))  # as a terminal does
     {before}
@@ -113,6 +119,7 @@ if __name__ == "__main__":
 
 INTERRUPTS = {
     "calls": ("", 'soon.start(); rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", slow))'),
+    "computes gradients": ("", 'soon.start(); rpc.rpc_sync("worker0", slow_gradient)'),
     "awaits a call": ("", 'soon.start(); rpc.rpc_async("worker0", slow).wait()'),
     "waits": ("", "soon.start(); threading.Event().wait(60)"),
     "shuts down": ("", 'rpc.rpc_async("worker0", slow); soon.start(); rpc.shutdown()'),

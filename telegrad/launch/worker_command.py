@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from typing import NoReturn
 
 from telegrad.ext.joining import supervised
 from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
@@ -50,7 +52,6 @@ def main(arguments: list[str]) -> int:
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
-    from telegrad.ext.workers import current
 
     if given.main:
         _adopt(given.main, given.name)
@@ -77,19 +78,30 @@ def main(arguments: list[str]) -> int:
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
         return INTERRUPTED
-    name = rpc.get_worker_info().name
+    return _serve(given)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    """Serve the calls of the others until the group ends; return the exit code."""
+    from telegrad import errors, rpc
+    from telegrad.ext.workers import current
+
+    name, agent = rpc.get_worker_info().name, current.joined().agent
     if given.with_parent:  # its end explains losses of workers
-        current.joined().agent.word_losses(lambda who, why: "" if _parent_ended.wait(MOMENT) else why)
+        agent.word_losses(lambda who, why: "" if _parent_ended.wait(MOMENT) else why)
+    code = ENDED
     try:
         if given.require:
             rpc.wait_for_workers(given.require, given.timeout)
         rpc.serve(require=given.require or True)
     except errors.TelegradError as error:
         explained = given.with_parent and _parent_ended.wait(MOMENT)
-        return LOST if explained else _say(f"worker {name!r} has ended: {error}", LOST)
+        code = LOST if explained else _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
-        return INTERRUPTED
-    return ENDED
+        code = INTERRUPTED
+    if not agent.idle:
+        _end_at_once(code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,6 +172,18 @@ def _end_with_parent(pipe: int) -> None:
         worker.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process without the end of the interpreter, while a call still runs.
+
+    A thread that returns to an ended interpreter is stopped by Python. If it is in C++ code of torch, as in a backward
+    pass, that aborts the process.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _say(text: str, code: int) -> int:
