@@ -413,6 +413,7 @@ class CompletionIterator:
             while (news := self._awaited(number)) is not None:
                 future._agent.wait_for(news)
             yield future._come[number]
+        future._wait_for_all()  # the thread that brought the last result may not have completed the future yet
 
     async def __aiter__(self) -> AsyncIterator[tuple[Key, Any]]:
         future = self._future
@@ -421,6 +422,8 @@ class CompletionIterator:
                 await completion_of(news)
             slot = future._come[number]
             yield slot.key, slot.outcome(future._agent)
+        if not future.done():
+            await completion_of(future)
 
     def _awaited(self, number: int) -> Signal | None:
         """Return a signal for the end of the next call, or None if more than `number` calls have ended."""

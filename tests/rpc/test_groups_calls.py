@@ -130,6 +130,7 @@ def test_results_can_be_asked_at_the_moment_of_the_last_arrival(actors: rpc.Grou
     for _ in range(50):  # a thread completes the future right after the last result has come
         future = actors.rpc_async(odd_ones_fail, (7,))
         assert len(list(future.as_completed())) == len(NAMES)
+        assert future.done()
         assert sorted(future.errors()) == ["w1", "w3", "w5"]
         assert future.results() == {"w2": 7, "w4": 7}
 
@@ -147,10 +148,16 @@ def test_group_futures_in_asyncio(actors: rpc.Group) -> None:
     async def main() -> list[Any]:
         future = actors.rpc_async(name)
         seen = [each async for each, _ in future.as_completed()]
+        assert future.done()
         later = [each async for each, _ in future.as_completed()]
         return [await future, sorted(seen), sorted(later)]
 
     assert asyncio.run(main()) == [NAMES, NAMES, NAMES]
+
+
+def test_callbacks_of_a_group_future_can_iterate_over_its_results(actors: rpc.Group) -> None:
+    several = actors.rpc_async(number)
+    assert several.then(lambda _: len(list(several.as_completed()))).wait() == len(NAMES)
 
 
 async def ask_all() -> Any:
