@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,9 +91,10 @@ def test_the_failure_of_a_callback_is_logged(log: Heard) -> None:
     assert "a callback passed to `then` failed" in log.said[0]
 
 
-def test_the_error_of_a_done_callback_is_logged_and_others_run(log: Heard) -> None:
+@pytest.mark.parametrize("ending", [fail, sys.exit])
+def test_the_error_of_a_done_callback_is_logged_and_others_run(ending: Callable[[], Any], log: Heard) -> None:
     future, called = rpc_async("w1", min, ((1, 2),)), threading.Event()
-    future.add_done_callback(lambda _: fail())
+    future.add_done_callback(lambda _: ending())
     future.add_done_callback(lambda _: called.set())
     assert called.wait(PATIENCE)
     assert log.said == ["telegrad: a callback passed to `add_done_callback` failed"]

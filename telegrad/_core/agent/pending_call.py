@@ -276,7 +276,7 @@ class PendingCall:
         age = perf_counter() - self.begun
         is_users = callable(self.label) and not hasattr(self.label, KNOWN_AS)  # a text is the name of a call of ours
         can_repeat = isinstance(reason, PeerLost) and is_users
-        again = "; rpc_sync and rpc_async repeat it with idempotent=True" if can_repeat else ""
+        again = "; rpc_sync and rpc_async repeat a call with idempotent=True" if can_repeat else ""
         error = type(reason)(f"{reason}. This call of {user_name(self.label)} was in flight for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
         return error

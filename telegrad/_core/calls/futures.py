@@ -286,7 +286,7 @@ class Future(torch.futures.Future[T]):
                 forks.exit_if_user_code_ended()
                 child.about = "a callback passed to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
-                if not isinstance(error, Exception) or raised_by_handler(error):
+                if raised_by_handler(error):
                     raise
             else:
                 child.set_result(value)
@@ -314,11 +314,9 @@ class Future(torch.futures.Future[T]):
                 context.run(callback, future)
             except BaseException as error:
                 forks.exit_if_user_code_ended()
-                if isinstance(error, Exception) and not raised_by_handler(error):
+                if not raise_later(error):  # torch would print it
                     fold(error)
                     log.error("telegrad: a callback passed to `add_done_callback` failed", exc_info=error)
-                elif not raise_later(error):  # torch would print it
-                    raise
 
         super().add_done_callback(run)
 
