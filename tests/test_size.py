@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_419,
     "lines of the core": 38_978,
-    "lines of the tests": 86_877,
+    "lines of the tests": 87_235,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,
