@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_419,
-    "lines of the core": 38_978,
-    "lines of the tests": 87_235,
+    "lines of the package": 62_429,
+    "lines of the core": 38_988,
+    "lines of the tests": 87_236,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,

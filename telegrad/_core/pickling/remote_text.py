@@ -23,6 +23,7 @@ import functools
 import linecache
 import os
 import re
+import sys
 import threading
 import traceback
 from collections import deque
@@ -377,18 +378,27 @@ def _is_shown(frame: FrameType) -> bool:
 def fold(error: BaseException) -> None:
     """Take the frames of this package out of the traceback; a `raise` without arguments then adds none.
 
-    The frame that runs a signal handler stays, because the handler's errors are known by it.
+    The frame that runs a signal handler stays while functions of this package are left, because these know the
+    handler's errors by it.
     """
     links = []
     link = error.__traceback__
     while link is not None:
         links.append(link)
         link = link.tb_next
+    handled = any(runs_handler(link.tb_frame) for link in links) and _is_called_within_package(sys._getframe(1))
     kept = None
     for link in reversed(links):
-        if _is_shown(link.tb_frame) or runs_handler(link.tb_frame):
+        if _is_shown(link.tb_frame) or (handled and runs_handler(link.tb_frame)):
             kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
     BaseException.with_traceback(error, kept)  # its class may forbid an assignment
+
+
+def _is_called_within_package(public: FrameType) -> bool:
+    frame = public.f_back
+    while frame is not None and _is_shown(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def folded(function: F) -> F:
