@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_429,
     "lines of the core": 38_988,
-    "lines of the tests": 87_236,
+    "lines of the tests": 87_244,
     "files of the package": 268,
     "words of the glossary": 80,
     "global statements": 5,
