@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_429,
+    "lines of the package": 62_431,
     "lines of the core": 38_988,
     "lines of the tests": 87_244,
     "files of the package": 268,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -181,8 +182,9 @@ def _end_at_once(code: int) -> NoReturn:
     pass, that aborts the process.
     """
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with contextlib.suppress(Exception):  # from streams that the program may have replaced, or that nobody reads
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
