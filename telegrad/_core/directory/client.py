@@ -169,6 +169,7 @@ class Sessions(Generic[S]):
             self._mark_failed(endpoint)
             count += 1
             rounds, rest = divmod(count, len(self._endpoints))
+            # Random, so that all clients of a server that was lost do not come back at the same moment.
             pause = 0.0 if rest else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds, 5)) * (0.5 + _random.random())
             self.wait(max(0.0, min(pause, until - monotonic())))
             if monotonic() >= until:
@@ -212,7 +213,9 @@ class Sessions(Generic[S]):
                     session.open(deadline)
                 # A restarted engine has closed the session: a write to it would have an unknown outcome.
                 is_usable = is_new or session.usable()
-                self._check_open()  # `close` may have run before the connection was open
+                # `close` sets its flag before it interrupts the sessions in use. It may have run while this one had no
+                # socket yet, which it could not interrupt.
+                self._check_open()
             except BaseException as error:
                 self._drop(session)
                 if isinstance(error, (Unanswered, OSError)) and not isinstance(error, TelegradError):
@@ -227,6 +230,8 @@ class Sessions(Generic[S]):
         is_usable = session.usable()
         with self._lock:
             self._used.discard(session)
+            # `close` sets its flag before it takes the lock: either the flag is seen here, or `close` finds this
+            # session in the list.
             keeps = is_usable and len(self._idle[endpoint]) < KEPT and not self._closed.is_set()
             if keeps:
                 self._idle[endpoint].append(session)
@@ -236,9 +241,12 @@ class Sessions(Generic[S]):
     def _drop(self, session: S) -> None:
         with self._lock:
             self._used.discard(session)
-            session.close()  # under the lock: `close` must not interrupt another connection that got the descriptor
+            # Only after it has left `_used`: otherwise `close` could interrupt another connection that has got the
+            # number of the closed descriptor.
+            session.close()
 
     def _mark_failed(self, endpoint: int) -> None:
+        # Another thread may have failed at it before, and moved on already.
         if endpoint == self.current:
             self.current = (endpoint + 1) % len(self._endpoints)
 
@@ -387,6 +395,7 @@ class EmbeddedDirectory:
 
     def grant(self, ttl: float) -> Lease:
         check_ttl(ttl)
+        # A repeated grant may leave a lease that no client knows. It has no keys, and ends by itself.
         sent, reply = self._ask(Request(requests.GRANT, seconds=ttl))
         return Lease(reply.revision, ttl, sent + ttl)
 
@@ -401,6 +410,8 @@ class EmbeddedDirectory:
         check_key(key)
         check_value(key, value or b"")
         request = Request(requests.SWAP, key, value, expected, lease.id if lease and value is not None else 0)
+        # A second compare-and-set after an unanswered first one would fail with a changed revision although the first
+        # was done.
         _, reply = self._ask(request, repeat=False)
         return Swap(reply.outcome == requests.DONE, reply.changes[0].entry if reply.changes else None)
 

@@ -97,7 +97,8 @@ class DirectoryServer:
             last = monotonic()
             while not self.stopped:
                 last = self._turn(last)
-                # Processes that the parent has forked hold the pipe, too.
+                # Processes that the parent has forked hold the pipe as well, so it may stay open after the parent has
+                # ended. Then this process has another parent.
                 if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.leases:
                     break
         finally:
@@ -116,11 +117,15 @@ class DirectoryServer:
         waits = [at - monotonic() for at in (self.table.next_end(), self.watches.next_at()) if at is not None]
         ready = self._selector.select(max(0.0, min([TICK, *waits])))
         now = monotonic()
+        # This process was stopped, or had no processor, and could take no renewals meanwhile. Without this, each stop
+        # that is longer than a ttl would declare all members lost.
         if now - last > TICK + STOPPED:
             self.table.extend_leases(now - last)
         for key, events in ready:
             key.data(events)
         self.table.expire(now)
+        # After `expire`, so that watchers learn of ended leases in this turn, and before the commit: a reply must
+        # report nothing that a restart could undo.
         replies, self._replies = self._replies + self.watches.collect(now), []
         self.table.file.commit(self.table.revision)
         for connection, reply in replies:
@@ -138,7 +143,10 @@ class DirectoryServer:
                 sock, address = self._listener.accept()
             except NOT_NOW:
                 return
-            except OSError as error:  # as a rule no descriptor is free: an immediate retry would fail again
+            except OSError as error:
+                # As a rule, no descriptor is free, and an immediate retry would fail again. The waiting connection
+                # keeps the listener readable, so the listener leaves the selector for a while: otherwise the loop would
+                # turn without a pause.
                 advice = " (see `ulimit -n`)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
                 log.warning("telegrad: the directory cannot accept connections: %s%s", error, advice)
                 self._selector.unregister(self._listener)
@@ -165,7 +173,8 @@ class DirectoryServer:
         except NOT_NOW:
             pass
         except (HandshakeError, PeerUnreachable, *Closed) as error:
-            if connection in self._strangers and connection.has_spoken:  # otherwise a probe of the port
+            # A connection that ends without a byte is a probe of the port (`knock`), of which there are many.
+            if connection in self._strangers and connection.has_spoken:
                 self._refuse(connection, error)
             else:
                 self._drop(connection, error)
@@ -176,6 +185,8 @@ class DirectoryServer:
             own.append(connection)
             if len(own) > MOST_OF_ONE:
                 self._drop(own[0])
+        # These are bytes of the handshake, or the rest of an earlier reply. A reply to this request is sent only after
+        # the commit of this turn.
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:

@@ -161,6 +161,7 @@ class LeaseTable:
         if len(self.leases) >= self.limits.leases:
             raise LimitReached(f"the directory is full: it has {len(self.leases)} leases. End some leases first")
         self.revision += 1
+        # No revision is ever repeated, so it also serves as the id of the lease.
         self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
         self.leases[self.revision] = now + ttl, ttl
         heapq.heappush(self._ends, (now + ttl, self.revision))
@@ -170,6 +171,7 @@ class LeaseTable:
         """Restart the ttl of a lease. Raises LeaseLost."""
         self._check_lease(lease)
         end, ttl = self.leases[lease]
+        # `extend_leases` may have set a later end.
         self.leases[lease] = max(end, now + ttl), ttl
 
     def revoke(self, lease: int) -> None:
@@ -185,6 +187,8 @@ class LeaseTable:
     def expire(self, now: float) -> None:
         """End the leases that were not renewed in time."""
         while self._ends and self._ends[0][0] <= now:
+            # The heap has one item for each lease, with the end that it had when the item was pushed. A lease that was
+            # renewed since is pushed again with its present end; one that was revoked is only dropped.
             _, lease = heapq.heappop(self._ends)
             end, _ = self.leases.get(lease, (now, 0.0))
             if end > now:
@@ -263,7 +267,9 @@ class LeaseTable:
             "WHERE revision > ? AND key >= ? AND key < CAST(? AS TEXT) ORDER BY revision, number",
             since,
             prefix,
-            prefix.encode() + b"\xff",  # UTF-8 has no byte 255
+            # The end of the range is the prefix with byte 255, which is in no text in UTF-8. It is passed as bytes,
+            # because a Python text cannot contain it.
+            prefix.encode() + b"\xff",
         ):
             if size > most and revision != found[-1].revision:
                 return found[-1].revision, found

@@ -107,7 +107,9 @@ class ServerProcess:
         self._listener.close()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be restarted
-            self._process.stdin.write(b"\0")  # closing is not enough: forked processes may hold the pipe
+            # The server takes any byte, like the end of the pipe, for the end of its keeper. Closing the pipe is not
+            # enough: processes that this one has forked may hold it.
+            self._process.stdin.write(b"\0")
             self._process.stdin.flush()
         self._close_pipe()
         # Otherwise it stays as a zombie.

@@ -61,14 +61,18 @@ class Watches(Generic[C]):
         revision, changes = self._table.changes(prefix, since)
         watched = self._prefixes.get(prefix)
         notified = watched.notified if watched is not None else self._table.revision
-        # Changes after `notified` are batched, and sent to all watchers at once.
+        # A watcher that has missed an earlier notification gets its changes at once. Later changes are batched, and
+        # sent to all watchers of the prefix together.
         if (changes and changes[0].revision <= notified) or not seconds > 0:
             return write_reply(requests.DONE, revision, changes)
         if watched is None:
             watched = self._prefixes[prefix] = _Prefix(notified)
         watch = _Watch(prefix, since, now + min(seconds, LONGEST_WATCH))
         watched.watchers[connection] = self._waiting[connection] = watch
+        # The id decides between equal times, because connections have no order.
         heapq.heappush(self._timeouts, (watch.ends, id(connection), connection))
+        # An answered watch stays in the heap until its time is over, up to LONGEST_WATCH: remove such items when they
+        # are most of the heap.
         if len(self._timeouts) > 2 * len(self._waiting) + 1000:
             self._timeouts = [(watch.ends, id(each), each) for each, watch in self._waiting.items()]
             heapq.heapify(self._timeouts)

@@ -95,6 +95,8 @@ class DirectoryLease:
 
     def hold(self, meeting: RendezvousStore, found: Found) -> None:
         """Begin a lease in this directory, to which that store points. Raises DirectoryLost, and changes nothing."""
+        # Before any other change: if it raises, this object must still be without a directory, so the caller can try
+        # again.
         self.lease = found.directory.grant(self._ttl)
         self._thread.want()
         self._meeting, self.found = meeting, found
@@ -104,6 +106,8 @@ class DirectoryLease:
         try:
             self.lease = self.directory.renew(self.lease)
         except LeaseLost:
+            # The lease thread and a thread that joins may both do this. The lease that is not kept ends, and with it an
+            # arrival that was written with it: `_join_in` writes it again.
             self.lease = self.directory.grant(self._ttl)
 
     def _main(self) -> None:
@@ -154,6 +158,8 @@ class DirectoryLease:
 
     def _leave(self, meeting: RendezvousStore, found: Found, ended: Formed | None) -> None:
         with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
+            # Before the lease is revoked: an embedded directory may end once no lease is left, and then cannot tell if
+            # others have come.
             if ended is not None and end(found.directory, ended) and found.pointer is not None:
                 remove_pointer(meeting.store, lambda: bool(found.directory.list(COME).entries))
             found.directory.revoke(self.lease)
@@ -251,6 +257,8 @@ class _Joining:
                 continue
             self._wait.look()
             with contextlib.suppress(Compacted):  # too many changes: read all again
+                # Only the deciding worker watches the arrivals: with n waiting workers, n * n events would be sent
+                # otherwise. It also wakes when LAST_CALL is over, since no event reports that.
                 quiet = self._came + LAST_CALL - monotonic()
                 pause = min(KNOCK_AGAIN, quiet if quiet > 0 else inf) if decides else LOOK
                 pause = max(0.0, min(pause, self._until - monotonic()))
@@ -273,12 +281,15 @@ class _Joining:
         if self._quorum.awaited():
             self._waits_for = running.number
             if self._before.me not in running.lives:
-                self._until = monotonic() + self._timeout  # it waits as long as that generation lives
+                # A spare worker waits as long as that generation lives; its timeout begins only after that.
+                self._until = monotonic() + self._timeout
 
     def _check(self, mine: int, first: Arrival) -> None:
         """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
         running = self._state.running
         for other in running.members:
+            # The generation formed after this worker had come, with another worker of its name: `Quorum.chosen` takes
+            # only the first of two.
             if other.name == self._me.name and self._state.since > mine and not running.has_ended:
                 raise WorkerTaken(
                     f"the name {self._me.name!r} is not unique, two workers claim it: {other} and {self._me}. Give "
@@ -296,6 +307,9 @@ class _Joining:
         """Return True if a generation has formed, or members of it were found dead."""
         formed = self._quorum.decide(monotonic() - self._came > LAST_CALL, late)
         if formed is not None:
+            # Probe all members again right before the decision: a generation with a dead member would end at its next
+            # step. The compare-and-set does nothing if another worker has decided meanwhile; the caller reads the
+            # result in any case.
             if all(self._lives(member, fresh=True) for member in formed.members):
                 directory.swap(GENERATION, formed.to_json().encode(), self._state.since)
             return True

@@ -123,6 +123,7 @@ class GenerationMonitor:
         who = listed([repr(name) for name in missing]) if missing else "a worker"
         log.warning("telegrad: %s did not call rendezvous_again within %g s; the group continues without", who, timeout)
         self._act(self._steps.give_up)
+        # The leader may be the worker that does not answer. Then this worker moves on without its decision.
         if not self._told(GRACE, self._left):
             self._act(self._steps.move_alone)
         return self._told(0, self._left)
@@ -216,6 +217,9 @@ class GenerationMonitor:
             held.restart()
             return
         self._failed = ""
+        # These workers have left this generation, although no message arrived: Move was lost with its connection, or
+        # they were removed by the others. Without this check, they would wait in the directory for this worker, and
+        # this worker for them.
         for rank in gone_on(arrivals, self.generation):
             self._act(partial(self._steps.lost, rank))
         if self.leads:

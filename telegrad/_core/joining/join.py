@@ -169,6 +169,7 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Rend
         ) from error
     keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
     pointer = Pointer.from_json(text)
+    # The actor gives the address, so no store is needed. This one is local, and unused.
     store = SealedStore(dist.HashStore(), keys)
     meeting = RendezvousStore(store, pointer.host, -1, None, directory=lambda: connect(pointer, keys), launched=True)
     return meeting._replace(location=f"the actor {name!r}")
@@ -181,7 +182,8 @@ class Keeper:
         """`given` are the keys of the first worker, if its program or its environment sets any."""
         ray: Any = sys.modules["ray"]
         host = ray.util.get_node_ip_address()
-        self._made = create_once(state_folder() / name, new_key())  # a restarted actor needs the same key
+        # A restarted actor needs the key of its earlier life.
+        self._made = create_once(state_folder() / name, new_key())
         self._keys = given or Keyring([self._made])
         self._keeping = DirectoryMonitor(self._keys, host, noted(name))
         note(name, self._keeping.pointer)
@@ -239,6 +241,8 @@ def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout:
         group = DynamicGroup(found.directory, ttl_of(silence), found.launched)
         try:
             joined = group.join(me, shows_life)
+            # Only after the join: the last member that leaves removes the pointer, and looks for other members after
+            # that (`remove_pointer`). So it finds this worker, or this worker finds no pointer and restores it.
             _point(meeting, found)
             store = _kept(meeting)
             renewal = _renewal(found.directory, store)
@@ -283,7 +287,9 @@ def _enter_directory(
             except BaseException as error:
                 found.directory.close()
                 if found.keeping is not None:
-                    found.keeping.leave()  # others may have joined by now
+                    # `leave` and not `close`: others may have joined by this directory, so it ends only once no lease
+                    # is left.
+                    found.keeping.leave()
                 if isinstance(error, DirectoryLost | DirectoryReset | LeaseLost) and monotonic() < until:
                     wait.look()
                     continue

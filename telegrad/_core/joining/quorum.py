@@ -117,9 +117,13 @@ class Quorum:
     def awaited(self) -> list[Member]:
         """Return the members of the last generation that have not come, and may be alive."""
         here = self._here()
+        # A process has another incarnation in each generation: a survivor comes with its new one, and `before.me` is
+        # the one that it has in this generation.
         gone = {*self._dead, *(each.before.me for each in here)}
         for each in here:
             if self._rank(each) >= 0:
+                # Only a member of this generation can say which of its members stay behind. The report of a worker from
+                # an older generation is about that one.
                 gone.update(each.before.without)
         return [each for each in self._running.members if each.incarnation in self._ranks.keys() - gone]
 
@@ -127,6 +131,8 @@ class Quorum:
         """Return the workers that could be in the next generation, by rank, and how many of them are survivors."""
         here = self._here()
         survivors = sorted((each for each in here if self._rank(each) >= 0), key=self._rank)
+        # New workers with a wanted rank come first. The sort is stable, so the others stay in the order in which they
+        # came.
         others = sorted(
             (each for each in here if self._rank(each) < 0), key=lambda each: (each.member.id < 0, each.member.id)
         )

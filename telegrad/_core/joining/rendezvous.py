@@ -36,7 +36,10 @@ from telegrad.errors import (
     WorkerTaken,
 )
 
-MOST_ASKED = 32  # ranks per check, and workers that are probed: all others of the group do the same
+# All workers of the group check ranks and probe workers at the same time. If each looked at all others, a group of n
+# would cause n * n requests, and keep the store busy. The ranks begin behind the worker's own, so different workers
+# check different ones.
+MOST_ASKED = 32  # ranks per check, and workers that are probed
 LINGER = 2.0  # seconds that the store's server waits for the others to leave first
 LONGEST_LOOK = 2.0  # seconds to find the missing workers if a group of hundreds does not form
 NEIGHBOURS = 4  # next workers by rank that each worker checks: the first dead one of each sequence is found
@@ -205,6 +208,9 @@ class _Static:
         if verdict in (OPENED, VOID):
             return False
         kind, _, since, *_ = json.loads(verdict)
+        # A worker that comes late to a round with such a fault (a name that two workers claim, different sizes) belongs
+        # to the same run, and must fail like the others. A worker whose rank has an entry there was restarted, and
+        # needs the next round. So does a worker that comes after the others gave up waiting (GroupIncomplete).
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self.me.id}")
 
     def _meet(self) -> RankTable:
@@ -212,7 +218,8 @@ class _Static:
         gate = COMPLETE
         try:
             self._claim()
-            # after the claims, so that no open gate hides a conflict
+            # The last worker to write this opens the gate, and reads no claims. So it comes after the claims: otherwise
+            # the gate could open although a claim is about to fail.
             self._board.swap(f"come/{self.me.id}", "", OPENED)
             self._open(COMPLETE)
             level = logging.INFO if self.names else logging.WARNING  # with known names, the launcher reports starts
@@ -236,10 +243,14 @@ class _Static:
         """Open the gate if all ranks have come, or have read."""
         entry = "come" if gate == COMPLETE else "read"
         keys = [f"{entry}/{rank}" for rank in range(self.size)]
+        # Each worker calls this after it has written its own entry, so at least the last one finds the entries of all.
+        # Several may find them at once, but the compare-and-set below never changes a verdict.
         if self._board.has_all(keys):
             self._board.read_all(keys)  # raises if one is forged
             if gate == READY:
-                self._root.write(SERVED, OVER)  # before any worker leaves, because it could return at once
+                # Write it before any worker can leave: a worker that leaves may call init_rpc again at once, and must
+                # not take this store for that of the next group.
+                self._root.write(SERVED, OVER)
             self._board.swap(gate, "", OPENED)
 
     def _claim(self) -> None:
@@ -294,7 +305,9 @@ class _Static:
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile, self.size)
-        if not found:  # too late: all give up, unless the gate can be opened now
+        # Too late: this worker gives up, and with it all others, since a verdict is final. But the last entry may have
+        # arrived just now, so it tries to open the gate first.
+        if not found:
             self._open(gate)
             found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
         if found == VOID:
@@ -312,6 +325,8 @@ class _Static:
             if monotonic() - since > DOUBT:
                 since = monotonic()
                 self._open(READY)
+                # Not all others: n workers that probe each other make n * n connections. It is enough that some worker
+                # finds a dead one, because VOID ends the round for all.
                 count = min(NEIGHBOURS, self.size - 1)
                 others = [members.find((self.me.id + step) % self.size) for step in range(1, count + 1)]
                 if not all(map(self.is_alive, others)):

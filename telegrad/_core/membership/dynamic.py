@@ -105,10 +105,14 @@ class DynamicGroup:
         self.identity, has_made = self.registry.identify()
         self._lease = self.directory.grant(self._ttl)
         try:
-            roster = self.registry.roster()  # the watch reports all later changes, including those of this worker
+            # Read the members before a key of this worker is written. The watch begins at the revision of this list, so
+            # it reports the end of this worker whenever that happens. The list also shows which names and ranks are
+            # taken, so `reserve` does not try them.
+            roster = self.registry.roster()
             members = [each.member for each in roster.members.values()]
             registered = self._publish(self.registry.reserve(me, self._lease, is_alive, members))
         except BaseException:
+            # Without an answer, the end of the lease deletes all keys that this attempt has written.
             with contextlib.suppress(*UNUSABLE):
                 self.directory.revoke(self._lease)
             raise
@@ -132,6 +136,9 @@ class DynamicGroup:
             except DirectoryLost as error:
                 unknown = error
             except LeaseLost:
+                # If this is the first answer, the worker was never published, and the caller may try again with another
+                # lease. After an attempt without an answer, the worker may have been a member for a while. Then the
+                # others have seen this incarnation go, and would ignore it if it joined again (`Membership._apply`).
                 if unknown is None:
                     raise
                 break
@@ -152,7 +159,7 @@ class DynamicGroup:
         """Start the threads.
 
         Args:
-            on_change: called with each change, one at a time; it must not call `refresh`.
+            on_change: called with each change, one at a time except for this worker's end; it must not call `refresh`.
             stands_for: returns for how many seconds this worker has not answered. If that is longer than the ttl, the
                 lease is not renewed: then others, and this worker, detect its loss.
         """
@@ -169,6 +176,7 @@ class DynamicGroup:
 
     def claim(self, name: str) -> Claim:
         """Claim a published value for this member; return its owner's claim. Raises the errors of `Registry.claim`."""
+        # Read it once: `leave`, on another thread, may set it to None meanwhile.
         me = self._me
         if me is None:
             raise LeaseLost("this worker has left the group and no longer owns any values")
@@ -179,6 +187,8 @@ class DynamicGroup:
 
     def owns(self, name: str, claim: Claim) -> bool:
         """Return True while this member, which made that claim, may act as the owner."""
+        # A higher token belongs to a later change: the claim was deleted, or another worker has made a later one. The
+        # watch can report that before this worker's own clock ends the lease.
         return self.holds and self.claims.get(name, claim).token <= claim.token
 
     def look_for_owner(self, name: str) -> None:
@@ -208,6 +218,8 @@ class DynamicGroup:
         for known in self._known.copy().values():
             if to in (known.member.name, known.member.id):
                 return known.member
+        # A directory that did not answer last is not asked: each call to an unknown worker would block until the
+        # patience of the connection is over.
         if self.is_lost:
             raise DirectoryLost(
                 f"worker {to!r} is not known here, and the directory of the group does not answer: check that the "
@@ -227,6 +239,8 @@ class DynamicGroup:
         if self.is_lost:
             unanswered()
         else:
+            # The calling thread also probes the other suspects (`membership.py`), and the directory may take seconds to
+            # answer.
             run_in_thread("telegrad-declare", self._tell_lost, member, why, unanswered)
 
     def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
@@ -246,6 +260,9 @@ class DynamicGroup:
         """Renew the lease if it is time; return the seconds until the next call."""
         if (wait := self._until_renewal()) > 0:
             return wait
+        # This thread may run although the worker does not serve, because no thread polls its connections. Such a worker
+        # must not keep its lease. It counts as lost once the lease has ended by its own clock: until then the directory
+        # gives its name and its claims to no other worker.
         if self._stands_for() >= self._ttl:
             if not self.holds:
                 self._declared_lost("it was stopped for longer than its lease lasts")
@@ -255,7 +272,9 @@ class DynamicGroup:
             self._lease = self.directory.renew(self._lease)
             self._unrenewed = ""
         except UNUSABLE as error:
-            # The watch reports a server that is down or refuses all, and would have detected that by now.
+            # A server that is down, or that refuses every request, is reported by the watching thread, which asks it
+            # every third of the ttl at least. Only a server that refuses renewals alone is reported here, with a third
+            # of the lease left: by then the watching thread would have noticed an outage.
             is_late = self._clock() > self._lease.ends - self._ttl / RENEWALS
             is_refused = is_late and not (self.is_lost or isinstance(error, DirectoryLost))
             if is_refused and str(error) != self._unrenewed:
@@ -268,6 +287,7 @@ class DynamicGroup:
         except LeaseLost:
             self._declared_lost("the directory has ended its lease, which was not renewed in time")
         except Exception:
+            # This thread must survive any error: without it, the lease ends.
             log.exception("telegrad: the lease in the group's directory could not be renewed")
             return LONGEST_PAUSE
         return self._until_renewal()
@@ -322,6 +342,10 @@ class DynamicGroup:
         """Return True for an end of the group before this worker joined, or of an earlier attempt of a member."""
         if isinstance(change, Ended):
             return revision < self._epoch
+        # An earlier attempt to join with the same incarnation may have ended: one that another worker has marked as
+        # lost (`Registry._end_join`), or an earlier registration for published values (`publishing/registration.py`).
+        # `join` reads the members before it publishes this worker, so the watch may report that end after the later
+        # registration is known.
         known = self._known.get(change.life) if isinstance(change, MemberGone) else None
         return known is not None and revision < known.epoch
 
@@ -332,7 +356,8 @@ class DynamicGroup:
             why = "it disappeared while this worker received no changes"
             known = self._known.copy().items()
             absent = {life: registered for life, registered in known if life not in roster.members}
-            # `refresh` may have read members later
+            # While the roster was on its way, `refresh` may have added members of a later revision. The roster lacks
+            # them, but they are not gone.
             gone = [MemberGone(life, LOST, why) for life, each in absent.items() if each.epoch <= roster.revision]
             for change in sorted(gone, key=lambda each: not self._is_own_loss(each)):
                 if self.over:
@@ -351,7 +376,8 @@ class DynamicGroup:
             return
         roster = self.registry.roster()
         with self._applying:
-            if roster.revision >= self._since:  # else members that are gone meanwhile would return
+            # An older roster would bring back members that the changes applied since have removed.
+            if roster.revision >= self._since:
                 self._take_in(roster)
 
     def _take_in(self, roster: Roster) -> None:
@@ -391,8 +417,11 @@ class DynamicGroup:
 
     def _end(self, over: str, why: str = "") -> None:
         """End this life once."""
+        # Both threads may find the end at the same time. `_applying` cannot guard this, because the watching thread
+        # holds it while it applies the loss of this worker.
         if not self._ending.acquire(blocking=False):
             return
+        # Set first, because `on_change` reads it for the error of this worker.
         self.over = over
         if self._me is not None:
             self._on_change(MemberGone(self._me.incarnation, LOST, why or over))
@@ -424,7 +453,9 @@ class DynamicGroup:
             self.over = HAS_LEFT
             # If the directory does not answer, the lease expires.
             run_in_thread("telegrad-leave", self._leave, me, lost, patience=PATIENCE)
-        self.directory.close()  # makes waiting operations raise
+        # Close it only after that: it makes waiting operations raise, among them the watch, and the departure if it is
+        # still not answered.
+        self.directory.close()
         self._thread.join(PATIENCE)
         self._renewing.join(PATIENCE)
         self._store, keeping, self._keeping = None, self._keeping, None
@@ -435,6 +466,8 @@ class DynamicGroup:
         # Workers that only serve end with the worker that has rank 0, or has made the group.
         ends = me.id == 0 and not lost if self._launched else me.id == 0 or self._founded
         with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
+            # Remove the pointer while the lease holds: an embedded directory may end once no lease is left, and then
+            # cannot tell if others have joined.
             if self._store is not None and len(self._known) <= 1:
                 remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
             self.registry.leave(me, self._lease, lost, ends)

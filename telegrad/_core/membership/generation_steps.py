@@ -74,6 +74,7 @@ class GenerationBarrier:
         self._stands: dict[int, str] = {}  # the known states of living workers
         self._unsure: set[int] = set()  # a connection with them has ended since their last report
         self._step = 0  # of this worker: how often it got Stay
+        # Only the first leader of a generation sends Stay: after the loss of a worker, the generation cannot continue.
         self._led = 0  # how often this worker, as the leader, has sent Stay
         self._how = ""  # the state of this worker; "" within a step
         self.broken = False  # a worker is gone
@@ -118,6 +119,8 @@ class GenerationBarrier:
         if self.leader != self._me:
             return [(self.leader, self._standing())]
         self._stands[self._me] = self._how
+        # A report may have been lost with a connection that ended. The leader's own report is the question: a follower
+        # answers it with its own, unless it is within a step.
         asked = [(other, self._standing()) for other in sorted(self._unsure & self.missing)]
         return asked + self._conclude()
 
@@ -134,6 +137,7 @@ class GenerationBarrier:
         if self.told or not self._how:
             return []
         if isinstance(message, Stay):
+            # A leader repeats a Stay that may be lost. The repetition must not end the wait before a later step.
             if message.step == self._step and self._how == HERE:
                 self._stay()
         elif isinstance(message, Move):
@@ -149,7 +153,8 @@ class GenerationBarrier:
         if self.told == MOVE or sender not in self.alive:
             return [(sender, Move(self.without))]
         if message.how == HERE and message.step < self._led:
-            return [(sender, Stay(message.step))]  # the first answer was lost with its connection
+            # The first answer was lost with its connection.
+            return [(sender, Stay(message.step))]
         if sender == self.leader:
             return self._say()
         if self.told == FINISH or not message.how:
@@ -162,6 +167,7 @@ class GenerationBarrier:
 
     def lost(self, other: int) -> list[Letter]:
         """Remove another worker that has died or left."""
+        # A worker never removes itself, so there is always a leader.
         if other not in self.alive - {self._me}:
             return []
         led = self.leader
@@ -207,6 +213,7 @@ class GenerationBarrier:
             return []
         here = self._who(HERE)
         leaving = self._who(LEAVING)
+        # Serving workers have no steps of their own, so no work is left.
         if leaving and not here:
             return self._finish()
         if self.broken or self._wanted or (leaving and here):

@@ -224,7 +224,8 @@ class LeavingTogether(Leaving):
     def _answer(self) -> None:
         """Answer the leader's question, if any, once this worker is quiet."""
         while self.all_leave() and self._post.idle:
-            # Check again under the lock: the report must be newer than the question.
+            # Look again under the lock, under which questions are recorded, too: `idle` and `started` must be read
+            # after the question that they answer has arrived.
             self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
 
     def went_on(self, ids: set[int]) -> None:
@@ -277,6 +278,8 @@ class LeavingTogether(Leaving):
     def _on_message(self, sender: Identity, message: Message) -> None:
         self._broken.pop(sender.id, None)
         self._act(lambda: self._farewell.receive(sender.id, message))
+        # The thread that has read a question answers it if this worker is quiet. Only if it is not, the thread in
+        # `wait` wakes and looks again until it is.
         self._answer()
         self._wake()
 
@@ -288,10 +291,13 @@ class LeavingTogether(Leaving):
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
             inside = self._farewell.inside
             may_live = _may_live(reason, inside)  # then the membership probes the worker, and reports the result
-            # A proxy may accept connections for a worker that has died.
+            # A proxy may accept connections for a worker that has died: then none is refused, and each probe is
+            # answered. But no message of that worker arrives, and each handshake fails.
             if not may_live or (inside and monotonic() > self._broken.setdefault(who.id, monotonic()) + BROKEN):
                 self.lose(who, reason)
         else:
+            # A broken connection is no death: the membership probes the worker, and reports a death by `lose`. But
+            # messages may have been lost with the connection.
             self._act(lambda: self._farewell.remind(who.id))
 
     def lose(self, who: Identity, reason: PeerError) -> None:

@@ -75,6 +75,7 @@ class CallbackThread:
             self.tell(told, info(member), lost)
 
     def tell(self, callback: Callable[..., Any], *args: Any) -> None:
+        # The owner's lock is held, so callbacks run in the order of the changes. A put into a SimpleQueue never blocks.
         self._queue.put((callback, args))
 
     def close(self) -> None:
@@ -263,10 +264,13 @@ class Membership:
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         """Process the end of a connection, or a failure to connect."""
+        # No connection could be made because the worker is silent: its silence is the reason.
         if isinstance(reason.__cause__, PeerSilent):
             reason = reason.__cause__
         with self._changed:
             member = self._present.get(who.incarnation)
+            # A worker may call this one before the directory reports its join. Its loss is kept until then
+            # (`_take_in`).
             if member is None and who.incarnation not in self._gone:
                 remember(self._lost_unseen, who.incarnation, reason)
             if member is None or self._closed:
@@ -275,11 +279,14 @@ class Membership:
                 self._parted.add(who.incarnation)
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
+            # It is probed again anyway. Without this check the doubts may never end: each answer has messages sent
+            # again (`answered`), these open a connection, and the next failure of that would be another doubt.
             if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
-                return  # it is probed again anyway, and each answer may cause one more such connection
+                return
             if not parted:
                 self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
             elif self._group is None:
+                # In a dynamic group, the directory reports the departure.
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
         if not parted:
             self._watch.want()
@@ -306,6 +313,8 @@ class Membership:
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
             remember(self._gone, member.incarnation, how)
+            # It may be alive after all; then `_on_reached` takes it back. A worker that announced its departure does
+            # not return.
             if self._group is None and lost is not None and not isinstance(lost, LeftEarly):
                 self._silent[member.incarnation] = member
             self._new_version()
@@ -340,6 +349,8 @@ class Membership:
                 log.exception("telegrad: checking the group's members failed")
                 pause = AGAIN
             self._wake.wait(pause)
+            # `_on_lost` adds a doubt before it sets the event, so the next turn sees each doubt whose event is cleared
+            # here.
             self._wake.clear()
         self._knocks.close()
 
@@ -352,12 +363,15 @@ class Membership:
         for doubt in due:
             self._knocks.begin(doubt)
         for doubt, answer in self._knocks.answers():
-            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # if `_settle` raises, the next call tries again
+            # If `_settle` raises, neither this doubt nor the others may be dropped: this one is probed again a little
+            # later.
+            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]
             try:
                 left = self._settle(doubt, answer)
             finally:
                 with self._changed:
                     self._doubts += left
+            # It lives, but messages to it may have been lost with the broken connection: the barriers send them again.
             if answer:
                 for told in self.answered:
                     told(doubt.who)
@@ -370,6 +384,8 @@ class Membership:
         fate = doubt.after(answer, monotonic())
         if isinstance(fate, Suspect):
             return [fate]
+        # A refused connection proves that the process is gone, but not how: the member may have left in order, and the
+        # watch may not have reported that yet. The directory knows.
         if answer is False and self._group is not None:
             why = f"worker {self._me.name!r} found that no process listens at its address"
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
@@ -382,6 +398,7 @@ class Membership:
     def _find_dead(self, doubt: Suspect) -> None:
         """Remove a worker that does not answer, if no directory decides."""
         who = doubt.who
+        # It may have announced its departure, or been removed, while it was probed.
         how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
         if self._closed:
             return
@@ -406,10 +423,11 @@ class Membership:
     # Changes in the directory of a dynamic group
 
     def _apply(self, change: Change) -> None:
-        """Apply a change. Runs on the thread that watches the directory."""
+        """Apply a change. Runs on the threads of `dynamic.py`, and on those that call `refresh`."""
         if isinstance(change, MemberJoined):
             member = change.registered.member
             with self._changed:
+                # An incarnation joins only once, and this one is out.
                 if member.incarnation in self._gone:
                     return
                 self._take_in(member)
@@ -429,6 +447,7 @@ class Membership:
             self.serving.ended.set()
         assert self._group is not None
         self._watch_next()
+        # A name or a rank may have another owner, and calls by it must find that one.
         self._post.forget_names([member.incarnation for member in self._group.members()])
 
     def _note_gone(self, change: MemberGone) -> None:
@@ -441,6 +460,7 @@ class Membership:
             self._take_out(member, reason)
         if reason is None:
             return
+        # Without the lock: the end of this worker waits for the probing thread, which takes that lock.
         if member.incarnation == self._me.incarnation:
             assert self._group is not None
             log.warning("telegrad: %s", self._group.over)

@@ -175,7 +175,8 @@ class Registry:
         """End the members that only serve, with an error if `how` is LOST. Later workers are not affected."""
         found, ended = self._read(ENDED), json.dumps([how, why]).encode()
         swap = self._directory.swap(ENDED, ended, found.revision if found else ABSENT)
-        if swap.entry is not None:  # watchers have seen it
+        # Delete the key at once: a watch reports each change after its revision, also that of a key that is gone again.
+        if swap.entry is not None:
             self._directory.swap(ENDED, None, swap.entry.revision)
 
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
@@ -183,7 +184,9 @@ class Registry:
         key = f"{MEMBERS}{life}"
         while (found := self._read(key)) is not None and _departure(found.value) is None:
             departure = json.dumps([how, why]).encode()
-            with contextlib.suppress(LeaseLost):  # another worker has removed it meanwhile
+            # The mark gets the lease of the member: a key that is written without its lease leaves it, and would never
+            # be deleted. LeaseLost means that another worker has removed the member meanwhile.
+            with contextlib.suppress(LeaseLost):
                 swap = self._directory.swap(key, departure, found.revision, _holder(found))
                 if swap.done:
                     return swap.entry
@@ -206,14 +209,19 @@ class Registry:
                 self._end_join(swap.entry)
                 continue
             lives = is_alive(other)
+            # The directory does not delete the keys of a lease that is renewed. So an unreachable member that has its
+            # lease for another whole ttl is alive.
             if lives or (lives is None and self._clock() > until):
                 raise WorkerTaken(
                     f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
                 )
             if lives is None:
-                since = self._directory.list(key).revision  # changes since the claim may be forgotten
+                # Watch from the present revision: the directory may have forgotten the changes since the claim was
+                # made, and would raise Compacted.
+                since = self._directory.list(key).revision
                 with contextlib.suppress(Compacted):
                     self._directory.watch(key, since, LOOK)
+                # This loop may last longer than the lease of this worker, which no thread renews yet.
                 self._directory.renew(lease)
             else:
                 self.declare_lost(life, f"another worker claims its {what}, and it does not answer")
@@ -274,6 +282,9 @@ class Registry:
 
     def roster(self) -> Roster:
         """Return all members, and the owners of published values, possibly at a later revision."""
+        # Read the members first: the watch begins at their revision. A claim that has changed since that revision is
+        # reported again, which is harmless because its token is compared (`DynamicGroup._apply`). In the opposite
+        # order, a change between the two lists would be missed.
         members = self._directory.list(MEMBERS)
         published = self._directory.list(PUBLISHED)
         told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]

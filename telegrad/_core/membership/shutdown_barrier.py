@@ -83,6 +83,7 @@ class ShutdownBarrier:
         self.inside = False  # this worker has called shutdown
         self._round = 0
         self._of_round: set[int] = set()  # the workers that it asks
+        # Several leaders may ask at the same time: for a while, workers may disagree about which of them are alive.
         self._asked: dict[int, int] = {}  # rounds that wait for this worker to be quiet, by their leaders
         self._at_entry: dict[int, int] = {}  # calls begun by workers that were quiet when they entered
         self._answers: dict[int, int] = {}
@@ -135,6 +136,7 @@ class ShutdownBarrier:
         if self.state == DONE:
             return []
         if sender not in self._alive:
+            # After the decision to leave, it is too late to take it back: then the message is ignored.
             letters = self.take_back(sender)
             return letters + self.receive(sender, message) if sender in self._alive else []
         if not isinstance(message, Missing):  # only a worker in shutdown sends the others
@@ -144,7 +146,9 @@ class ShutdownBarrier:
             return self._ask_again(sender) if self.leader == self._me else []
         if isinstance(message, Ask):
             self._asked[sender] = message.round
-            self._told = self._told._replace(ids=())  # all have entered
+            # `quiet` answers, once no call is in flight here. A leader that asks has found all workers inside, so none
+            # is missing.
+            self._told = self._told._replace(ids=())
             return []
         if isinstance(message, Quiet):
             return self._on_quiet(sender, message)
@@ -186,6 +190,7 @@ class ShutdownBarrier:
 
     def lost(self, other: int, died: bool = True) -> list[Letter]:
         """Remove another worker that died or left early; without `died`, it left with the group, and Leave follows."""
+        # A worker never removes itself, so there is always a leader.
         if other not in self._alive - {self._me} or self.state == DONE:
             return []
         led = other == self.leader
@@ -196,6 +201,7 @@ class ShutdownBarrier:
         self._asked.pop(other, None)
         self._answers.pop(other, None)
         self._at_entry.clear()
+        # Nothing is in flight any more. A worker that ends has left in order, even if its Left was lost.
         if self.state == LEAVING:
             self._check_left()
             return []
@@ -247,6 +253,8 @@ class ShutdownBarrier:
             return [] if other in self._left else [self._leave(other)]
         if other not in self._entered:
             return [(other, Who())]
+        # A worker was removed or taken back since this round began. Only a round that asks all present workers can end
+        # the barrier, so begin another one.
         if self._of_round != self._alive:
             return self._ask_all()
         return [] if other in self._answers else [(other, Ask(self._round))]
@@ -255,6 +263,7 @@ class ShutdownBarrier:
         return other, Leave(tuple(sorted(self.lost_ones)))
 
     def _on_quiet(self, sender: int, message: Quiet) -> list[Letter]:
+        # A late answer to an earlier round says nothing about the time since the present one began.
         if message.round != self._round or self.leader != self._me:
             return []
         self._answers[sender] = message.begun

@@ -14,10 +14,12 @@ from telegrad._core.sockets import family_of, socket_address
 from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
 
 PATIENCE = 2.0  # seconds without an answer of its host after which a worker is considered dead
-AGAIN = 0.5  # seconds for one probe: kernels resend a lost packet after 1 s, then only after 3 s
+# A probe without an answer is replaced by another one: kernels send a lost packet again only after 1 s, then after 3 s.
+AGAIN = 0.5  # seconds for one probe
 LOOK = 0.25  # the longest wait for answers in seconds, because it delays new doubts
 REMEMBERED = 1024  # workers that are not members of which something is stored
 PROBE_DELAYS = (0.0, 0.25, 1.0, 4.0)  # seconds before each answered probe: a worker that answers all is alive
+# Any other error, such as an unreachable network, is no answer of the worker's host, and counts as silence.
 _ANSWERS: dict[int | None, bool] = {0: True, ECONNREFUSED: False}
 # Needs no descriptor, unlike epoll, because the process may have none left. Windows only has `select`.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)

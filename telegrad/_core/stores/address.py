@@ -160,7 +160,9 @@ def knock(address: tuple[str, int], patience: float) -> bool | None:
     """Return True if a program listens there; None if that is unknown because the host does not answer."""
     try:
         with socket.create_connection((spelled(address[0]), address[1]), patience) as probe:
-            return bool(probe.getsockname() != probe.getpeername())  # a probe may get a free port as its own
+            # The kernel may give a probe of a free port on this host that same port as its own: then it has connected
+            # to itself.
+            return bool(probe.getsockname() != probe.getpeername())
     except ConnectionRefusedError:
         return False
     except OSError:

@@ -183,7 +183,10 @@ def find_directory(
             return Found(directory, None, pointer.launched, pointer)
         before = pointer or (noted(port) if port is not None else None)
         if pointer is None and before is not None:
-            is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker restarts it
+            # The note of an earlier store at this port. If that directory answers, it is used; if it is gone, it is
+            # started again from its file. Otherwise its process is stopped, or another worker is restarting it: a
+            # second directory beside it would split the group.
+            is_gone = any(_probe(before, store.keys))
         if is_gone and _may_start(pointer, store, port is not None):
             keeping = DirectoryMonitor(store.keys, address, before)
             try:
@@ -194,7 +197,9 @@ def find_directory(
             except BaseException:  # the store is lost, or a signal handler has raised
                 keeping.leave()
                 raise
-            keeping.leave()  # another worker was faster
+            # Another worker was faster: the pointer names its directory. The process of this one has no lease, so it
+            # ends.
+            keeping.leave()
         if wait is not None:
             wait.look()
     raise StoreUnreachable(
@@ -215,7 +220,8 @@ def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> boo
     """Return True if this worker must start or restart the directory."""
     if pointer is not None:
         return pointer.machine == host_identity() and not pointer.launched
-    return serves or not read_server_mark(store)  # no worker serves a store without a mark, so any may be the first
+    # No worker serves a store without a mark, so any worker may be the first one there.
+    return serves or not read_server_mark(store)
 
 
 def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:

@@ -87,6 +87,8 @@ class FileStore:
 
     def compare_set(self, key: str, before: str, after: str) -> bytes:
         expected, value = before.encode(), after.encode()
+        # First without the file's lock: most compare-and-sets change nothing, since each look-up of `SealedStore` is
+        # one. Only a write takes the lock, and compares again under it.
         for writes in (False, True):
             with self._opened(writes) as file:
                 found = self._values.get(key)
@@ -129,7 +131,8 @@ class FileStore:
                 if not writes:
                     try:
                         self._read(file)
-                    except StoreUntrusted:  # the last entry may be in the middle of a write: read again with the lock
+                    except StoreUntrusted:
+                        # The last entry may be in the middle of a write, whose writer has the lock: wait for that.
                         writes = True
                 if writes:
                     self._take_lock(file)
@@ -157,6 +160,7 @@ class FileStore:
         until, pause = monotonic() + LOCKED, SHORTEST_PAUSE
         while True:
             try:
+                # Polled, because a blocking flock has no time limit.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
@@ -201,7 +205,8 @@ class FileStore:
             while entry:
                 entry = entry[os.write(file, entry) :]
         except OSError as error:
-            os.ftruncate(file, self._end)  # others would find half of the entry
+            # The others would find half of the entry.
+            os.ftruncate(file, self._end)
             raise StoreLost(f"the store {self.path!r} cannot be written: {error.strerror}") from error
         self._read(file)
 
@@ -294,7 +299,8 @@ def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
     bound = listener.getsockname()
     host, port = text_of(bound), bound[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # at which this process can connect
-    try:  # torch connects to its own server, and would retry that for minutes, without Ctrl-C
+    # torch connects to its own server, and would retry that for minutes, without Ctrl-C.
+    try:
         socket.create_connection((host, port), OWN_HOST).close()
     except OSError as error:
         raise StoreUnreachable(

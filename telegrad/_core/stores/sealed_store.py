@@ -84,7 +84,9 @@ class Sealer:
         self._renew_at = 0.0  # the time of the next renewal, while there are two keys
 
     def seal(self, group: str, place: str, value: str, serial: int) -> str:
-        life = f"{self._life}-{next(self._sealed)}"  # no two writers seal the same text, so each knows which was first
+        # No two writers may seal the same text: a writer knows that its compare-and-set was done only because the store
+        # has the text that it sealed.
+        life = f"{self._life}-{next(self._sealed)}"
         text = json.dumps([group, place, serial, life, value])
         return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
 
@@ -130,7 +132,8 @@ class SealedStore:
         self.raw = store
         self.keys = keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
-        self._is_silent = False  # a call was not answered in time: others would wait behind it
+        # A thread that was not answered stays in torch's client, where later calls would wait behind it.
+        self._is_silent = False  # a call was not answered in time
         # The highest serial number seen, by group and place. No lock: if two threads write concurrently, the lower
         # number may remain, and one older value would be accepted.
         self._seen: dict[tuple[str, str], int] = {}
@@ -152,7 +155,10 @@ class SealedStore:
 
     def ask(self, place: str) -> str:
         """Return the content at a place, authenticated or not; "" for none."""
-        absent = secrets.token_hex(16)  # not in the store, which returns this text if it has no value
+        # A compare-and-set that cannot change anything reads without waiting: torch's `get` waits for a missing key.
+        # For a missing key, a store returns the expected text, here a random one, so no other program can write it as a
+        # value.
+        absent = secrets.token_hex(16)
         raw = _text(self.call("compare_set", place, absent, absent))
         return "" if raw == absent else raw
 
@@ -182,16 +188,21 @@ class SealedStore:
 
     def _seal_all(self) -> None:
         groups: dict[str, str] = {}  # the identities of the groups in this store, by the prefix of their places
+        # The terms under a prefix come before all other places under it, because they name the group to which the
+        # values there are bound.
         for place in sorted(self._places(), key=lambda place: (place.count("/"), not place.endswith(f"/{TERMS}"))):
             above = place.rpartition("/")[0]
             if place.endswith(f"/{TERMS}"):
-                with contextlib.suppress(StoreUntrusted):  # a worker may have that name
+                # A place may end like that because a worker has that name.
+                with contextlib.suppress(StoreUntrusted):
                     if terms := KeyValueStore(self).read(place):
                         groups[above] = str(json.loads(terms)[0])
                     continue
             while above and above not in groups:
                 above = above.rpartition("/")[0]
-            with contextlib.suppress(StoreUntrusted):  # a counter, or an invalid value, which its reader will report
+            # Reading seals the value again if it has the older key. A counter is not sealed, and an invalid value is
+            # reported by its reader.
+            with contextlib.suppress(StoreUntrusted):
                 KeyValueStore(self, group=groups.get(above, "")).read(place)
 
     def _places(self) -> Iterable[str]:
@@ -266,7 +277,9 @@ class KeyValueStore:
         """
         place = self._place(key)
         if not expected and not self._store.has_seen(self.group, place):
-            found, raw = NOTHING, ""  # most claims are for places without a value
+            # Most claims are for places without a value, so try without reading first. If there is a value, `replace`
+            # returns it.
+            found, raw = NOTHING, ""
         else:
             found, raw = self._store.look_up(self.group, place)
         while found.value == expected:
@@ -279,7 +292,9 @@ class KeyValueStore:
         """Return the value, "" for none. Raises the same errors as `swap`."""
         place = self._place(key)
         found, raw = self._store.look_up(self.group, place)
-        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
+        # The key is being replaced: workers that have only the new one could not read this value. If another worker
+        # writes meanwhile, this compare-and-set does nothing.
+        if not found.is_current:
             self._store.replace(self.group, place, raw, found.value, found.serial + 1)
         return found.value
 

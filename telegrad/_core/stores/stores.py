@@ -151,6 +151,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
         return SealedDirectory(directory, keys, directory.scope)
 
     name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
+    # No store points to this directory: this one is local, and unused.
     store = SealedStore(dist.HashStore(), keys)
     return RendezvousStore(store, _far_host(split(url)), rank, None, location=name, directory=connect)
 
@@ -209,6 +210,7 @@ def _file(init_method: str) -> Any:
         raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
         path = resolved(path)
+        # Windows has no `flock`, which the locks of this package's FileStore need.
         return FileStore(path) if sys.platform != "win32" else dist.FileStore(path, -1)
     except TelegradError:
         raise
@@ -265,13 +267,18 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
-            if found not in (OVER, GONE):  # such a store may be about to close
+            # A store with OVER, or one that does not answer, may be about to close: then try to serve again.
+            if found not in (OVER, GONE):
+                # Rank 0 shares a store only if it has the mark of a worker with the group's key. A worker without a
+                # rank also takes a store without a mark, and meets the others there.
                 if rival.store is not None and (rank != 0 or found == OPEN):
                     return rival.store, False
                 if monotonic() > marked:
                     break
+            # The port is taken for another program's. A worker without a rank waits on if the server there is silent:
+            # that may be another worker, which is stopped or overloaded.
             if monotonic() > until and not (rank < 0 and rival.is_silent):
-                break  # otherwise it may be the store of another worker, which is stopped or overloaded
+                break
     assert taken is not None
     raise rival.refused or taken
 
@@ -289,7 +296,8 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
     except (OSError, RuntimeError) as error:
         if isinstance(error, TelegradError):
             raise
-        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is Windows' error number
+        # torch raises a RuntimeError, not an OSError with a number. The last text is Windows' error number.
+        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use, and no store of this group answers "
                 f"there (`ss -ltnp sport = :{port}` shows which program has it): if that is a worker of the group, it "
@@ -353,7 +361,8 @@ class _Site:
 
     def look(self, probe: float, patience: float) -> str:
         """Connect if necessary, and return the store's mark."""
-        # If nothing listens there, torch would retry only after half a second.
+        # If nothing listens, torch's client sleeps for half a second before it tries again. A worker that comes before
+        # the server would lose 250 to 750 ms by that, and all others would wait for it.
         if self.store is None and knock(self.place, max(probe, PROBE)):
             found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
@@ -375,6 +384,7 @@ class _Site:
         try:
             return read_server_mark(self.store)
         except StoreUntrusted as error:
+            # Count this worker once, not each time that it looks.
             if self.refused is None:
                 KeyValueStore(self.store).add_hint(REFUSED)
             self.refused = error
