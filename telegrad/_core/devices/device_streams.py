@@ -7,6 +7,12 @@
 Nothing here waits for a device; streams wait for one another by events. Threads synchronize by the default stream of
 each device: work begins after everything submitted there before, and what is submitted there after the end of the work
 was reported runs after it. So the order on the host is also the order on the device.
+
+Memory has a second rule. torch's allocator gives freed memory to the next tensor of the stream that allocated it, at
+once: it assumes that all uses are on that stream. Here tensors are allocated on one stream and used on another all the
+time. So each use on another stream is noted with `record_stream`, or the memory would be overwritten while a kernel
+still reads it. Waits order the work, `record_stream` keeps the memory: a tensor that goes from stream to stream needs
+both.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ class Streams:
         """`begin` is called with each device at its first use."""
         self.used: tuple[int, ...] = ()  # the devices that calls can touch
         self._begin = begin
-        # guards _made, and changes of `used` and of _defaults; a device enters _defaults first
+        # Guards _made, and changes of `used` and of _defaults. A device enters _defaults first: a thread that finds it
+        # in `used`, without the lock, looks it up there.
         self._lock = threading.Lock()
         self._made: dict[tuple[str, int], torch.Stream] = {}
         self._defaults: dict[int, torch.Stream] = {}
@@ -118,6 +125,8 @@ class Streams:
 
     def publish(self) -> None:
         """Order work begun from now on by other threads after the work of this thread."""
+        # The default stream is where other threads look: `join` and `turn` wait for it. Work that they submit after
+        # they were notified runs behind this thread's.
         for index in self.used:
             _order(_accelerator.current_stream(index), self._defaults[index])
 
@@ -154,6 +163,8 @@ def _order(first: torch.Stream, then: torch.Stream) -> None:
 
 def read_on(stream: torch.Stream, bound: DeviceBlob) -> None:
     """Order the further work of `stream` after the creation of a blob, and keep the blob's memory until it is done."""
+    # The blob was made by this thread, on its current stream; or by another one, which has recorded an event
+    # (`set_apart`).
     if bound.ready is None:
         _order(_accelerator.current_stream(bound.blob.device), stream)
     else:
@@ -196,6 +207,8 @@ def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
 
 def _set_apart(bound: DeviceBlob) -> DeviceBlob:
     with torch.inference_mode(False), torch.no_grad():
+        # A copy, since the caller may change the tensor before the other thread sends it. The other thread has another
+        # current stream, so the blob carries an event of this one.
         copy = bound.blob.clone()
     return DeviceBlob(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
 

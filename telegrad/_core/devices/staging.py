@@ -53,7 +53,9 @@ class _Shelf:
     def __init__(self, size: int, most: int) -> None:
         self._size = size
         self._most = most
-        # guards all below; reentrant: a piece may be freed at any allocation under the lock
+        # Guards all below. Reentrant, because any allocation under the lock may run the garbage collector, which may
+        # free a piece: `put_back` then runs within `take`. It only appends to _free, so it does not disturb the loop
+        # there.
         self._lock = threading.RLock()
         self._free: list[tuple[Tensor, torch.Event | None]] = []
         self._made = 0
@@ -73,7 +75,8 @@ class _Shelf:
 
     def put_back(self, memory: Tensor, busy: torch.Event | None) -> None:
         with self._lock:
-            if self._made > self._most:  # torch keeps memory that the device still reads
+            # An additional piece is dropped. torch frees page-locked memory only after the copies that use it.
+            if self._made > self._most:
                 self._made -= 1
             else:
                 self._free.append((memory, busy))
@@ -180,6 +183,8 @@ class Staging:
                     self._lock.wait()
                     pause = FIRST_LOOK
                     continue
+                # `resume` takes the lock of a connection, under which `watch` is called. So the entries are taken out,
+                # and examined without this lock.
                 watched, self._watched = self._watched, []
             late = [entry for entry in watched if not self._resumed(*entry)]
             with self._lock:
@@ -220,6 +225,8 @@ class Staging:
             yield memory(piece.memory)[:count]
             with on(stream), torch.inference_mode(False), torch.no_grad():
                 arrived.blob[at : at + count].copy_(piece.memory[:count], non_blocking=True)
+                # The last piece leaves the event for the whole blob, because the copies run on one stream. The frame is
+                # not given out before.
                 piece.busy = arrived.event = stream.record_event()
             at += count
 
@@ -282,6 +289,7 @@ def _card(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
+# A build of torch for ROCm calls its devices "cuda", too.
 SHARERS: dict[str, Cuda] = {} if torch.version.hip else {"cuda": Cuda()}
 
 
@@ -317,10 +325,13 @@ class DeviceBlock:
     def fill(self, bound: DeviceBlob) -> None:
         """Copy a blob in, after the earlier work of this thread and after the last use of the block."""
         index, (filled, emptied) = self.device, self.events
+        # The last reader has recorded `emptied` before it released the block, so the event that this waits for is that
+        # of its copy.
         if self._used:
             self._sharer.wait(emptied, index)
         current = torch.accelerator.current_stream(index)
         read_on(current, bound)
+        # The block may have been allocated on another stream, and may be dropped while this copy is queued.
         self.memory.record_stream(current)
         with torch.inference_mode(False), torch.no_grad():
             self.memory[: bound.numel()].copy_(bound.blob, non_blocking=True)
@@ -359,6 +370,7 @@ def open_block(handle: bytes) -> OpenBlock:
     """Open the block that another worker exported; raise if this process cannot access it."""
     process, number, exported = pickle.loads(handle)
     if process == _process():
+        # Both ends are in this process. CUDA does not open a handle in the process that exported it.
         block = _here[number]
         return OpenBlock(block.memory, block.events)
     shares = sharer()

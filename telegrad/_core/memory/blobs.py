@@ -45,6 +45,13 @@ ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) i
 TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # child processes inherit none
 
+# How both ends agree on lent blocks without further messages:
+# - A worker never uses a number twice, so a late RELEASE or RETIRE cannot concern another block.
+# - Except for common blocks, a block is lent to one peer at a time. A peer gets its descriptor, or its handle, with the
+#   first loan. Descriptors arrive without numbers: they belong, in order, to the new numbers in the tables of frames.
+# - A common block has a new number, and passes its descriptor, for each loan.
+# - A loan ends by a RELEASE. If the connection ends first, the peer may still use the memory, so it is not lent again.
+
 
 class SharedMaps:
     """The mappings of the blocks that one peer lends over a Unix socket, on which their descriptors arrive."""
@@ -53,7 +60,10 @@ class SharedMaps:
         self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
         self._streams = streams
-        self._most = 2 * resources.files_to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
+        # Each mapping keeps a descriptor, so a peer could use up all descriptors of this process. A peer with the same
+        # limit of open files has at most `files_to_lend` blocks. `_map_new` counts an exclusive block twice while a
+        # tensor uses it: as mapped and as lent.
+        self._most = 2 * resources.files_to_lend() + MOST_UNNAMED
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
@@ -96,6 +106,8 @@ class SharedMaps:
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
         lent = self.lender.lend(base, size, number)
+        # At the storage, since `unpack` makes other tensors on it and drops this one. torch keeps the Python object of
+        # a storage, with its attributes, as long as the storage lives.
         vars(lent.untyped_storage())["lasting"] = lasting
         return lent
 
@@ -134,6 +146,8 @@ class SharedMaps:
             return None
         if size > block.memory.numel():
             raise ProtocolViolation(f"block {number} holds {block.memory.numel()} bytes, {size} were announced")
+        # The block is released before the device has copied it. `take` has queued the copy, and behind it the event
+        # `emptied`, and the owner's next copy into the block waits for that event.
         try:
             return block.take(size, device, self._streams)
         finally:
@@ -245,7 +259,8 @@ class Outgoing:
         if isinstance(blob, DeviceBlob):
             return self._prepare_bound(blob, shares)
         size, pool = blob.numel(), self._pool
-        # One peer gets at most half of the files: other peers and common blocks need some.
+        # One peer gets at most half of the files: other peers and common blocks need some. Blocks of a message that is
+        # being prepared do not count yet.
         if pool is None or size < SHARE_FROM or not shares or len(self._lent) >= pool.most_files // 2:
             return Prepared(size, HOST, None, blob)
         loan = pool.lend(blob)
@@ -284,6 +299,7 @@ class Outgoing:
         table, fds, before = b"", [], []
         behind: list[Chunk | StagedCopy] = []
         for size, device, block, streamed in prepared:
+            # `serve` also notes that lanes are wanted. Until they are ready, such a tensor is sent in this stream.
             striped = device == HOST and block is None and self._lanes.serve(size)
             table += ENTRY.pack(STRIPED if striped else IN_STREAM if block is None else block.number, size, device)
             if isinstance(streamed, StagedCopy):
@@ -300,12 +316,14 @@ class Outgoing:
                     if isinstance(block, Block):
                         fds.append(block.fd)
                     else:
+                        # The peer must open the block before it reads the frame that uses it.
                         before.append(Chunk(encode(Message(LEND, block.number, body=block.handle()))))
             elif isinstance(streamed, StagedCopy) and self._shares_devices is None:
                 before.extend(self._offer(streamed.source))
         return table, fds, before, behind
 
     def _offer(self, index: int) -> Iterator[Chunk]:
+        # Until the peer has answered, no second block is offered, and tensors are sent in the stream.
         self._shares_devices = False
         try:
             block = self._pool.take_on(index, 1) if self._pool is not None else None
@@ -329,10 +347,13 @@ class Outgoing:
 
     def rollback(self, prepared: Iterable[Prepared]) -> None:
         """Take back the blocks of blobs that were not sent."""
+        # `commit` has passed on the others, which may be in the outbox. The peer returns them, or they are given up
+        # with the connection.
         self.reclaim([each.block.number for each in prepared if each.block and each.block.number not in self._lent])
 
     def returned(self, numbers: Iterable[int]) -> list[int]:
         """Record that the peer returned blocks; return those that were lent to it, for `reclaim`."""
+        # A number that was not lent to this peer is ignored: a peer must not free a block that another one uses.
         found = self._lent.intersection(numbers)
         self._lent -= found
         return list(found)
@@ -377,6 +398,8 @@ class IncomingBlob:
         if striped:
             place = self._lanes.carry(place, blob)
         else:
+            # The end that opened the connection makes the lanes of both directions, so it notes large tensors that it
+            # receives.
             self._lanes.serve(size)
             self._lanes.make_wanted()
         return blob, iter((place,))

@@ -7,7 +7,12 @@ other stripe is sent on one lane, with one thread at each end. Stripes have no h
 which stripes follow.
 
 The end that opened the connection creates the lanes. The receiving end sends READY on each lane; only then may the
-other end use them.
+other end use them: a frame with stripes is a violation of the protocol at an end that has not yet got all lanes.
+
+All lanes carry stripes in the same order, the one in which frames are written or read on the connection. `_put`
+therefore adds to all queues under one lock. A reader that gets to the end of a frame does not wait for its stripes: it
+asks for a call after the last one (`afterwards`), and stops reading. `_under_way` and `_then` are changed under the
+same lock, so either the reader learns that no stripe is missing, or the lane with the last stripe finds the call.
 """
 
 from __future__ import annotations
@@ -103,6 +108,7 @@ class ExtraStreams:
         lane = Thread(target=self._run, args=(stream, stripes), name="telegrad-lane")
         try:
             lane.start()
+        # READY is then not exchanged on this lane, so no stripes are sent in this direction.
         except (RuntimeError, MemoryError):  # no thread can be started: no stripes
             sock.close()
 
@@ -144,6 +150,8 @@ class ExtraStreams:
                 if not self._greet(stream):
                     return
                 while (stripe := stripes.get()) is not None:
+                    # A dropped stripe is a generator that yields one buffer again and again, so each part is moved
+                    # before the next is taken.
                     for _ in map(move, stripe[0]):
                         pass
                     del stripe  # release the memory before waiting for the next stripe
@@ -178,6 +186,8 @@ class ExtraStreams:
         with self._lock:
             self._closed = True
             then, self._then = self._then, None
+        # A lane waits in its queue or in a call of its socket, so both are ended. A lane whose thread starts later ends
+        # by the same two.
         for stripes in self._stripes:
             stripes.put(None)
         for sock in self._socks:

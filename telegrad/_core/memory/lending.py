@@ -4,7 +4,8 @@ A weak reference reports the death of a tensor. Its callback may run at any mome
 dictionary or a deque.
 
 A child has the tensors of its parent. Private memory is copied for it by the kernel. Memory that workers of a host
-share is not: the worker that lent it must not write there until the child has ended, too.
+share is not: the worker that lent it must not write there until the child has ended, too. The parent cannot see when a
+child drops a tensor, so it waits for the end of the child, which it learns by a pipe.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Lender:
         self._leases: dict[int, _Lease] = {}  # by id: hashing a reference hashes its referent, which may be gone
 
     def lend(self, base: memoryview, size: int, token: Any) -> Tensor:
+        # Only the tensor's storage holds this slice, so the slice dies with the last tensor on that storage.
         buffer = base[:size]
         lease = _Lease(buffer, self._end)
         lease.token, lease.forks = token, ()
@@ -58,6 +60,8 @@ class SharedLender(Lender):
         _shared.add(self)
 
     def fork(self, fork: _Fork) -> None:
+        # Other threads lend and end leases meanwhile: `list` copies the values in one step, and each tuple is replaced
+        # as a whole.
         for lease in list(self._leases.values()):
             lease.forks = (*(each for each in lease.forks if each is not fork and not each.is_over()), fork)
 
@@ -97,9 +101,12 @@ class _Fork:
     def is_over(self) -> bool:
         if not self._over and self._reading >= 0:
             with contextlib.suppress(BlockingIOError):
+                # Nothing is ever written: the read raises BlockingIOError while a process has the other end, then
+                # returns no bytes.
                 self._over = os.read(self._reading, 1) == b""
         return self._over
 
+    # `close` is bound here, because at the end of the interpreter the module's names may be gone.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._reading >= 0:
             close(self._reading)
@@ -109,6 +116,8 @@ _shared: weakref.WeakSet[SharedLender] = weakref.WeakSet()
 _forking: dict[int, _Fork] = {}  # by thread
 
 
+# The pipe must exist before the fork, so that the child inherits its writing end. The leases get the fork before it
+# happens, since another thread may drop a tensor right after it.
 def _before_fork() -> None:
     if any(lender._leases for lender in list(_shared)):
         _forking[threading.get_ident()] = fork = _Fork()
@@ -132,5 +141,7 @@ if hasattr(os, "register_at_fork"):
 
 @in_child
 def _forget_lenders() -> None:
+    # In the child, nothing is given back: the blocks belong to the parent. The writing end stays open until the child
+    # ends, as no code closes it.
     _shared.clear()
     _forking.clear()

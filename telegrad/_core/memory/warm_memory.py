@@ -13,6 +13,11 @@ Writing to fresh memory costs ten times a copy (page faults), so memory that was
 A file is lent to one peer at a time, which works on the same memory. A common one is lent to any number of peers at
 once, with one Loan for each. They map it privately: when a process writes to a page, the kernel gives it a copy. It
 holds one tensor of this worker for as long as the tensor lives; while it is lent, nothing may write to it.
+
+The life of a block: made, or taken from the shelf; lent; given back, and on the shelf for KEEP seconds; retired, and
+the peers that mapped it are notified. If the borrower of a block is lost, the block is not used again, since that
+process may still read it. The end of a tensor may be reported under any lock, so it is only noted in a deque
+(`lending`), which the next call that holds the pool's lock processes (`_collect`).
 """
 
 from __future__ import annotations
@@ -59,7 +64,9 @@ class Block:
         try:
             os.ftruncate(self.fd, capacity)
             self.memory = memoryview(mmap.mmap(self.fd, capacity))
-            # The file cannot shrink under the receiver's tensor.
+            # The receiver maps only files that cannot shrink: reading a page that was cut off would kill it. A common
+            # file is also sealed against writing. That seal does not concern mappings that exist, so this worker has
+            # made its own one before, and can still write.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             try:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | (_F_SEAL_FUTURE_WRITE if is_common else 0))
@@ -110,6 +117,8 @@ class LastingMaps:
     def of(self, fd: int) -> Tensor | None:
         """Return the bytes of a file, or None if they cannot be mapped."""
         file = os.fstat(fd)
+        # The descriptor is new with each loan, so the file itself is compared. An inode number may be used again after
+        # the end of its file; the time then differs.
         key = file.st_ino, file.st_ctime_ns, file.st_size
         memory = self._maps.pop(key, (0, None))[1]
         if memory is None:
@@ -146,6 +155,7 @@ class _FreeBlocks:
     def evict(self, before: float, fits: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
         """Remove one by one the kinds of memory that fit and were not used since `before`, the oldest first."""
         while True:
+            # Each deque is in order of time, so its first entry is its oldest.
             heads = (unused for unused in self._unused.values() if unused and fits(unused[0][1]))
             oldest = min(heads, key=lambda unused: unused[0][0], default=None)
             if oldest is None or oldest[0][0] > before:
@@ -178,6 +188,7 @@ class ReceiveBufferPool:
                 base = _anonymous(capacity)
             else:
                 self._kept -= capacity
+        # The lease keeps `base`, so that the whole mapping returns to the shelf after the death of the slice.
         return self._lender.lend(base, size, base), base[:size]
 
     def trim(self, now: float) -> None:
@@ -312,6 +323,7 @@ class SharedBlockPool:
         if not self.is_common(blob):
             return None
         with self._lock:
+            # `is_common` has looked without the lock, so the block may be gone.
             block = self._common.get(blob.data_ptr())
             if block is None or blob.numel() > block.capacity:
                 return None
@@ -358,6 +370,7 @@ class SharedBlockPool:
 
     def _let_go(self, block: Block) -> None:
         """Make a common block without users free, or drop it if a peer may still read it."""
+        # A block that is not in `_common` has been let go before, or the pool is closed.
         if block.is_used or block.loans or self._common.pop(block.address, None) is None:
             return
         if block.spoiled:

@@ -1,5 +1,11 @@
 """Send functions and classes by value, as their code, if no name leads to them at the receiver.
 
+cloudpickle takes functions and classes apart. It gives each pickle a copy of the globals that a function reads, which
+is wrong for functions of a main program: a counter or a model would start anew with each call. So for these, the parts
+of cloudpickle's result are rearranged (`in_scope`). The receiver creates the function with the globals of its
+`__main__` for that program, and the globals that the function reads are sent beside its state, each with a version
+(`main_modules`). A function or class that is at the top level of its program is created once at the receiver.
+
 If that fails too, find the part of the value that cannot be pickled, and name it: an argument, an element, a variable.
 Imported only when needed, which is rare: cloudpickle would make each start slower.
 """
@@ -53,6 +59,8 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
 
 
 _NO_FILE = "<dynamic-code>"
+# Private parts of cloudpickle: the functions that set the state of an object, and its own reducer of code. `in_scope`
+# replaces the constructors, so the states have to be set from here.
 _set_function = cloudpickle.cloudpickle._function_setstate
 _set_class = cloudpickle.cloudpickle._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -113,6 +121,8 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     found = main_modules.scope_from(obj)
     is_function = isinstance(obj, FunctionType)
     if found is None:
+        # Its globals are not those of `sys.modules["__main__"]`: a profiler or a debugger is the main program, and has
+        # run the user's program in another dictionary. There is no program to name, so the copies of cloudpickle stay.
         if is_function and obj.__module__ == MAIN:
             for name, value in reduced[2][1]["__globals__"].items():
                 if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
@@ -123,9 +133,12 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
         main_modules.note_class(found[0], obj)
         home, items = _home_and_items(pickler, found)
         return _keep_class, (*home, make, arguments), (*home, items, state), None, None, _set
+    # cloudpickle's constructor gets code, globals and closure; everything else, such as the name and the defaults, is
+    # in the state. It lists the globals that exist. A name that is only read and does not exist was deleted, which the
+    # receiver must learn. A name that the function also assigns may not exist yet.
     code, _, _, _, closure = arguments
     read, written = lookups_of(obj.__code__)
-    needed = {*state[1]["__globals__"], *(read - written)}  # also names that were deleted since
+    needed = {*state[1]["__globals__"], *(read - written)}
     state[1]["__globals__"] = {}
     home, items = _home_and_items(pickler, found, needed)
     return _keep_function, (*home, code, closure), (*home, items, state), None, None, _set
@@ -148,6 +161,11 @@ def _warn_once(name: str) -> None:
         "move the code that uses the global into a module",
         name,
     )
+
+
+# At the receiver. An object is created before its state arrives, since the state may refer to it: a recursive function,
+# or a method that names its class. `MainNamespace.make` returns the same object to each pickle that refers to it.
+# All functions of one program have one dictionary as their globals: an assignment in one is seen by the others.
 
 
 def _keep_function(scope: main_modules.MainNamespace, path: str, version: int, code: Any, closure: Any) -> Any:
@@ -198,12 +216,13 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
 
     `same_program`: the other process runs the same main program.
     """
+    # Descend to the smallest part that cannot be pickled alone. Each step pickles the parts of one value until one of
+    # them fails: that is slow, but it runs only for an error.
     where, within, advice = "", "", _ADVICE
     for _ in range(DEEPEST):
+        # Objects of this package that are not to be sent refuse it in `__reduce_ex__`, with a reason and advice.
         if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
-            return CannotEncode(
-                f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
-            )  # the error gives the reason
+            return CannotEncode(f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}")
         is_ours = f"{type(value).__module__}".startswith("telegrad.") and not isinstance(value, tuple | BaseException)
         if is_ours and not isinstance(error, TelegradError):  # the parts of such an object mean nothing to the user
             error = BoundToProcess(_ADVICE_FOR_OWN)

@@ -3,6 +3,12 @@
 The description contains the exception, pickled whole or in parts, and its remote traceback (`remote_text`). The
 traceback becomes part of the text of the rebuilt exception. If that one is raised and described again, on its way over
 several workers, the next traceback is a block of its own, followed by the earlier ones.
+
+Almost every step here may run code of the exception's class: its `__str__`, `__repr__`, `__reduce__` or a property.
+That code may raise anything, also SystemExit. An error that left `describe` or `rebuild` would keep the callee's slot,
+and the caller's future would never be done. So both catch everything, and fall back to something simpler. They also
+bound their work: Python takes 0.2 s and more to format and pickle a text of 64 MB, and no other call of the worker runs
+meanwhile.
 """
 
 from __future__ import annotations
@@ -75,6 +81,9 @@ def _description(error: BaseException, worker: str, function: str, same_program:
     name = short(as_main(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")))
     if not isinstance(error, Exception):  # an exit of the callee must not end the caller
         return pickle.dumps((None, f"{name}, which is no Exception,", story), 5)
+    # From the most faithful to the most robust: whole, as pickle restores it; in parts, without a call of its
+    # constructor; in parts, with a class that the receiver must have. A large exception is not tried whole, since
+    # `_whole` pickles, unpickles and formats it.
     attempts: list[Callable[[Exception, bool], Any]] = [_whole, _InParts, partial(_InParts, by_name=True)]
     for attempt in attempts[is_large(error) :]:
         try:
@@ -94,7 +103,7 @@ def refused(worker: str, why: bytes) -> VersionMismatch:
 def rebuild(data: bytes | memoryview) -> BaseException:
     """Return the described exception, or a RemoteError with its text; never raise."""
     try:
-        if len(data) > 2 * LARGEST:
+        if len(data) > 2 * LARGEST:  # no worker of this version sends so much
             raise CannotDecode(f"it has {len(data)} bytes")
         sent, name, told = pickle.loads(data)
         story = with_lines(told)
@@ -157,6 +166,7 @@ Sent = tuple[bytes, bytes, list[bytes]]
 
 def _dump(value: Any, same_program: bool) -> Sent:
     body, tensors, references, _ = encode(value, same_program)
+    # A description is bytes, and may be kept or passed on. Forks of references belong to one message and one receiver.
     if references:
         raise CannotEncode("an exception cannot contain a reference")
     if sum(tensor.nbytes for tensor in tensors) > LARGEST:
@@ -172,6 +182,9 @@ def _load(sent: Sent) -> Any:
 
 def _whole(error: Exception, same_program: bool) -> Exception:
     """Return the exception if pickling restores it unchanged; else raise."""
+    # Pickle stores the class, `args` and the attributes, and calls the class with `args`. If the constructor has other
+    # parameters, or makes a text of them, that raises or makes another exception. Only a try shows this. The sender
+    # makes it, because it can still send the parts instead.
     kind = type(error)
     changed = REMOTE_TRACEBACK in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
     plain = _copy(error, _original(kind)) if changed else error
@@ -285,6 +298,9 @@ _tellers: dict[type[BaseException], type[BaseException]] = {}
 
 
 def _telling(error: Any, story: str) -> BaseException:
+    # A program may compare types and `args`, so the exception is changed as little as possible. The first choice
+    # replaces only the argument, by a string that is equal to it. The second replaces the type by a subclass. The last
+    # adds a cause that has the traceback.
     kind = type(error)
     one_text = len(error.args) == 1 and type(error.args[0]) is str
     if one_text and not _is_odd(kind) and _tells_with_its_argument(error, story):
@@ -321,6 +337,8 @@ def _original(kind: type[BaseException]) -> type[BaseException]:
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
     """Return a subclass of `kind` that looks the same, except that its text includes the remote traceback."""
     if kind not in _tellers:
+        # torch.distributed.rpc calls the constructor with one text. If that fails, it raises a RuntimeError with such a
+        # preface, and programs expect that type.
         odd = _is_odd(kind)
         preface = "Original exception on remote side was:\n" if odd else ""
 
@@ -337,7 +355,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         }
         if len(_tellers) >= _CACHED:
             _tellers.clear()
-        try:  # programs for torch.distributed.rpc expect a RuntimeError
+        try:  # RemoteError is a RuntimeError
             made = type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
         except TypeError:  # the layouts may conflict
             made = type(kind.__name__, (kind,), members)
@@ -363,6 +381,8 @@ _PLAIN = (BaseException.__init__, Exception.__init__)
 
 def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     """Return a copy of an exception as `kind`, which has the same layout, without a call of its own constructor."""
+    # The `__reduce__` of the built-in base returns also the state that is in neither `args` nor `__dict__`, such as the
+    # file name of an OSError. A `__reduce__` or constructor of the class itself is user code, and is not called.
     builtin = _builtin_base(kind)
     _, args, *states = builtin.__reduce__(error)
     made = builtin.__new__(kind, *args)

@@ -1,4 +1,9 @@
-"""Names under which other processes find the same function."""
+"""Names under which other processes find the same function.
+
+A name is `module:path`, where the path consists of attributes. The receiver imports the module if necessary, and
+follows the path. The sender uses a name only if it leads to this very object in its own process: a decorator may have
+given its wrapper the name of the wrapped function, and a name may have been bound again.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +51,7 @@ def name_of(function: Any, same_program: bool) -> str | None:
     else:
         if name is None:
             name = _find_name(function)
+            # A callable with an equality of its own may equal another one, which would get its name from the table.
             own_equality = type(function).__eq__ is not _SAME and not isinstance(function, _REMADE)
             if name is not None and not own_equality:
                 if len(_names) >= _CACHED:
@@ -54,6 +60,8 @@ def name_of(function: Any, same_program: bool) -> str | None:
     if name is not None and name.startswith(_MAIN_PREFIX):
         if not same_program:
             return None
+        # A worker that has imported the program from its file lacks the names that only the guard or a function has
+        # bound. A function that reads one of them is sent by value, with its globals.
         if programs.hosts:
             from telegrad._core.pickling.global_names import lacks
 
@@ -93,6 +101,9 @@ def resolve(name: str) -> Callable[..., Any]:
 
 def import_anew(module_name: str) -> ModuleType:
     """Import a module; retry if Python detects a deadlock of two threads that import circular modules."""
+    # Python holds a lock for each module that a thread imports. If one thread imports `a`, which imports `b`, and
+    # another thread imports `b`, which imports `a`, Python detects the circle, and raises in one of them. A later
+    # attempt succeeds, once the other thread has finished.
     for _ in range(MOST_TRIES):
         try:
             return importlib.import_module(module_name)

@@ -2,6 +2,12 @@
 
 Workers that import the driver's program have the globals that its source binds outside of the guard. All others exist
 only in the driver: the code under the guard, or a function that the driver called, has created them.
+
+Three questions are answered here. Which globals does a function need? `lookups_from` reads bytecode, and follows
+objects to all program code that the function may reach. Which of them do workers lack? `lacks` compares these names
+with the places in the source that bind them. Did a global change since it was sent? `SentGlobals` has a version for
+each name, which grows when the name is bound to another object. A change within an object has no event, so `_state_of`
+compares a checksum. `SentGlobals` also finds the globals that share objects, which must arrive together.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from telegrad.errors import CannotEncode
 
 MAINS = (MAIN, SPAWNED_MAIN)
 _CACHED = 4096
+# LOAD_NAME is in bodies of classes. LOAD_FROM_DICT_OR_GLOBALS, since Python 3.12, is in annotation scopes within these.
 _READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 
@@ -72,6 +79,9 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
     read: set[str] = set()
     written: set[str] = set()
     seen: set[int] = set()
+    # The walk is over objects, since bytecode has only names: a default, a closure, a decorated function, a `partial`
+    # or a base class may lead to further code of the program. Functions of other modules are not searched for globals,
+    # because workers import these modules. Objects are known by id, since many cannot be hashed.
     todo = [thing]
     while todo:
         each = todo.pop()
@@ -142,13 +152,17 @@ def lacks(thing: Any) -> bool:
         read, written = lookups_from(thing, names)
         if isinstance(thing, type | FunctionType):
             read |= {thing.__qualname__.partition(".")[0]}
+        # `absent`: no statement at the top level binds the name. After an `import *`, nothing is known to be absent.
+        # `again`: a statement under the guard, or a function that declares the name as global, may have replaced the
+        # value that workers have. Names that this code itself assigns are its own state.
         absent = frozenset() if source.stars else (read | written) - source.top
         again = (read & (source.main | source.declared)) - written
         if len(_known) >= _CACHED:
             _known.clear()
         other = frozenset(name for name in absent | again if not name.startswith("__"))
         known = _known[id(thing)] = thing, other, bool(other & again & source.top)
-    # mostly empty, on the way of each call
+    # A name in `again` that the top level binds, too, may have another value at workers. Any other name makes a
+    # difference only while it is bound here. This runs for each call, and the second set is mostly empty.
     return known[2] or (bool(known[1]) and any(name in names for name in known[1]))
 
 
@@ -270,7 +284,11 @@ class SentGlobals:
             and not name.startswith("_")
             and hidden.get(name, self) is not value
         ]
+        # The first global with an object becomes its owner. Those that receivers have come first: in the other order, a
+        # global to be sent would own the shared object, and the conflict with a global that receivers already have
+        # would not be found.
         fresh.sort(key=lambda pair: pair[0] not in has)
+        # A name that was bound to another object gives up the objects that it owned, and no longer counts as sent.
         again = {name for name, _ in fresh}
         if again & self._looked.keys():
             self._owners = {key: name for key, name in self._owners.items() if name not in again}
@@ -313,6 +331,9 @@ def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
 def _can_be_pickled(part: Any) -> bool:
     """Return False if pickle refuses an object because of its class. Run no code of the class."""
     kind: Any = type(part)
+    # A class with its own rules of pickling may do anything there, so its objects count as picklable until they are
+    # pickled. `object.__reduce_ex__` calls none of the class's methods. It raises TypeError for objects with state in
+    # C, such as locks.
     if not is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
         return True
     try:
@@ -357,6 +378,8 @@ def _state_of(value: Any) -> int:
     if isinstance(value, type | FunctionType):
         value = attributes_of(value) if isinstance(value, type) else value.__dict__
     for part in _parts(value):
+        # torch counts writes by operators in `_version`. It does not count those through `data`, numpy or a fused
+        # optimizer, and inference tensors have no counter. So the content is compared as well.
         if isinstance(part, Tensor):
             found.append(0 if part.is_inference() else part._version)
         if isinstance(part, Tensor) or _is_buffer(part):

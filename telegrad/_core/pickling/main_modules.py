@@ -16,6 +16,11 @@ are never replaced.
 Globals that share an object (a model, and the optimizer of its parameters) must arrive in one message, else the
 receiver would have two copies of it. The sender searches for shared objects, sends such globals together, and refuses a
 global that shares an object with one sent before.
+
+The sender does not record what each receiver has: a worker that was restarted would lack it. So each call carries the
+globals again, and the receiver ignores those whose version it has. Many threads of a receiver rebuild functions at
+once. `MainNamespace.make` and `fill` see to it that all of them get one object for a function or class, and that a name
+is bound once for each version.
 """
 
 from __future__ import annotations
@@ -98,6 +103,8 @@ class MainNamespace:
     def find(self, path: str, version: int) -> Any:
         """Return the object at a path if this version or a later one is here, else None."""
         name, *rest = path.split(".")
+        # A later version is here if a newer pickle was rebuilt first. An older one does not count: this pickle has
+        # newer code.
         if name not in self.names or self.version(name) < version:
             return None
         found = self.names[name]
@@ -111,12 +118,13 @@ class MainNamespace:
             return make()
         with self._lock:
             found = self._made.get((path, version))
-            # else its class has no methods yet
+            # A class in `_made` may be bound already, but its methods are not set: `find` would return None, or the
+            # method of a base class.
             if found is None and (path.partition(".")[0], version) not in self._made:
                 found = self.find(path, version)
         if found is not None:
             return found
-        made = make()  # may run user code: a metaclass
+        made = make()  # without the lock, as a metaclass is user code
         with self._lock:
             return self._made.setdefault((path, version), made)
 
@@ -139,6 +147,9 @@ class MainNamespace:
                 if name in programs.differing and name in self.names and self.version(name) == OWN:
                     changed.append(name)
                     continue
+                # A name that is not bound here, but has a version, was deleted here, by the sender or by a function.
+                # The same version does not bind it again. Without a version it gets -1, which is less than the 0 of an
+                # `Unsendable`.
                 has = self.version(name) if name in self.names else self._versions.get(name, -1)
                 if has >= version:
                     if has in (version, OWN) and self._differs(name, value):  # same version, but from another sender
@@ -158,6 +169,7 @@ class MainNamespace:
                     self._versions[name] = version
                     if type(value) in ATOMS:
                         self._first[name] = value
+        # Logging calls handlers, which are the user's code. So it is done without the lock.
         for name in changed:
             warn_of_change(name, self.names.get(name))
         for name, value in told:
@@ -212,6 +224,9 @@ def scope_of(*parts: Any) -> MainNamespace:
         return own
     if (scope := _scopes.get(key)) is not None:
         return scope
+    # The import runs the user's program, and may take long. So each program has a lock of its own, and functions of
+    # other programs are rebuilt meanwhile. The wait is limited, since the imported code may wait for a thread that
+    # waits here.
     with _lock:
         making = _making.setdefault(key, threading.Lock())
     if not making.acquire(timeout=LONGEST_IMPORT):
@@ -255,6 +270,8 @@ _own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
 
 def own_scope() -> MainNamespace:
     names = names_of_main()
+    # The main module may change: a worker of `telegrad.local` runs this package as its main module, then adopts the
+    # program of the driver.
     if not _own or _own[0].names is not names or _own[0].program.serves_torch != programs.serves_torch:
         with _lock:
             key = own_program() or _key_without_file()
@@ -305,20 +322,27 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
 
     `needed` may have names that are not bound: they are sent as deleted if receivers may have them.
     """
+    # This worker passes on a function of another program. The next receiver may have the file of that program or not,
+    # so all values are sent, with the versions that they have here. Those that the file has bound count as version 1.
     if scope not in _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
         return [Item(name, version_of(scope, name), _to_pass_on(pickler, scope, name)) for name in sorted(wanted)]
     source = programs.source_of(scope.program.path)
+    # `has`: names that a receiver has if it runs or imports the file. A program without a guard is never imported.
     has = source.top if source.guarded else frozenset()
     if pickler.same_program:
         for name in sorted({*needed, home} & source.top & source.main):
             _check_bound(source, name, scope.names.get(name))
     names = _sent.complete({name for name in needed if name in scope.names}, scope.names, has)
+    # A name that was never sent, and that no import binds, is unknown to receivers. So only other names need a
+    # deletion.
     gone = [name for name in needed if name not in scope.names and (name in has or name in _sent.versions)]
     items = [Item(name, _sent.version(name, DELETED), DELETED) for name in sorted(gone)]
     for name in sorted(names):
         value = scope.names[name]
         if name in has and not isinstance(value, NO_DATA) and type(value) not in ATOMS:
+            # Receivers that import the file keep their own value. This one is for receivers whose hosts lack the file,
+            # and to compare it. Version 0 replaces nothing: a receiver that lacks the name raises.
             if pickler.same_program or not _can_be_sent(pickler, value):
                 items.append(Item(name, 0, Unsendable(value)))
                 continue
@@ -326,6 +350,8 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
             continue
         item = Item(name, _sent.version(name, value), value)
         items.append(item)
+        # Receivers keep these values. `note_sent` remembers their state once the whole pickle has succeeded, and warns
+        # if they are sent again after a change in place.
         if name not in has and type(value) not in ATOMS and not isinstance(value, ModuleType):
             pickler.globals_sent.append(item)
     if home and home not in names:
@@ -336,6 +362,8 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
 def _to_pass_on(pickler: Any, scope: MainNamespace, name: str) -> Any:
     """Return the value of a global of another program; for one that cannot be sent, its kind if others import it."""
     value = scope.first(name)
+    # A global that the program's file has bound may be of a type that cannot be pickled. One that came from another
+    # worker was pickled before.
     is_plain = isinstance(value, NO_DATA) or type(value) in ATOMS or scope.version(name) != OWN
     return value if is_plain or _can_be_sent(pickler, value) else Unsendable(value)
 
@@ -368,6 +396,7 @@ def warn_of_rebound() -> None:
 
 def _can_be_sent(pickler: Any, value: Any) -> bool:
     """Return True if a value can be pickled, or if this thread is checking it: its class may use the global itself."""
+    # Pickling a class asks for the globals that its methods read, which may lead back here: to an object of that class.
     tried: set[int] = _trial.__dict__.setdefault("tried", set())
     if id(value) in tried:
         return True

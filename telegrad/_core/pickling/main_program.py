@@ -152,6 +152,7 @@ def digest_of(value: Any) -> str:
             continue
         seen.add(id(each))
         if isinstance(each, dict):
+            # Sorted by text, because keys of different types cannot be compared.
             known = {_text(key): key for key in each if type(key) in ATOMS}
             found += [str(len(each)), *sorted(known)]
             todo += [each[known[key]] for key in sorted(known)]
@@ -219,9 +220,12 @@ def load(program: Program, as_main: bool) -> ModuleType:
     code = _code_of(program, module)
     if as_main:
         sys.modules[MAIN] = sys.modules[SPAWNED_MAIN] = module
-    # multiprocessing registers the first one there, too
+    # `multiprocessing`, which torch imports, also registers the main module of the process as `__mp_main__`. That entry
+    # may be replaced. A program that was imported earlier keeps the name.
     elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):
         sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up a class's module by its name
+    # The import sees the arguments of the program, as in its own process: its top level may parse them. A worker that
+    # adopts the program keeps them.
     own, sys.argv = sys.argv, list(program.argv)
     importing.append(program.path)
     try:

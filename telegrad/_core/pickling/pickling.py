@@ -8,6 +8,22 @@ Functions and classes are sent by name if the name leads to them at the receiver
 objects with large memory of their own (numpy arrays) get slots after those of the tensors.
 
 The last byte of a body gives its format; the pickle ends before it, and unpickling ignores the rest.
+
+    .   a pickle without slots, which ends with this byte anyway: C alone decodes it
+    C   arguments of a call, some of which are plain tensors
+    T   one plain tensor; there is no pickle
+    A   any value
+    S   any value, large: its pickle is cut into segments, most of which are blobs (`segments`)
+
+There are three ways to encode, the fastest first. The type checks of `_encode_call` and `_extent_of` find values that C
+pickles without a call of Python code. A pickler with reducers takes all other values. It raises at a function or class
+without a name, and then, as after any error, the pickler of `by_value` begins anew: so cloudpickle is imported only by
+processes that need it.
+
+A pickle in C holds the GIL from beginning to end, and no other call of the worker runs meanwhile. So large values go
+through `SegmentWriter`, which releases it between pieces. The price is that other threads may change the value between
+two pieces. Containers of atoms are copied first (`_held_still`); others are pickled again in one piece if Python
+notices the change.
 """
 
 from __future__ import annotations
@@ -179,7 +195,9 @@ def _extent_of_all(values: Collection[Any]) -> int:
 def _pieces(container: Any) -> Iterator[list[Any]]:
     """Yield the elements of a container in pieces. Other threads can run in between, and may change it."""
     for elements in (container, container.values()) if type(container) is dict else (container,):
-        rest = iter(elements if type(container) in (list, tuple) else list(elements))  # copied atomically
+        # An iterator of a list stays valid when the list changes. That of a dict raises, so keys and values are copied
+        # first, each in one step of C.
+        rest = iter(elements if type(container) in (list, tuple) else list(elements))
         while piece := list(islice(rest, MANY)):
             yield piece
 
@@ -228,6 +246,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
         tensors.append(value)
         places.append(place)
         values[place] = None
+    # Format C has no segments. A large call with tensors goes through the pickler with reducers.
     if is_big:
         if tensors:
             return None
@@ -266,7 +285,9 @@ def _dump(
     `texts`: the value contains a large text. If pickling finds one without it, pickling starts again with `texts`.
     `sent`: the globals in the pickle are added to it.
     """
-    file, whole = SegmentWriter(), io.BytesIO()  # `whole` writes in C, without a switch of threads
+    # The pickler calls `write` of a Python class for each frame, and other threads may run there. `write` of a BytesIO
+    # runs no Python code, so `at_once` has the pickler write to one.
+    file, whole = SegmentWriter(), io.BytesIO()
     buffers: list[Tensor] = []
     pickler = kind(whole if at_once else file, 5, buffer_callback=partial(_keep, buffers))
     pickler.same_program = same_program
@@ -287,6 +308,7 @@ def _dump(
     body = file.whole()
     if body is None or pickler.texts is not None:
         return _cut(pickler, file, buffers)
+    # Without a tail, the body ends with STOP, which is format `.`: no reducer ran, so `pickle.loads` can read it.
     if not pickler.plain or buffers:
         body += _TAIL.pack(len(buffers), _ANY)
     return Encoded(body, pickler.tensors + buffers, pickler.references, len(buffers))
@@ -297,6 +319,8 @@ def _cut(pickler: _Pickler | ValuePickler, file: SegmentWriter, buffers: list[Te
     texts = pickler.texts.blobs() if pickler.texts is not None else []
     parts.append(struct.pack(f"<{len(places)}q", *places))
     parts.append(_CUT_TAIL.pack(len(buffers), len(places), len(texts), _CUT))
+    # All of these are the last tensors of the value, in this order. `_load_cut` finds them by their numbers, from the
+    # end.
     buffers = [*buffers, *blobs, *texts]
     return Encoded(b"".join(parts), pickler.tensors + buffers, pickler.references, len(buffers))
 
@@ -384,10 +408,14 @@ class _CutUnpickler(_Unpickler):
 
 def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception) -> Encoded:
     """Pickle a value that the fast way could not pickle."""
+    # The exception of a signal handler that ran meanwhile belongs to the caller. A forked child must not continue here
+    # after its user code has ended.
     if raised_by_handler(error):
         raise error
     forks.exit_if_user_code_ended()
-    if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
+    # Another thread changed a dict or a set between two frames of the pickle. The exact type is compared, since
+    # NotImplementedError, the error of a function without a name, and RecursionError are RuntimeErrors, too.
+    if type(error) is RuntimeError:
         with contextlib.suppress(Exception):
             return _dump(_Pickler, value, same_program, texts, at_once=True)
     sent: list[Any] = []

@@ -51,6 +51,9 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         return _slot_as, (_lift(pickler, tensor), None, dict(attributes))
     if kind is Parameter and not attributes:
         return _parameter, (_lift(pickler, tensor), tensor.requires_grad)
+    # A subclass of Tensor that neither changes how it is pickled nor intercepts operators keeps its values in its own
+    # memory, so that memory gets a slot. A wrapper computes with inner tensors in `__torch_dispatch__`: these are
+    # pickled, or the result of its own rules. The receiver then makes a new object, which has no history.
     has_rules, flattens = kind.__reduce_ex__ not in _TORCH_RULES, hasattr(kind, "__tensor_flatten__")
     if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
         return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
@@ -239,6 +242,8 @@ def _compile(source: str | bytes, compiler: bytes) -> Any:
     return made[compiler]
 
 
+# By the original function, which is one object for each name. A function that is sent by value is a new object each
+# time it is unpickled, so `_compile_pickled` finds it by its bytes.
 _compiled: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -359,9 +364,13 @@ def reduce(pickler: Any, obj: Any) -> Any:
             break
     else:
         reduced = NotImplemented
+        # The pickler would copy a large text in an attribute. No code of the object has run yet, so pickling can start
+        # again.
         for value in getattr(obj, "__dict__", {}).values() if type(obj) is not ModuleType else ():
             if type(value) is str and len(value) >= OWN_FROM:
                 pickler.expect_texts()
+    # From here on pickle may call methods of the object, such as `__getstate__`. They do not run again for the sake of
+    # a text.
     if reduced is NotImplemented:
         pickler.file.may_repeat = False
     return reduced

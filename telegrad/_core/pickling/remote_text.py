@@ -65,6 +65,8 @@ def is_large(value: Any, most: int = LARGEST) -> bool:
     """
     seen: set[int] = set()
     waiting = [value]
+    # An estimate from lengths, in bounded time: to pickle or print a value in order to learn its size would take the
+    # time that the answer is to save.
     for _ in range(MOST_OBJECTS):
         if not waiting:
             return False
@@ -212,7 +214,9 @@ class Text(str):
 def with_story(text: str, story: str) -> str:
     """Return the text of an exception, and its remote traceback; if that has no lines, only its worker and function."""
     head, _, rest = story.partition(":\n")
-    repeats = text and rest.count("\n") == 1 and rest.endswith(f"{text}\n")  # without a text, the type is in the rest
+    # A traceback without lines of the program is one line, the type and the text, and would only repeat the text. If
+    # there is no text, that line is needed for the type.
+    repeats = text and rest.count("\n") == 1 and rest.endswith(f"{text}\n")
     return f"{text}\n{head if repeats else story}"
 
 
@@ -223,8 +227,9 @@ class TracebackLines(str):
 def tell(error: BaseException, worker: str, function: str = "") -> str:
     """Return the remote traceback of an exception: of this worker, and of the workers before it."""
     before = remote_traceback_of(error)
+    # This worker has described the error before, and it has not been raised since: it would get a block without lines.
     if before.startswith((f"On worker {worker!r}:", f"On worker {worker!r}, ")) and not _all_lines(error):
-        return before  # this worker has described it before, and it was not raised again since
+        return before
     try:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
@@ -305,7 +310,9 @@ def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset())
     if before is None or id(before) in seen:
         return own
     came = remote_traceback_of(before)
-    if (came and came in text_of(error)) or (story and story in text_of(before)):  # one text contains the other
+    # The text of a rebuilt exception includes its remote traceback. So one of the two may already have all that the
+    # other would add.
+    if (came and came in text_of(error)) or (story and story in text_of(before)):
         return own
     return _told(before, room, seen) + link + own
 

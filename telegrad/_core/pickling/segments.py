@@ -9,6 +9,12 @@ Between two frames they release the GIL.
 
 A short run of frames is part of the body, a long one is a blob. Texts are not passed to the file unchanged: instead of
 a large text, `pickling` gives the pickler a number (a persistent id).
+
+A persistent id costs a call for each object, so pickling begins without it. When a large text comes up, pickling starts
+again with it. That is possible only while no code of the user has run (`may_repeat`); after that, the text is copied.
+
+In one call of C, a value with 256 MB of bytes took 1.2 s and twice the memory at both ends, and no other thread ran for
+0.55 s.
 """
 
 from __future__ import annotations
@@ -96,6 +102,7 @@ class SegmentWriter:
         """
         if type(data) is bytes:
             self._size += len(data)
+            # The first test is the cheapest, and is false for the usual value, which is one frame.
             if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not is_intercepted():
                 raise LargeText
         else:  # a bytearray, which may change before it is sent
@@ -125,6 +132,8 @@ class SegmentWriter:
         parts: list[bytes] = []
         places: list[int] = []
         blobs: list[Tensor] = []
+        # Frames between two large objects are small and many. They are joined, since each blob costs a table entry, and
+        # perhaps a memory file and two descriptors.
         for is_large, run in groupby(segments, lambda data: len(data) >= least):
             for group in [[data] for data in run] if is_large else [list(run)]:
                 size = sum(map(len, group))
@@ -139,6 +148,9 @@ class SegmentWriter:
 
 def _announces_text(data: bytes) -> bool:
     """Return True if the frame in `data` is followed by the header of a large text."""
+    # For an object larger than a frame, CPython ends the frame, and writes it together with the object's header: an
+    # opcode and 4 or 8 bytes of size. Only after this write it copies the text into a bytes object. So the text is
+    # found before the copy. A wrong guess costs only time: pickling starts again.
     start = 2 if data[:1] == pickle.PROTO else 0
     if data[start : start + 1] == pickle.FRAME:
         start += 9 + int.from_bytes(data[start + 1 : start + 9], "little")
@@ -187,6 +199,8 @@ class SegmentReader:
         return bytes(data) if len(data) == size else bytes(data) + self.read(size - len(data))
 
     def readinto(self, room: memoryview) -> int:
+        # The unpickler has created the object, and calls this to fill it. So the bytes are copied once, without the
+        # GIL, from the received memory into their final place.
         target, size, at = address_of(room), len(room), 0
         while at < size:
             data = self._next(size - at)

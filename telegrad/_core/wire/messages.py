@@ -19,6 +19,15 @@ A message is sent as a frame: a prefix of fixed size, then in order `head` (name
 To read, the connection asks `FrameReader.buffer` where to put the next bytes and calls `advance(n)` with the number
 received. Small frames pass through one scratch buffer, many per read. A large part is received directly into its final
 memory.
+
+Frames are processed in the order of sending, and upper layers rely on that. So the memory of a frame's blobs is
+complete before the frame is given out, and later frames wait for it, also for stripes that arrive in other streams. The
+connection processes its own frames (LEND, RETIRE and others) before the next frame is split off, because that may use
+the block.
+
+Sizes come from the peer, and may be wrong. Memory of the host is allocated for the announced size, but no page of it is
+touched before data arrives. If the allocation fails, the connection ends; for blobs of calls and results, only the call
+fails.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from typing import Any, NamedTuple
 from telegrad._core.host.resources import private_memory
 from telegrad.errors import CannotDecode, ProtocolViolation
 
+# Kinds below RELEASE are never for the connection itself: `FrameReader.advance` relies on that.
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL, PULSE = range(1, 13)
 KINDS = (
     *("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED", "CANCEL"),
@@ -101,6 +111,8 @@ def unknown(kind: int) -> str:
 _SIZE = struct.Struct("<I")
 
 
+# A part is followed by its size. So the receiver splits the parts off from the end, the last one first, and need not
+# know where the pickle in front of them ends.
 def append(body: bytes, attachments: bytes) -> bytes:
     return b"".join((body, attachments, _SIZE.pack(len(attachments))))
 
@@ -201,6 +213,8 @@ class FrameReader:
             self._target = None
             self.is_in_part = False
         while (frame := self._next()) is not None:
+            # Control frames take effect here, before the next frame is split off. A comparison saves the usual frame a
+            # call.
             if frame.kind < RELEASE or not self._control(frame):
                 yield frame
             if self._start == self.end:  # the usual case: no further data was received
@@ -208,6 +222,8 @@ class FrameReader:
                 self._start = self.end = 0
                 return
         unread = self.end - self._start
+        # The beginning of a frame that is not complete. It moves to the front of the scratch buffer, where the rest
+        # will follow.
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])
         self._source = self._scratch
@@ -228,6 +244,8 @@ class FrameReader:
         at_body = at_table + blobs * _ENTRY
         end = at_body + body
         if available < end - start:
+            # The frame without its blobs does not fit in the scratch buffer: it gets memory of its own, which the body
+            # keeps.
             if end - start > SCRATCH:
                 self._large = self._reserve(end - start)
                 self._land(self._large)
@@ -260,6 +278,8 @@ class FrameReader:
                 if not self._land(memory):
                     return None
             if not self._entries:
+                # All bytes of this stream are here. The other streams may still deliver stripes; the caller then
+                # continues by `advance(0)`.
                 self.awaits_lanes = not self._arrived()
                 if self.awaits_lanes:
                     return None
@@ -276,7 +296,9 @@ class FrameReader:
             except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
                 raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
         assert self._frame is not None
-        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):  # no call can report the error
+        # The bytes of a blob without memory are received and dropped, and its call reports the error. For other kinds
+        # no call can report it, and an upper layer would miss a message, so the connection ends.
+        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):
             raise MemoryError(blob.why)
         self._blobs.append(blob)
 

@@ -43,9 +43,14 @@ from telegrad._core.wire.tensors import (
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # smaller tensors are part of the description
-ROOM = 48 << 10  # bytes of larger tensors in the description: copying these costs less than sending a blob
+# Bytes of larger tensors in the description. The three copies of this way take 2 µs, within the processor's cache; a
+# blob takes 25 µs at each end, in some forty steps of Python (docs/performance.md).
+ROOM = 48 << 10
 ALIGNED = 16  # size of the largest element: shared parts begin at a multiple of it, for views of any dtype
-_LOW = 1 << 32  # an address below this may be an offset in a freed storage
+# torch gives a freed storage the address 0, so `data_ptr()` of a tensor in it is only the offset, while its shape
+# remains. Reading there would kill the process. Memory is usually above this address; below it, the storage is checked
+# first.
+_LOW = 1 << 32
 
 _STRIDED = torch.strided
 _level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
@@ -184,9 +189,12 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         ):
             return None
         size, address, shape = tensor.nbytes, tensor.data_ptr(), tuple(tensor.shape)
+        # `is_contiguous` ignores the strides of empty tensors, and of dimensions of length 1. The program can see them,
+        # and `_pack_any` sends them.
         if (1 in shape or not size) and tensor.stride() != contiguous_strides(shape):
             return None
         if size:
+            # Two tensors with common memory must have one storage at the receiver, which only `_pack_any` provides.
             spans.append((address, address + size))
         if size < SMALL and address > _LOW:
             carried: Memory = ctypes.string_at(address, size)
@@ -302,6 +310,8 @@ def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory
     stride, size = leaf.stride(), extent_of(leaf)
     shape = distinct(leaf.shape, stride)
     used = prod(shape) * leaf.itemsize
+    # The gaps between the elements are sent too if that at most doubles the size: a dense copy takes a pass over the
+    # memory. If elements share memory, as the windows of `unfold` do, a dense copy would also separate them.
     if 2 * used >= size or repeats(shape, stride):
         return _carry(leaf, leaf.data_ptr(), size, blobs, target), 0, stride
     _check_memory(leaf, size)
@@ -317,6 +327,7 @@ def extent_of(leaf: Tensor) -> int:
 
 def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:
     """Return the memory and the offset in it for each leaf that overlaps with another one."""
+    # Only leaves for the same target device can share a storage there.
     by_target: dict[int, list[tuple[int, int, int]]] = {}
     for number, leaf in enumerate(leaves.tensors):
         address, size = leaf.data_ptr(), extent_of(leaf)
@@ -329,6 +340,9 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             if storage is None:
                 continue
             base = storage.data_ptr()
+            # The receiver puts this part at the beginning of an allocation, which is aligned. So the part begins at a
+            # multiple of ALIGNED in its storage: each leaf is then at a multiple of its own element size, as `_holder`
+            # has checked.
             first = (start - base) // ALIGNED * ALIGNED
             blob = _bytes_of(storage, first, end - base - first)
             on_host = blob.is_cpu and target == HOST

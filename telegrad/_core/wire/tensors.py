@@ -6,6 +6,11 @@ these parts, `unpacking` combines them.
 
 The transport carries blobs only. The memory of other Python objects is viewed as a blob, so it is sent without a copy.
 Large copies release the GIL: a copy of 256 MB takes 0.1 s, and no other thread could run meanwhile.
+
+The thread that makes a tensor here may be in any mode of the program's. The tensor must not depend on that. So it is
+made outside of inference mode, since autograd cannot save such tensors, and with an explicit device, since the program
+may have set a default one. Operators are avoided where a mode may intercept them (`is_intercepted`): within
+FakeTensorMode a new tensor has no memory.
 """
 
 from __future__ import annotations
@@ -175,6 +180,8 @@ class GilYielder:
 
 def at_address(address: int, size: int, keeper: Any) -> Tensor:
     """Return a tensor of the `size` bytes at `address`; it keeps `keeper`, their owner, alive."""
+    # torch keeps the array alive, and the array keeps `keeper`: unlike a memoryview, an array of ctypes can have
+    # attributes.
     array: Any = (ctypes.c_ubyte * size).from_address(address)
     array.keeper = keeper
     with torch.inference_mode(False):
@@ -267,6 +274,8 @@ def to_text(encoded: Tensor) -> str:
     Raises:
         UnicodeDecodeError: `encoded` is not UTF-8.
     """
+    # CPython decodes in one call, which holds the GIL. So the text is made as C code makes it: allocated, then filled,
+    # or extended piece by piece. That is permitted only while no other code has a reference to it.
     made = ctypes.c_void_p()  # the only reference to the text until it is complete
     try:
         if _is_ascii(encoded):

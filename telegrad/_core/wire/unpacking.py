@@ -150,6 +150,8 @@ def _leaf(spec: Spec, blobs: Sequence[Tensor], shared: Sequence[Tensor] = ()) ->
         if type(carried) is bytes:
             if carried:
                 tensor = torch.frombuffer(bytearray(carried), dtype=DTYPES[name])
+                # `resize_` and not `view`: a received tensor must not be a view of another one. The bytes are copied
+                # into a bytearray because they must be writable.
                 if len(shape) != 1:
                     tensor.resize_(shape)
             else:
@@ -194,6 +196,7 @@ def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: 
 def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Return a tensor with the original strides, filled with the elements of a dense blob."""
     single = distinct(shape, stride)
+    # `single` has no repeated elements: torch refuses to write to a tensor whose elements share memory.
     base = torch.empty_strided(single, stride, dtype=DTYPES[name], device=blob.device)
     base.copy_(_upon(blob, name, 0, single, None))
     tensor = nothing(name, blob.device)
