@@ -3,6 +3,10 @@
 The file format is that of `torch.distributed.checkpoint`, which can read the files without any worker.
 
 To save, each owner writes its own part, and the driver writes the table of contents last.
+
+The steps are those of `torch.distributed.checkpoint`, with calls in place of its collectives, so no process group is
+needed: each owner makes a plan of its part (`Saver`), the driver joins the plans, each owner writes, and the driver
+writes the metadata with the results of all. With `wait=False` owners copy their parts before they plan.
 """
 
 from __future__ import annotations
@@ -101,6 +105,8 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
 
 def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
     for value in state.values():
+        # A pipeline has replicas of tied weights, which are as old as its last batch. torch's planner may save the
+        # values of a replica, so update them.
         for part in value.modules() if isinstance(value, nn.Module) else ():
             if isinstance(part, Pipeline):
                 part._lend()
@@ -117,6 +123,9 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
     }
     here = get_worker_info().name
     try:
+        # The driver's own values are keyword arguments of the call to itself. So the error of a value that cannot be
+        # pickled names its key, by which the entry is found below. The calls have no timeout, since disks take their
+        # time: `limit` is that of each step.
         begun: Begun = call_all(
             {here: [], **shares},
             lambda worker, theirs: rpc_async(
@@ -138,6 +147,8 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     planner, writer = DefaultSavePlanner(), _writer_to(path, True)
     planner.set_up_planner({}, is_coordinator=True)
     plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
+    # File names that no other save has: the files of an older checkpoint in the folder stay valid until its table of
+    # contents is replaced.
     mark = secrets.token_hex(8)
     plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
     by_worker = dict(zip(begun, plans, strict=True))
@@ -155,6 +166,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     except Exception:
         discard(path, mark)
         raise
+    # Only now: until the table of contents was replaced, the older checkpoint was the complete one.
     tidy(path, {result.storage_data.relative_path for results in written.values() for result in results})
     if keep is not None:
         keep_newest(path, keep)

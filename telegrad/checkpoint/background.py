@@ -59,6 +59,7 @@ class BackgroundSaves:
         super(Future, save.future).add_done_callback(lambda _: save.over.set())
         thread = Thread(target=run, name="telegrad-checkpoint")
         with self._lock:
+            # Before the thread starts: from now on a shutdown, or the next save, waits for this one.
             self._pending.append(save)
         try:
             thread.start()
@@ -77,6 +78,7 @@ class BackgroundSaves:
         for save in self._all():
             self._forget(save)
             failure = getattr(save.future, "failure", None)
+            # The program has asked the future, so it knows of the error.
             if failure is None or failure.seen:
                 continue
             save.future.heed()
@@ -154,6 +156,7 @@ class Copies:
         """Return a copy of the current value."""
         with torch.inference_mode(False), torch.no_grad():
             made = self._copy(value)
+        # Copies from a device return before they are done.
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
         return made
@@ -176,6 +179,7 @@ class Copies:
         self._note()
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.detach().cpu().clone()
+        # A tied weight occurs several times, and is copied once.
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         made = self._made.get(key)
         if made is None:

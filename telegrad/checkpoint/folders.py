@@ -92,6 +92,8 @@ class Files(FileSystem):
             return
         actual = os.fspath(path)
         if actual.endswith(TEMPORARY):
+            # torch's name of the temporary file is the same for each save. A file that a killed save left, or that
+            # another user made, would then be in the way of `create`, which makes new files only.
             actual = f"{actual.removesuffix(TEMPORARY)}.{secrets.token_hex(8)}{TEMPORARY}"
             self._actual[os.fspath(path)] = actual
         with create(actual) as created:
@@ -100,16 +102,22 @@ class Files(FileSystem):
                 with io.BufferedWriter(file) as stream:
                     yield stream
             except Exception:
+                # After a failed write torch raises an error of its own, which does not name the cause, such as a full
+                # disk.
                 if (failure := file.failure) is None:
                     raise
                 raise OSError(failure.errno, failure.strerror, actual) from None
 
-    def exists(self, path: Path) -> bool:  # else torch's writer warns, and removes the file first
+    # torch's writer removes an existing table of contents before it renames the new one, and warns of it. A process
+    # that is killed between the two steps would leave no complete checkpoint. `os.replace` needs no removal.
+    def exists(self, path: Path) -> bool:
         return False
 
     def rename(self, path: Path, new_path: Path) -> None:
         path = self._actual.pop(os.fspath(path), path)
         folder = os.path.dirname(os.path.abspath(new_path))
+        # `latest` and `keep_newest` order checkpoints by this time. A clock that was set back must not make this one
+        # older than those before it.
         newest = max((moment for moment, _ in _dated(os.path.dirname(folder))), default=0)
         now = os.stat(path).st_mtime_ns
         os.utime(path, ns=(now, max(now, newest + 1)))
@@ -165,6 +173,8 @@ def keep_newest(path: str, count: int) -> None:
     found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))
     for _, old in found[:-count]:
         _remove(old)
+    # A folder with files that are younger than the first file of this save is no leftover: another save may be writing
+    # there.
     begun = min(
         (os.stat(os.path.join(path, name)).st_mtime_ns for name in os.listdir(path) if _is_part(name)), default=0
     )

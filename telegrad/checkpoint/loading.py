@@ -73,11 +73,14 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         if isinstance(value, DistributedOptimizer):
             found[key] = _find(path, metadata, (key, "param_groups"))
             value._check_groups(found[key])
+    # Two rounds: all owners compare before any of them loads. So a state that does not fit changes nothing on any
+    # worker.
     begun = _ask(path, _begin, {worker: (path, theirs) for worker, theirs in shares.items()}, "comparing with")
     for loader in begun.values():
         if isinstance(loader, str):
             raise UsageError(loader)
     _ask(path, _load, {worker: (loader,) for worker, loader in begun.items()}, "reading")
+    # The driver's own tensors and objects are last: an owner that fails leaves them unchanged.
     for tensor, values in writes:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(values)
@@ -134,6 +137,8 @@ def _has_tensors(value: Any) -> bool:
 def _check_target(name: str, own: Tensor, found: Any, where: str = "in the state") -> None:
     if kind_of(own) or not _fits(own, found):
         raise UsageError(_unlike(name, own, found, where))
+    # Sorted by stride, a dimension whose stride is within the reach of the smaller ones leads to elements that these
+    # have reached already.
     reach = 0
     for step, size in sorted(zip(own.stride(), own.shape, strict=True)):
         if size > 1 and step <= reach and own.numel():
@@ -211,6 +216,7 @@ class _Loader:
             if isinstance(value, nn.Module):
                 place = joined(key, branch.name)
                 loaded = {name.removeprefix(place and f"{place}."): unpacked(part) for name, part in flat.items()}
+                # Modules on other workers, of which this one has handles, are loaded by their owners.
                 with without_remote_state():
                     value.load_state_dict(loaded)
 
@@ -222,6 +228,7 @@ def _begin(path: str, shares: list[OwnerState]) -> RRef[_Loader] | str:
     try:
         return RRef(_Loader(path, metadata, shares))
     except UsageError as error:
+        # Not raised: the program gets one UsageError, and not a WorkersFailed, if several owners differ.
         return str(error)
 
 
@@ -342,6 +349,8 @@ def recover(
         while True:
             left = max(until - time.monotonic(), LEAST) if timeout else 0
             try:
+                # In this order: the optimizers are made again for the restored parameters, and the checkpoint is loaded
+                # into both.
                 for value in state.values():
                     if isinstance(value, nn.Module | RRef):
                         restore_model(value, left)

@@ -45,8 +45,12 @@ if TYPE_CHECKING:
 ASK = 0.5  # seconds between questions to the first worker about missing workers
 PATIENCE = 5.0  # seconds to wait for an answer
 LONGEST = 1800.0  # seconds for a process group, if the caller sets no limit: torch requires one
-BRANCHES = 3  # each level costs this many values, and there are log(n) / log(BRANCHES) levels: the cost is least for e
-# a worker reserves this part of its time, or these seconds, to report which worker below was late
+# Subtrees of each worker in a reduction. A worker receives this many values one after the other, and the tree has
+# log(n) / log(BRANCHES) levels. Their product is least for BRANCHES = e, and 3 is the nearest integer.
+BRANCHES = 3
+# Each worker gives the workers below it less time than it has itself: by this part, or by these seconds (a quarter of
+# its time at most) if that is more. In the time that it keeps, it reports which worker below was late, before the
+# worker above gives up on it.
 SPARE, ENOUGH = 0.05, 0.5
 
 Op = Callable[[Any, Any], Any]
@@ -99,6 +103,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     def text() -> str:
         return f"{what}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
 
+    # The call has no timeout of its own: this thread keeps the time, since it can name the missing workers.
     until = monotonic() + (limit or threading.TIMEOUT_MAX)
     met = agent.begin(keeper, PreparedCall(arrive, (key, number, group, value, op), None, None, what), 0)
     met.heed()
@@ -109,6 +114,8 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
                     missing = ask(min(left, PATIENCE)) or []
                     wait.look()
                     continue
+                # The first worker decides in one step: either this arrival is withdrawn, or all have arrived and the
+                # result is under way. So a worker that raises CallTimeout was not counted, if the first worker answers.
                 patient_until = monotonic() + PATIENCE
                 late = ask(PATIENCE, withdraws=True)
                 if late is None:  # all arrived just now, or the keeper does not answer
@@ -180,6 +187,8 @@ class CollectiveManager:
         name = arrival.worker.name
         with self._lock:
             meetings = self._meetings.setdefault(key, [])
+            # A worker joins the oldest meeting in which it has not arrived. So a second arrival, as of a worker that is
+            # ahead, belongs to the next meeting.
             meeting = next((each for each in meetings if each.awaits(name)), None)
             if meeting is None:
                 meeting = Collective(members)
@@ -190,6 +199,7 @@ class CollectiveManager:
             if over:
                 self._end(key, meeting)
         if over:
+            # Without the lock: `op` is a function of the program.
             _conclude(meeting, op)
         return met
 
@@ -206,6 +216,7 @@ class CollectiveManager:
             if not withdraws:
                 return missing
             *_, met = meeting.arrived.pop(name)
+            # The meeting continues to wait for this worker, which may call again.
             meeting.withdrew.add(name)
             if not meeting.arrived:
                 self._end(key, meeting)
@@ -349,6 +360,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     coming: list[Future[Combined]] = [Future() for _ in below]
     heads = [workers[part.start] for part in below]
     given = workers, function, args, kwargs, combine, timeout
+    # Start the subtrees before this worker's own function, which then runs at the same time as theirs.
     agent.call_each(map(EachCall, coming, heads), PreparedCall(reduced, given, asked=user_name(function)), limit)
     agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
     errors: dict[str, bytes] = {}
@@ -360,6 +372,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     for part, future in zip(below, coming, strict=True):
         try:
             more, failed = future.wait()
+            # In the order of the group, not of arrival: the function need not be commutative.
             values += more
             errors |= failed
         except Exception as error:
@@ -415,6 +428,7 @@ def process_group(group: Participants, backend: str = "gloo", timeout: float = D
     if group.names[:1] == [worker.me.name]:
         address = worker.me.tcp[0]
         store, port = serve_tcp(address, 0)
+        # The key names the process group. It is random, as a name must not occur twice in a process.
         brings = address, port, secrets.token_hex(8)
     met = meet("process_group", group, backend, brings, timeout)
     names = [name for name, _ in met]

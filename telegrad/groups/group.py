@@ -90,6 +90,8 @@ class Group(GroupCalls):
     def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
         """Return the current members, and the view that they were looked up in."""
         view = current.here().membership.view()
+        # Membership makes another view for each change, so the identity of the view shows whether the members are
+        # current.
         last = self._last
         if last is None or last[0] is not view:
             last = self._last = view, tuple(self._pick(view.workers))

@@ -1,4 +1,9 @@
-"""Calls to groups, and maps: one future for the results of several workers, which arrive in any order."""
+"""Calls to groups, and maps: one future for the results of several workers, which arrive in any order.
+
+Each call has a `ResultSlot`. The thread that ends a call adds its slot to the future's list of arrivals, and the thread
+that adds the last one completes the future. Slots are only ever added, in the order of arrival, so an iterator needs no
+lock to read those before the length that it has seen, and any number of iterators may run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +53,7 @@ def begin(
     future: GroupFuture[list[Any]] = GroupFuture(agent, version, names, names, user_name(call.users))
     slots = future._slots
     if profiling.wanted():
+        # Each call is an event of its own in the profile, so the calls are made one at a time.
         future._begin_each(lambda slot, _: begin_one(slot, slot.key, call, timeout, policy), GONE)
     elif policy is not None:
         retry.begin_many([(slot, slot.key) for slot in slots], policy, call, timeout)
@@ -210,12 +216,14 @@ class GroupFuture(Future[T]):
         with self._lock:
             self._come.append(slot)
             over = len(self._come) == len(self._slots)
+            # Take the signal in the same step as the arrival is added: see `_awaited`.
             news, self._news = self._news, None
         if news is not None:
             news.set_result()
         if over:
             self.call = None
             self._end()
+            # After the future is done: a thread that waits for `_over` then reads the results.
             self._over.set_result()
 
     def _end(self) -> None:
@@ -331,9 +339,13 @@ class MapFuture(GroupFuture[list[Any]]):
         try:
             self._call(slot, place)
         except BaseException as error:
-            if slot.key == 0 and not isinstance(error, GONE):  # nothing was sent yet
+            # An error of the first item is raised to the caller of `map`: it is most likely an error of the program,
+            # and no call was made yet. Later items end with their error like those that failed at a worker.
+            if slot.key == 0 and not isinstance(error, GONE):
                 raise
             interrupted = raised_by_handler(error)
+            # A handler of a signal has raised this error, and it is raised again below. No further item must be sent
+            # before that.
             slot.is_gone = slot.is_gone or interrupted
             slot.set_exception(error)
             if interrupted:
@@ -343,8 +355,11 @@ class MapFuture(GroupFuture[list[Any]]):
         """Send the worker its next item before anything else, to keep it busy."""
         lost: list[ResultSlot] = []
         upcoming = None
+        # A slot without a place was never given to a worker, so none is free for the next item: see `lost`.
         if slot.place >= 0:
             with self._lock:
+                # A worker whose call was cancelled gets no more items, either: `cancel` cancels the calls in flight,
+                # and must not be followed by the remaining items.
                 if slot.is_gone or isinstance(slot.error, (*GONE, CallCancelled)):
                     self._living -= 1
                     if not self._living:  # no worker is left for the remaining items
@@ -355,6 +370,7 @@ class MapFuture(GroupFuture[list[Any]]):
         for each in lost:
             each.set_exception(slot.error)
         if upcoming is not None:
+            # Not under the lock: this sends a call, and may end the slot at once with an error.
             self._context.run(self._give, upcoming, slot.place)
         super()._tell(slot)
 
@@ -428,6 +444,8 @@ class CompletionIterator:
     def _awaited(self, number: int) -> Signal | None:
         """Return a signal for the end of the next call, or None if more than `number` calls have ended."""
         future = self._future
+        # Compare and make the signal in one step. Otherwise the call could end between the two: the ending thread would
+        # find no signal to set, and this thread would wait for one that is never set.
         with future._lock:
             if number < len(future._come):
                 return None

@@ -243,6 +243,7 @@ class RefGroup:
         return RefGroup(current.references().create_each(owners, self._prepared(method, args, kwargs), timeout))
 
     def _prepared(self, method: str, args: Any, kwargs: Any) -> PreparedCall:
+        # All owners get the same arguments, which are encoded once. Each finds the id of its own value by its name.
         ids = {each.owner_name(): each._handle.id for each in self}
         return PreparedCall(methods.of_each(method), (ids, *args), kwargs, self)
 

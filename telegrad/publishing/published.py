@@ -5,6 +5,11 @@ One key in the group's directory determines the owner of a value. The key is bou
 is valid by its own clock, and refuses later calls. By that clock, the lease ends before the directory gives the value
 to another worker. A worker that knows a later token refuses to use the reference. An owner refuses requests with a
 token higher than its own. A call names the value by the id of its reference, which belongs to one token.
+
+Each offer of a worker has at most one busy thread, which claims the value and makes it. It calls the directory and the
+factory without the lock. So after each of these steps it checks whether the offer still exists and which claim it has:
+the program, or the end of a registration, may have changed that. An event during its work sets `again`, and the thread
+claims the value once more at its end. So no event is lost, and no two threads call the factory at the same time.
 """
 
 from __future__ import annotations
@@ -164,6 +169,7 @@ class Publications:
         self._shuts_down = threading.Event()
         self._worker.before_end.append(lambda _: self._shuts_down.set())
         self.registration = Registration(self._worker, _directory_of_group, self._claim_changed, self._lose_all)
+        # Look-ups never wait, so they need no slot, and a worker whose slots are all in use answers them, too.
         agent.run_at_once(_directory_of_group)
         agent.run_at_once(_found_here)
 
@@ -216,7 +222,10 @@ class Publications:
             PeerLost: the worker that would keep the directory has left.
             DirectoryRefused, StoreUntrusted: the directory cannot be used, and this worker does not stand by.
         """
-        unknown = False  # True if this worker may have the claim: it must claim once more, to keep or release it
+        # True if the directory did not answer: this worker may have the claim. Then it must claim once more, even if it
+        # no longer stands by, to keep the claim or to release it. A claim that is forgotten would keep the name without
+        # a value for as long as this worker's lease is valid.
+        unknown = False
         while not self._agent.closed and (unknown or self._stands_by(offer)):
             try:
                 group = self.registration.group(0)
@@ -226,11 +235,14 @@ class Publications:
                     with self._lock:
                         offer.lose()
                     return False
+                # The directory returns the claim that this worker has already. That claim was given up, and another
+                # thread may delete it at any moment, so release it and get a new token.
                 if claim.token in self._given_up:
                     group.registry.release(offer.name, claim)
                     continue
                 owned = Ownership(offer.name, group, claim)
                 is_new = self._take(offer, owned)
+                # By this worker's clock the lease may have ended before the directory answered. Then claim again.
                 if owned.holds:
                     return is_new
             except (LeaseLost, DirectoryLost) as error:
@@ -251,20 +263,27 @@ class Publications:
             if offered is offer and offer.owned != owned:
                 offer.owned, offer.value = owned, None
             is_new = offered is offer and offer.value is None
-        if offered is None:  # else a later offer has the claim
+        # This offer was withdrawn meanwhile. If the worker has offered the name again, the claim now belongs to that
+        # offer and stays: the directory has one claim of a worker for a name.
+        if offered is None:
             self._give_up(owned)
         return is_new
 
     def _make(self, offer: Publication) -> None:
         owned = offer.owned
         if owned is None or not owned.holds:
-            offer.again = True  # set by the thread that is busy with the offer
+            # No lock: this thread is the one that is busy with the offer, and reads `again` at its end.
+            offer.again = True
             return
+        # The box has the claim with which the value is made. A later claim of this worker makes another value, in
+        # another box.
         table, box = self._worker.references, OwnedBox(owned)
         box.fulfil(offer.factory())
         self._agent.streams.publish()
         made: RRef[Any] = RRef._of_handle(table, table.own(box))
         with self._lock:
+            # The registration may have ended while the factory ran. Then the value is dropped, since the next owner
+            # makes its own.
             if offer.owned is owned:
                 offer.value = made
 
@@ -290,6 +309,8 @@ class Publications:
         with self._lock:
             if not self._stands_by(offer):
                 return
+            # The busy thread may already have passed the point at which it would notice the reason for this call. It
+            # claims once more at its end (`_finish` reads `again` under the same lock, so this is not missed).
             if offer.is_busy:
                 offer.again = True
                 return
@@ -308,6 +329,7 @@ class Publications:
 
     def _claim_changed(self, name: str) -> None:
         """Take over a value that has lost its owner. Called by the thread that watches the directory."""
+        # Called under the lock of the group, so the claim is made on another thread.
         offer, claim = self._offers.get(name), self.registration.known_claim(name)
         if offer is not None and claim is not None and not claim.life:
             self._agent.run(self._take_over, offer, False)
@@ -317,6 +339,7 @@ class Publications:
         with self._lock:
             offers = list(self._offers.values())
             for offer in offers:
+                # A claim of the next registration may be here already, and stays.
                 if offer.owned is not None and offer.owned.group is group:
                     offer.lose()
         for offer in offers:
@@ -356,6 +379,8 @@ class Publications:
         try:
             return self._find(name, group, min(limit or ROUND, ROUND))
         except (NotPublished, PeerError):
+            # What is known here may be outdated if the directory does not answer. So ask it, which also makes the
+            # caller report a silent directory as the reason, and not that no worker publishes the name.
             self.registration.check_directory(name)
             raise
 

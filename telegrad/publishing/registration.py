@@ -150,6 +150,8 @@ class Registration:
             return
         now = monotonic()
         with self._lock:
+            # One question at a time, however many threads look up values. `_look` pauses before it permits the next
+            # one.
             asks, self._is_asking = not self._is_asking, True
             self._silent_since = self._silent_since or now
             silent, refusal = now - self._silent_since, self._refusal
@@ -179,6 +181,7 @@ class Registration:
     def _begin(self) -> Signal:
         with self._lock:
             joining = self._joining
+            # Start again if the last attempt has failed, or if its registration has ended.
             if joining is not None and not (joining.done() and self._group is None):
                 return joining
             joining = self._joining = Signal()
@@ -190,6 +193,8 @@ class Registration:
             try:
                 return self._joined(self._find())
             except (DirectoryLost, LeaseLost, LifeOver, HandshakeError) as error:
+                # Try again until this worker leaves: the directory, or its keeper, may only be slow. A caller of
+                # `group` that has a limit reports this reason.
                 self._problem = str(error)
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} shut down")
@@ -205,6 +210,8 @@ class Registration:
             group.leave()
             raise
         with self._lock:
+            # `_close` may have run on another thread meanwhile. It could not end this registration, which it did not
+            # see, so this thread ends it.
             is_closed = self._is_closed or agent.closed
             self._group = None if is_closed else group
             if self._address is None:
@@ -260,6 +267,7 @@ class Registration:
             raise
         with self._lock:
             is_closed = self._is_closed
+            # As in `_joined`: `_close` may have run before it could see the process.
             self._keeping = None if is_closed else keeping
         if is_closed:
             keeping.leave()
@@ -273,6 +281,8 @@ class Registration:
     def _apply(self, group: DynamicGroup, change: Change) -> None:
         is_mine = isinstance(change, MemberGone) and change.life == self._worker.me.incarnation
         if is_mine and not self._is_closed:  # if closed, the change is this worker's own leaving
+            # On another thread: this one watches the directory under the lock of the group, and `leave` waits for its
+            # end.
             self._agent.later(self._renew, group)
 
     def _renew(self, group: DynamicGroup) -> None:
@@ -326,6 +336,8 @@ class Ownership(NamedTuple):
             over = self.group.over if worker.directory is self.group else ""  # else only the registration has ended
             why = f"refuses calls to the value {self.name!r}: {over or late}. The call was not run"
             error = ClaimLost(f"worker {worker.me.name!r} {why}; use the reference again: it finds the owner")
+            # Shows a RestorableRRef that this call was refused before it ran, so that it may be repeated at the next
+            # owner. An error of the same class that the function itself raised has another claim, or none.
             error.claim = self.name, self.claim.token
             raise error
 

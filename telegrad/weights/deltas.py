@@ -34,7 +34,9 @@ Row = Tensor  # one dimension of integers with the bits of the elements
 
 SAME, SPARSE, PLANES, WHOLE = range(4)
 SAMPLE = 1 << 12  # elements of a row from which the deflated size of its planes is estimated
-WORTH_DEFLATING = 0.75  # of the bytes of another encoding: deflating takes ten times as long
+# Estimates from SAMPLE elements decide before a row is deflated, since that takes ten times as long as another
+# encoding. It must save a quarter of the bytes.
+WORTH_DEFLATING = 0.75  # of the bytes of another encoding
 WORTH_SENDING = 0.5  # of a piece: a larger delta is not sent
 SHOWN = 8  # pieces that decide whether deltas of a version are made
 MAX_SKIPPED = 31  # versions without deltas, after one for which they were not worth it
@@ -108,7 +110,10 @@ def _encode_row(old: Row, new: Row, small: bool) -> tuple[int, list[Tensor]]:
     if not len(changed):
         return SAME, []
     encoding, tensors = WHOLE, [new]
-    if len(changed) * (1 + new.itemsize) < new.nbytes:  # so the elements to insert between, if any, are few
+    # A changed element costs its value and a gap of at least one byte. `_gaps` may insert unchanged elements where a
+    # gap does not fit into its type. This estimate omits them: with gaps of one byte they are at most one in 255 of the
+    # row.
+    if len(changed) * (1 + new.itemsize) < new.nbytes:
         gaps = _gaps(changed, new.itemsize)
         encoding, tensors = SPARSE, [gaps, new.index_select(0, gaps.to(torch.int64).cumsum_(0))]
     planes = _planes(old ^ new, sum(each.nbytes for each in tensors)) if small else None
@@ -121,6 +126,7 @@ def _gaps(changed: Tensor, itemsize: int) -> Tensor:
     If a distance exceeds the type, unchanged elements are inserted between.
     """
     gaps = changed.diff(prepend=changed.new_zeros(1))
+    # The first gap counts from the start of the row and may be 0, for which the quotient is -1.
     between = {dtype: (gaps - 1).div_(_reach(dtype), rounding_mode="floor").clamp_(min=0) for dtype in _GAPS}
     best = min(_GAPS, key=lambda dtype: (len(gaps) + int(between[dtype].sum())) * (dtype.itemsize + itemsize))
     at = (between[best] + 1).cumsum_(0) - 1
@@ -138,6 +144,7 @@ def _planes(bits: Row, limit: int) -> list[Tensor] | None:
 
     Return None if they take about `limit` bytes or more.
     """
+    # Elements at equal distances represent the whole row: layers that hardly change may be anywhere in it.
     sample = _apart(bits[:: max(1, len(bits) // SAMPLE)].contiguous())
     size = sample.shape[1]
     shown = [len(_deflated(plane)) for plane in sample]
@@ -165,8 +172,10 @@ def _deflated(plane: Tensor) -> Tensor:
 
 
 def _inflated(plane: Tensor, length: int) -> Tensor:
+    # The encoder keeps a plane as it is unless deflating makes it shorter, so its length shows which of both it did.
     if len(plane) == length:
         return plane
+    # The limit bounds the memory that a damaged plane can take. One byte more than expected shows that it is too long.
     return _bytes(zlib.decompressobj(-zlib.MAX_WBITS).decompress(memory(plane.contiguous()), length + 1))
 
 
@@ -181,7 +190,8 @@ def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
         at = gaps.to(torch.int64).cumsum_(0)
         if gaps.dtype not in _GAPS or values.dtype != row.dtype or not 0 < len(at) == len(values) <= len(row):
             raise ValueError("its elements have a wrong type or number")
-        if int(at[-1]) >= len(row):  # all gaps are positive, so the last is the highest
+        # Gaps have unsigned types, so no index is negative and the last one is the highest: one comparison checks all.
+        if int(at[-1]) >= len(row):
             raise ValueError("it points outside its tensors")
         row.scatter_(0, at, values)
     elif encoding == PLANES:
@@ -213,6 +223,7 @@ class DeltaCache:
 
     def between(self, base: int, number: int, piece: int, room: int) -> list[Delta]:
         """Return the deltas from one version to another, if all are here and take less than `room` bytes."""
+        # A host that skipped versions gets one delta for each of them, if no step is missing.
         steps = [self._deltas.get((step, piece)) for step in range(base + 1, number + 1)] if base else []
         found = [step for step in steps if step is not None]
         return found if len(found) == len(steps) and sum(step.size for step in found) < room else []
@@ -241,6 +252,9 @@ class DeltaEncoder:
             spent += delta.size if is_worth_it else whole
             if is_worth_it:
                 found[piece] = delta
+            # Stop once the first pieces, which represent the version, show that deltas save less than half. To find
+            # that out costs time in each `publish`, so more versions are skipped after each failure in sequence: 1, 3,
+            # 7, 15, 31.
             if looked >= min(SHOWN, info.pieces) and spent > WORTH_SENDING * size:
                 self._skipped = self._left = min(2 * self._skipped + 1, MAX_SKIPPED)
                 return {}
@@ -270,6 +284,7 @@ def apply_deltas(
         raise DeltaRefused("a delta starts from a version which this worker no longer has")
     rows = rows_of(layout, info, new, piece)
     for here, there in zip(rows, rows_of(layout, info, old, piece), strict=True):
+        # Into the new memory: the old version must stay as it is for its readers.
         here.copy_(there)
     for delta in deltas:
         apply(delta, rows)
@@ -277,6 +292,9 @@ def apply_deltas(
 
 def rows_of(layout: Layout, info: VersionInfo, memory: Tensor, piece: int) -> list[Row]:
     """Return the bytes of a piece of a version, as rows of integers of the elements' size."""
+    # Publisher and reader compute the same rows, as these follow from the layout and the size of pieces alone. A slot
+    # whose elements have several sizes, and an element that the end of a piece cuts, are compared byte by byte. Complex
+    # numbers of 16 bytes are compared as pairs of 8.
     start, end = piece * info.piece, min((piece + 1) * info.piece, info.size)
     rows = []
     begin = bisect_right(layout.slots, start, key=lambda slot: slot[0] + slot[1])

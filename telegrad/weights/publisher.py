@@ -73,12 +73,16 @@ class Publisher:
         worker = current.here()
         self._agent = worker.agent
         self._service = worker.attached(WeightsService)
-        # guards _snapshots, and keeps the layout of a version constant while it is filled
+        # Guards _snapshots. A plan of copies fits the tensors of the tree that was laid out last, so no other thread
+        # may lay out its tree before the version is filled. It also keeps the order of versions: the deltas of one
+        # begin at the version before. Reentrant, since the program's function of types is called under it.
         self._publishing = threading.RLock()
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
         self._endpoint = PublisherEndpoint(self._service, name, keep)
         self._service.add(self._endpoint, name)
+        # The finalizer has no reference to this object, which it would keep alive. It may run on any thread, with any
+        # lock held: see `close_later`.
         self._end = weakref.finalize(self, self._service.close_later, self._endpoint)
         self._end.atexit = False
 
@@ -105,6 +109,7 @@ class Publisher:
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed and cannot publish: create a new one")
         self._agent.check_open()
+        # Without the lock: this runs user code, or calls other workers.
         tree = self._read()
         with self._publishing:
             snapshot = self._snapshots.of(tree)
@@ -208,7 +213,9 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         """Publish a version, on one thread at a time."""
         info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
-        with self.changed:  # the newest version, if others may want the differences from it
+        # Deltas are made now, since the memory of the version before is reused soon after. Only other hosts get them:
+        # this host maps the new memory. The lock is not held meanwhile, as encoding takes about a second per GB.
+        with self.changed:
             base = self.machine.store.newest
             last = self.machine.store.info.get(base)
             fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
@@ -216,6 +223,7 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
         found = encoder.encode(layout, info, old, memory) if old is not None else {}
 
         def put() -> Outgoing:
+            # First the bytes: the machine answers waiting requests with this version at once.
             self.memory[base + 1] = memory
             for piece, delta in found.items():
                 self.deltas.keep(base + 1, piece, delta, info.size)
@@ -225,6 +233,7 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
         return base + 1
 
     def close(self) -> None:
+        # Remove the name first: a subscriber that joined after Closed was sent would not hear of the end.
         self._service.remove(self, self._name)
         self.update(self.machine.close)
 
@@ -271,11 +280,14 @@ def join(
                     f"worker {agent.name!r} has no publisher {name!r}, and none was created within {timeout:g} s; "
                     f"{there}. Create it there with Publisher({name!r}, model), and keep the object"
                 )
+            # The end of the agent does not notify this condition.
             service.changed.wait(min(left, TICK))
         endpoint = service.published.get(name)
     if endpoint is None:
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(endpoint, PublisherEndpoint)
+    # A subscriber that joins again has a number. If it is not that of this publisher, the subscriber learns by the
+    # answer that another one has the name, and does not follow it: versions are numbered anew.
     if number in (None, endpoint.me.number):
         endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
     return endpoint.me

@@ -7,7 +7,8 @@ The source of each subscriber. Hosts form a chain, in the order in which they jo
      others of A      others of B          others of C                  whole, in shared memory
 
 A source that has gone, or that a reader has reported twice, is skipped: the reader gets the next source above. A host
-that joins late is the last of the chain, and so gets versions from a neighbor.
+that joins late is the last of the chain, and so gets versions from a neighbor. Each source is above its readers in this
+order, so the routes that a publisher assigns have no cycle.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ class PublisherProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
+            # The subscriber was dropped when a connection broke, and cannot know that. Unsubscribe is not answered,
+            # since no endpoint is left there.
             return [(sender, transfer.JoinAgain())] if not isinstance(message, transfer.Unsubscribe) else []
         if isinstance(message, transfer.Alive):
             return []
         if isinstance(message, transfer.Unsubscribe):
             return self._remove(sender)
         if isinstance(message, TransferProgress):
+            # Two reports of one subscriber may overtake each other.
             number = max(message.number, self.taken[sender].number)
             self.taken[sender] = TransferProgress(number, message.every)
             self.chain.mark_working(sender)
@@ -68,6 +72,8 @@ class PublisherProtocol:
         """Remove the subscribers of a worker whose connection has ended. If they are alive, they join again."""
         out: Outgoing = []
         for party in [party for party in self.taken if party.incarnation == incarnation]:
+            # A reader of every version would miss some if they were dropped while it joins again. So its position
+            # counts for the oldest kept version for PATIENCE more ticks.
             if self.taken[party].every:
                 self._absent[party] = self.taken[party].number, 0
             out += [*self._remove(party), (party, transfer.JoinAgain())]
@@ -91,6 +97,9 @@ class PublisherProtocol:
 
     def _announce(self, newest: int) -> Outgoing:
         """Send the range of available versions to all subscribers, if it has changed."""
+        # The oldest version to keep is the one after the lowest that a reader of every version has read, but at most
+        # `keep` versions are kept: a slow reader skips some, and the publisher never waits for it. Without such readers
+        # it is the newest version.
         last = [each.number for each in self.taken.values() if each.every]
         last += [taken for taken, _ in self._absent.values()]
         wanted = min(last, default=newest - 1) + 1
@@ -123,6 +132,8 @@ class RelayChain:
         if party not in self._host_of:
             self._host_of[party] = host
             self._hosts.setdefault(host, []).append(party)
+        # Without this entry, `_changes` sends a subscriber that joins again its source even if that is the same:
+        # earlier messages to it may be lost.
         self._told.pop(party, None)
         return self._changes()
 
@@ -136,11 +147,15 @@ class RelayChain:
         self._told.pop(party, None)
         self._reported.pop(party, None)
         for reports in self._reported.values():
+            # If the subscriber joins again, it is a source without reports. (`del` of a Counter ignores a key that is
+            # not there.)
             del reports[party]
         return self._changes()
 
     def report_source(self, party: EndpointAddress, source: EndpointAddress) -> Outgoing:
         """Count a report that `party` gets no data from `source`. Send it a source, which makes it try again."""
+        # A report about an earlier source arrives late, and does not count. One report about the current source has it
+        # tried once more, since the cause may have been the connection and not the source.
         if self._told.get(party, (None,))[0] == source:
             self._reported.setdefault(party, Counter())[source] += 1
         self._told.pop(party, None)
@@ -163,6 +178,7 @@ class RelayChain:
     def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:
         host = self._host_of[party]
         reports = self._reported.get(party, Counter())
+        # The publisher is the last resort, and reports about it do not count.
         source = next((source for source in self._above(party) if reports[source] < MAX_REPORTS), self._publisher)
         return source, self._host_of.get(source, self._host) == host
 
@@ -174,5 +190,7 @@ class RelayChain:
         first = self._hosts[host][0]
         if first != party:
             yield first
+        # The publisher serves the first host of the chain. The subscribers of its own host are not part of the chain:
+        # they map its memory, and a subscriber never passes on memory that was lent to it.
         heads = [parties[0] for name, parties in self._hosts.items() if name != self._host]
         yield from reversed(heads[: heads.index(first)])

@@ -105,6 +105,8 @@ class ShardedPublisher:
         """
         check_wait(wait)
         self._publisher._agent.check_open()
+        # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails, the
+        # others have a version that no contents name.
         published = self._call_all("publish", lambda worker: (self._editions[worker],))
         for worker, (_, edition, contents) in published.items():
             if contents is not None:
@@ -163,6 +165,8 @@ class ShardOwner:
             contents.append(content)
             self._state[str(len(self._state))] = tensor
         number = self._publisher.publish()
+        # The contents have an entry for each tensor and rarely change. So the driver names the edition that it has, and
+        # gets the contents only if they differ.
         if contents != self._contents or not self._edition:
             self._contents, self._edition = contents, self._edition + 1
         return number, self._edition, contents if known != self._edition else None
@@ -312,6 +316,8 @@ class ShardedSubscriber:
         while True:
             if self._taken is not None and self._taken.number == contents.number:
                 return self._taken
+            # An owner may have published again and dropped the part while this thread read the contents. It is useless
+            # to wait for the same contents again, so the next ones are read.
             found = self._gather(contents, left)
             if found is not None:
                 self._taken = found
@@ -329,6 +335,8 @@ class ShardedSubscriber:
             if owner not in self._owners:
                 self._owners[owner] = Subscriber(owner, self._name + PARTS, left())
         for owner in self._plan.owners:
+            # Exactly the version that the contents name, and no later one. `_after` also makes the owner keep later
+            # versions for this reader, which it needs for the next contents.
             part = self._owners[owner]._after(numbers[owner] - 1, left())
             if part.number != numbers[owner]:
                 return None
@@ -373,6 +381,7 @@ class Plan:
 
         If two names are joined from the same parts, they are joined once.
         """
+        # A tied weight has several names. The state has one tensor for them, as far as they have the same parts.
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}
         for part, copies in zip(self._parts, self._copies, strict=True):

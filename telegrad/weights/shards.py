@@ -60,6 +60,8 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Sh
             if len(box.sizes) != len(part.box.sizes):
                 has, wants = len(box.sizes), len(part.box.sizes)
                 raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, but {wants} in the requested part")
+            # An empty part overlaps nothing. The copy without elements shows the reader from which owner it gets the
+            # type.
             if 0 in part.box.sizes:
                 nothing = Box((0,) * len(box.sizes), (0,) * len(box.sizes))
                 copies.append(ShardCopy(owner, index, nothing, number, nothing))

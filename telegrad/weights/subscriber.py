@@ -26,7 +26,9 @@ from telegrad.weights.tree_layout import Layout
 from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version, check_module
 
-MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
+# Seconds that the joining call waits longer than the publisher's worker does. So the caller gets that worker's error,
+# which lists the publishers that exist, and not a plain timeout.
+MARGIN = 5.0
 
 
 @folded
@@ -66,6 +68,7 @@ class Subscriber:
         about = f"wait for the publisher of {name!r} on worker {to.name!r}"
         with report_in_background(Wait("Subscriber", lambda: about, lambda: [to.name])):
             self._endpoint = SubscriberEndpoint(service, name, to, limit_of(left, self._agent.timeout))
+        # As in `Publisher`: no reference to this object, and a close on another thread.
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
 
@@ -137,6 +140,9 @@ class Subscriber:
         endpoint, limit = self._endpoint, limit_of(timeout, self._agent.timeout)
         endpoint.check()
         until = monotonic() + limit if limit else float("inf")
+        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
+        # notice while that call runs here. So wait until all notices that have arrived are handled, and read `known`
+        # after that.
         while not self._agent.handle_notices(min(until - monotonic(), TICK)):
             endpoint.check()
             if monotonic() >= until:
@@ -156,6 +162,7 @@ class Subscriber:
             PublisherLost: the publisher was lost.
         """
         begun = self.version or self._endpoint.known
+        # Before the first item: from now on the publisher keeps versions for this reader.
         self._endpoint.taken(begun, True)
         try:
             while True:
@@ -218,6 +225,9 @@ class Subscriber:
         def look() -> Version | None:
             if not self._end.alive:
                 raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
+            # `least` is evaluated at each attempt: while this thread waits, the publisher may drop the version that is
+            # next. Look for the version before the publisher is checked: a version that is here can be read after
+            # the publisher has gone.
             version = endpoint.find(least(), exact)
             if version is None:
                 endpoint.check()
@@ -241,6 +251,7 @@ class Subscriber:
     @not_compiled
     def close(self) -> None:
         """End reading. Versions that were read stay valid."""
+        # `detach` succeeds once, so either this call or the finalizer closes the endpoint.
         if self._end.detach() and not forks.is_inherited(self._agent):
             self._endpoint.close()
 
@@ -269,6 +280,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         self.last: Version | None = None  # the last one that the user has read
         self.reported = 0  # its number, as last reported to the publisher
         self.every = False  # the user reads every version
+        # Receive messages before joining: the publisher sends the first ones before the answer of the call, and other
+        # threads may handle them before this thread has that answer.
         service.add(self)
         try:
             self.machine.publisher = EndpointAddress(
@@ -305,6 +318,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         except Exception as error:
             trouble = str(error).partition("\n")[0]
         with self.changed:
+            # Closed may have been handled while the answer of a successful join was under way, which must not hide it.
             self._joining, self._trouble = False, "it was closed" if self.over else trouble
         self.wake_waiters()
 
@@ -319,6 +333,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         if self._trouble and not self._replaced:
             with suppress(TelegradError):  # its worker has left
                 self._replaced = self._service.agent.identify(self._publisher.name) != self._publisher
+                # The worker is the same. Only an answer to `join` shows whether it has another publisher of the name.
                 if self.over and not self._replaced:
                     self._ask()
         return self._replaced
@@ -326,6 +341,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def check(self) -> None:
         """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt, else as `find`."""
         self._service.agent.check_open()
+        # The connection may work again: join once more before the error is raised.
         if self._trouble and not self.is_replaced() and not self.over:
             self._ask()
         with self.changed:
@@ -341,6 +357,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def close(self) -> None:
         self._service.remove(self)
         self.update(self.machine.leave)
+        # Other threads may still handle messages that found this endpoint before it was removed. With `has_left` they
+        # do nothing, since the versions that they refer to have no memory any more.
         with self.changed:
             self.has_left = True
             self.memory.clear()
@@ -352,7 +370,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     # Messages
 
     def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
-        if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
+        # The joining call has not returned. The publisher knows this endpoint before any other does, so the sender of
+        # the first message is taken for the publisher.
+        if self.machine.publisher is None:
             self.machine.publisher = sender
         if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
             self.join()
@@ -365,14 +385,18 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         else:
             memory = None
             if isinstance(message, transfer.VersionOpened):
+                # Others of this host may map a version that arrives in pieces, so it is collected in common memory.
                 memory = tensors[0] if message.whole else self._service.agent.memory.common(message.info.size)
             self.update(lambda: self._received(sender, message, memory))
             self.wake_waiters()
 
     def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Outgoing:
         if memory is not None and message.number not in self.machine.store.info:
+            # Before the machine learns of the version, since it may answer waiting readers with it.
             self.memory[message.number] = memory
             if not message.whole or sender.incarnation == self.me.incarnation:
+                # Others use the same memory: readers that this endpoint serves, or the publisher itself on this worker.
+                # All other whole versions arrive in a private mapping or copy of their own.
                 self._common.add(message.number)
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)
@@ -382,6 +406,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             new, old = self.memory.get(message.number), self.memory.get(message.base)
             if new is None or not self.machine.expects(message):
                 return
+            # The copy below is made without the lock, which other messages and readers need.
             place, info = self.piece(message), self.machine.store.info[message.number]
         deltas = deltas_of(message.heads, content)
         try:
@@ -394,6 +419,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             return
 
         def stored() -> Outgoing:
+            # The machine learns of the piece when its bytes are here: it then forwards them, and may declare the
+            # version complete. The deltas are kept for the hosts that fetch from here.
             for number, delta in enumerate(deltas, message.base + 1):
                 self.deltas.keep(number, message.piece, delta, info.size)
             return self.machine.receive(sender, message)
@@ -423,12 +450,17 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         with self.changed:
             store, last = self.machine.store, self.last
             number = least if exact else store.newest_complete()
+            # The version that was read last is returned again as the same object, without another mapping. It may be
+            # the only one left: an endpoint that becomes a source drops the versions that were lent to it.
             is_last = last is not None and (last.number == least if exact else last.number >= max(number, least))
             if is_last and not self.has_left:
                 return last
             if self.has_left or number < least or not store.is_complete(number):
                 return None
             info, memory, is_common = store.info[number], self.memory[number], number in self._common
+        # Without the lock: these make a mapping, and unpickle the layout. `memory` keeps the bytes if the version is
+        # dropped meanwhile. The user may write to a version, so it is a private copy-on-write view of memory that
+        # others use.
         own = self._service.agent.memory.private(memory) if is_common else memory
         version = Version(number, self._layout_of(info), own, self._service.agent.memory.lasting(own))
         with self.changed:
@@ -446,5 +478,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def taken(self, number: int, every: bool) -> None:
         self.reported, self.every = number, every
         self.update(lambda: self.machine.taken(number, every))
-        if (source := self.machine.source) is not None:  # the source reuses the memory of old versions
+        # Memory of the version that was read before may be free now. Tell the source at once, and not with the next
+        # message: it reuses the memory for the next version.
+        if (source := self.machine.source) is not None:
             self._service.agent.give_back(source.worker)

@@ -4,6 +4,11 @@ A subscriber on the host of its source gets whole versions in shared memory, whi
 user wants, and one ahead after the user has read the last. It does not forward them, since its user may write to them.
 The first subscriber of a host fetches all versions, in pieces and in order, since others depend on it. It requests a
 few pieces at a time, and forwards each as it arrives.
+
+At most one request is pending (`_request`): a request of the user for a whole version, or the fetch of a version in
+pieces.
+A repeated request begins from the beginning, and only the missing pieces are requested again. So the answer to any
+loss (a broken connection, a source that changes, an unknown layout, a wrong delta) is to send the request again.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class SubscriberProtocol:
         if isinstance(message, transfer.FetchFrom):
             return self._set_source(message)
         self._ticks = 0
+        # All messages below are answers of a source, even JoinAgain: it runs, so it is not reported.
         if isinstance(message, transfer.VersionOpened):
             return self._opened(sender, message)
         if isinstance(message, transfer.WeightPiece):
@@ -75,9 +81,12 @@ class SubscriberProtocol:
     def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
         """Request a version that is not here, for the user."""
         out = self.store.pin(least if exact else 0)
+        # A request ahead of the user (`_set_available`) is answered at once. If it begins at this version or before, it
+        # stays: its answer shows whether it was enough, and the waiting thread then calls this again.
         want, before = transfer.VersionRequest(least, exact, patient, True, 0), self._request
         is_ahead = before is not None and not (before.patient or exact) and before.least <= least
-        if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
+        # A source of pieces needs no request of the user: all versions are fetched in order (`_pursue`).
+        if not self.whole or want == before or is_ahead:
             return out
         self._request = want
         return out + self._again()
@@ -105,6 +114,7 @@ class SubscriberProtocol:
         self._ticks += 1
         if not self.whole and self._ticks % PATIENCE == 0:
             return out + self._report(self.source)
+        # The first tick may follow the request at once, so only the second one repeats it.
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
@@ -130,6 +140,9 @@ class SubscriberProtocol:
     def _set_source(self, route: transfer.FetchFrom) -> Outgoing:
         if route.number <= self._route:
             return []
+        # A source of whole versions and a source of pieces need different requests. If this endpoint fetches pieces,
+        # others may rely on it: it keeps all versions that they may want, and drops those that were lent to it, since
+        # its user may have written to them.
         out = self._stop() if route.source != self.source else []
         if route.whole != self.whole:
             out += self._drop()
@@ -141,15 +154,19 @@ class SubscriberProtocol:
 
     def _opened(self, sender: EndpointAddress, opened: transfer.VersionOpened) -> Outgoing:
         is_expected = opened.whole or (sender == self.source and opened.number == self._number)
-        if opened.whole != self.whole or not is_expected:  # sent before the source changed
+        # Ignore an answer from before the source changed, and to a request that was replaced. A whole version is
+        # complete whichever source has sent it.
+        if opened.whole != self.whole or not is_expected:
             return []
         info = self._described(opened.info)
+        # The source took the layout for known, but it was dropped here meanwhile: the request now names no layout.
         if info is None:
             return self._again()
         if opened.whole:
             if self._request is not None and opened.number >= self._request.least:
                 self._request = None
             return self.store.put(opened.number, info, lent=True)
+        # The source has begun anew with this reader, and forgotten earlier requests of pieces.
         out = self.store.put(opened.number, info, pieces=info.pieces)
         self._requested.clear()
         return out + self._request_pieces()
@@ -160,6 +177,7 @@ class SubscriberProtocol:
 
     def _refused(self, sender: EndpointAddress, refused: transfer.Refused) -> Outgoing:
         out = self.store.set_available(refused.newest, refused.oldest)
+        # A late refusal of another request must not end this one.
         if sender == self.source and self._request is not None and refused.least == self._request.least:
             out += self._drop()
         return out + self._pursue()
@@ -172,6 +190,8 @@ class SubscriberProtocol:
             return []
         numbers = range(max(1, self.store.oldest), self.store.newest + 1)
         number = next((number for number in numbers if not self.store.is_complete(number)), 0)
+        # Exact: the pieces of one version are forwarded to readers that rely on its number. Patient: the source itself
+        # may not have the version yet.
         self._request = transfer.VersionRequest(number, True, True, False, 0) if number else None
         return self._again() if number else []
 
@@ -198,6 +218,8 @@ class SubscriberProtocol:
     def _base(self) -> int:
         """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""
         base, number, info = self.store.newest_complete(), self._number, self.store.info
+        # Deltas lead from a complete older version of the same layout. A version whose deltas did not match is fetched
+        # without.
         fits = 0 < base < number != self._distrusted and info[base].layout == info[number].layout
         return base if fits else 0
 
@@ -211,6 +233,8 @@ class SubscriberProtocol:
     def _described(self, info: VersionInfo) -> VersionInfo | None:
         """Add the description of the layout. Return None if the source omitted it, but it is not known here."""
         if info.description:
+            # A description has an entry for each tensor, so only those of the versions here are kept, and the new one.
+            # `_again` names the highest to the source, which then omits its description.
             here = {each.layout for each in self.store.info.values()}
             self._layouts = {number: text for number, text in self._layouts.items() if number in here}
             self._layouts[info.layout] = info.description

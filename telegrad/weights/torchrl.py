@@ -89,6 +89,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
+        # The scheme is sent to the collectors. The publisher, and the transports, stay at the trainer.
         return state | {"_publisher": None, "_state": {}, "_sender_transports": None, "_receiver_transport": None}
 
     def shutdown(self) -> None:

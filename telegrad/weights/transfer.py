@@ -1,7 +1,8 @@
 """The transfer of versions: the messages between a publisher and its subscribers, and the versions that each has.
 
-Messages between two endpoints arrive in order while no connection between them breaks. If one breaks, both are notified
-eventually, and messages in transit may be lost. So each message can be sent again.
+Messages between two endpoints may overtake each other, since several threads send and handle them. If a connection
+breaks, messages in transit may be lost, and both ends are notified eventually. So each message can be sent again,
+readers repeat requests without an answer, and numbers (of versions, of `FetchFrom`) show which messages are outdated.
 
 A version is kept while it is incomplete, while a reader fetches its pieces, while it is pinned, and while it is the
 newest complete one. If other subscribers depend on this endpoint for all versions, it keeps those from the oldest on
@@ -179,6 +180,8 @@ class VersionStore:
 
     def put(self, number: int, info: VersionInfo, lent: bool = False, pieces: int = 0) -> Outgoing:
         """Add a version that is complete, or of which some pieces will arrive."""
+        # A request that was repeated may be answered twice. The second answer must not mark pieces as missing that have
+        # arrived.
         if number not in self.info:
             self.info[number] = info
             self._lent |= {number} if lent else set()
@@ -197,6 +200,8 @@ class VersionStore:
         if missing is None or piece not in missing:
             return []
         missing.remove(piece)
+        # Readers get the piece now, not once the version is complete. So all hosts of a chain transfer the version at
+        # the same time.
         out: Outgoing = [
             (reader, WeightPiece(number, piece, bases.pop(piece)))
             for reader, (read, bases) in self._reads.items()
@@ -215,6 +220,8 @@ class VersionStore:
         readers = [reader for reader, (read, _) in self._reads.items() if read == number]
         for reader in readers:
             del self._reads[reader]
+        # Without an answer, these readers would wait for the remaining pieces. `Refused` makes them request a version
+        # that exists.
         return [(reader, Refused(number, self.newest, self.oldest)) for reader in readers]
 
     def pin(self, number: int) -> Outgoing:
@@ -224,6 +231,7 @@ class VersionStore:
 
     def set_available(self, newest: int, oldest: int) -> Outgoing:
         """Update the range of existing versions."""
+        # An older announcement may be handled after a newer one.
         self.newest, self.oldest = max(newest, self.newest), max(oldest, self.oldest)
         return self._settle()
 
@@ -234,6 +242,8 @@ class VersionStore:
             return self.forget(reader)
         if isinstance(request, VersionRequest):
             self._reads.pop(reader, None)
+            # A reader has one request at a time. A new request, or the same one again, replaces it and ends the fetch
+            # of pieces.
             self._requests[reader] = request
             return self._settle()
         number, piece, base = request
@@ -256,6 +266,9 @@ class VersionStore:
 
     def _settle(self) -> Outgoing:
         """Answer the requests that can be answered now, and drop the versions that need not be kept."""
+        # Answer before versions are dropped: an answer in pieces adds the reader to `_reads`, which keeps the version
+        # for it. A version that is answered whole may be dropped at once, so `Endpoint.update` takes its memory for the
+        # message before it releases the memory of dropped versions.
         out = [(reader, answer) for reader, each in [*self._requests.items()] for answer in self._answers(reader, each)]
         kept = {self.newest_complete(), self.pinned, *(number for number, _ in self._reads.values())}
         for number in [*filter(self.is_complete, self.info)]:
@@ -272,6 +285,8 @@ class VersionStore:
             if not request.whole:
                 self._reads[reader] = number, {}
             yield VersionOpened(number, self.info[number].without_known(request.layout), request.whole)
+        # Refuse even a patient reader if the exact version is not here and is older than `oldest`: it will not arrive
+        # any more. A version that is here but incomplete will, and its reader waits.
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):
             del self._requests[reader]
             yield Refused(request.least, self.newest, self.oldest)

@@ -51,7 +51,8 @@ _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
     *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
     Tensor.is_inference,
 )
-_move = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(  # keeps the GIL
+# `memmove` by way of PYFUNCTYPE, which holds the interpreter lock during the call, as `Copies.run` needs.
+_move = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 
@@ -115,8 +116,14 @@ class Copies:
         mine = [tensors[number] for number in self._numbers]
         ends: list[Any] = [map(memory.data_ptr().__add__, self._starts), map(Tensor.data_ptr, mine)]
         moves = map(_move, *ends[:: -1 if loads else 1], map(min, self._sizes, map(attrgetter("nbytes"), mine)))
-        while deque(islice(moves, AT_ONCE), 1):  # no other thread can free memory between an address and its copy
+        # Each step of `moves` reads two addresses and copies. All of its functions are C functions that hold the
+        # interpreter lock, and `deque` runs AT_ONCE steps in one call. So no other thread can free or resize a tensor
+        # between the read of its address and the copy. Between two calls other threads may run. The smaller of both
+        # sizes is copied, since a tensor may have become smaller after the plan was made.
+        while deque(islice(moves, AT_ONCE), 1):
             pass
+        # Autograd does not see these copies. Without the count, a backward pass would use a changed tensor that a
+        # forward pass has saved, without an error.
         if loads:
             torch.autograd.graph.increment_version(mine)
         if self._others:
@@ -146,10 +153,13 @@ class Layout:
         self.views: list[TensorView] = [TensorView(*view) for view in views]
         self._views = Views(self.views)
         self.checked: Any = None  # targets that any version may be copied into: see `Version._load`
+        # Not a `cached_property`: before Python 3.12 it has one lock for all objects, which stays locked in a child
+        # that is forked while another thread holds it.
         self.names: list[dict[str, int] | None] = []  # one item once they are computed: see `Version._sources`
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
         """Return the published tensors in the memory of a version."""
+        # The caller may be in inference mode. Tensors that are made in it cannot be saved for a backward pass.
         with torch.inference_mode(False):
             return self._views.of(memory)
 
@@ -171,6 +181,8 @@ class Snapshot(NamedTuple):
         Raises:
             InvalidArgument: other threads keep changing the tensors.
         """
+        # The version counters of torch show a write during the copy, as by an optimizer on another thread. Writes that
+        # torch does not count are not noticed: of `.data`, of NumPy, of inference tensors.
         for _ in range(TRIES):
             before = _versions(self.tensors)
             self.copies.run(self.tensors, memory)
@@ -212,8 +224,13 @@ class Snapshots:
         is_alike = kind is not None and kind == self._kind
         body, tensors = (self._body, [*tree.values()]) if is_alike else _taken_apart(tree)
         seen = looks(tensors)
+        # The last layout and plan of copies fit if the tree has the same body and the tensors have the same looks,
+        # addresses included. So a tree of thousands of tensors is laid out once. A function of types may decide
+        # differently each time, and some tensors have no looks.
         if not (seen and seen == self._looks and body == self._body) or callable(self._rounding):
             self._arrange(tree, body, tensors)
+        # After `_arrange`, which may refuse the tree: a refused tree must not be taken for the last one when it is
+        # published again.
         self._kind, self._body, self._looks = kind, body, seen
         assert self._last is not None
         return Snapshot(self._last, self._copies, tensors)
@@ -224,6 +241,8 @@ class Snapshots:
         meta, bound = pack([tensor.detach() for tensor in tensors], _AsBlobs())
         specs, *_ = pickle.loads(meta)
         blobs: list[Tensor] = [each.blob for each in bound]  # type: ignore[union-attr]
+        # `pack` puts tensors that overlap into one blob if it can. Otherwise two slots would have copies of the same
+        # memory, and readers would not share it.
         if any(len({specs[number][3] for number in group}) > 1 for group in groups_of(tensors)):
             raise InvalidArgument(
                 "two tensors overlap in memory by a part of an element, or their arrays by a part of each, so "
@@ -257,6 +276,8 @@ class Snapshots:
                 end += -(-size // ALIGNED) * ALIGNED
         shape = body, [*map(tuple, views)], slots, max(end, ALIGNED)
         self._copies = Copies(copies, tensors, SMALL)
+        # The number stays while the content stays: readers that know it get no description again, and deltas lead only
+        # between versions of one layout.
         if self._last is None or shape != self._shape:
             description = pickle.dumps(shape, 5)
             self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
@@ -326,6 +347,8 @@ def _copy(
     if len(group) == 1 and prod(once) * tensor.itemsize == size and not repeats(once, tensor.stride()):
         is_all = once == tensor.shape and not first.flags
         return Copy(number, None if is_all else (once, tensor.stride(), 0), first._replace(shape=once, flags=0))
+    # Copy the whole blob through one tensor of the group, whose storage must contain the blob, and whose elements must
+    # divide it. Small elements divide it most often.
     begin = blob.data_ptr()
     for number in sorted(group, key=lambda number: tensors[number].itemsize):
         tensor = tensors[number]
@@ -391,7 +414,9 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     """Return the tree without its tensors, as bytes, and the tensors."""
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # without it there are none
+    # A DTensor exists only if its module was imported. Another thread may be importing it just now, so it may lack the
+    # class.
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     try:
         values = [*named(tree)]
     except RecursionError:
@@ -432,6 +457,7 @@ def _kind_of(tree: Any) -> Any:
     values = tree.values()
     if not ({*map(type, values)} <= {Tensor} and {*map(type, tree)} <= {str}):
         return None
+    # The body also has the attributes of tensors, and refers to a tensor that occurs twice by its first occurrence.
     if any(map(attrgetter("__dict__"), values)) or len({*map(id, values)}) < len(values):
         return None
     try:

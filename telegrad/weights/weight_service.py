@@ -2,6 +2,10 @@
 
 Each endpoint has a state machine, the memory of its versions, and a lock. Messages are sent after the lock was
 released, so one may overtake another. All state machines tolerate this.
+
+Messages are notices and not calls. So no call is in flight while a reader waits for a version, and a graceful shutdown,
+which waits until no call is in flight, is not delayed. Notices need no slot: a learner that computes in all its slots
+still serves versions.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class Endpoint(Generic[M]):
             if self.has_left:
                 return
             out = act()
+            # Take the bytes before the memory of dropped versions is released: `act` may drop a version that it sends.
+            # This also releases memory that `act` was given for a message that it then ignored.
             parcels = [(to, *self._with_bytes(message)) for to, message in out]
             store = self.machine.store
             for number in [number for number in self.memory if number not in store.info]:
@@ -101,6 +107,10 @@ class Endpoint(Generic[M]):
         until = monotonic() + limit if limit > 0 else float("inf")
         with wait, self._service.agent.waiting():
             while True:
+                # Read the count before the check. The thread that handles a message may otherwise change the machine
+                # after the check and count before this read, and this thread would sleep although its version is here.
+                # The wait ends each TICK all the same, since `check` also depends on the agent and on the directory,
+                # which do not wake it.
                 heard = self.changes
                 found = check()
                 left = until - monotonic()
@@ -116,6 +126,7 @@ class Endpoint(Generic[M]):
         if isinstance(message, WeightPiece):
             whole = self.piece(message)
             deltas = self.deltas.between(message.base, message.number, message.piece, len(whole))
+            # Some step from the version of the reader is not here, or the deltas are not smaller than the piece.
             if not deltas:
                 return message._replace(base=0), (whole,)
             heads = tuple(delta.heads for delta in deltas)
@@ -177,6 +188,8 @@ class WeightsService:
     def send(self, to: EndpointAddress, envelope: Envelope) -> None:
         agent = self.agent
         if to.incarnation == agent.incarnation:
+            # On another thread, as for a message of another worker. A direct call would nest each answer in the message
+            # before, and run the messages of a subscriber on the thread of the program that publishes.
             agent.later(lambda envelope: self._deliver(agent.me.identity, envelope), envelope)
             return
         with suppress(TelegradError):  # the worker is lost: its endpoints join again, or time out
@@ -187,10 +200,13 @@ class WeightsService:
         endpoint = self._endpoints.get(envelope.to)
         if endpoint is not None:
             endpoint.take(sender, envelope.message, envelope.tensors)
+        # The sender still counts on an endpoint that was closed. The sender of Unsubscribe or JoinAgain does not: an
+        # answer would be useless, and two workers would send Unsubscribe to each other without end.
         elif not isinstance(envelope.message, Unsubscribe | JoinAgain):
             self.send(sender, Envelope(sender.number, envelope.to, Unsubscribe()))
 
     def _lost(self, who: Identity, _: PeerError) -> None:
+        # `list` copies in one step: other threads add and remove endpoints.
         for endpoint in list(self._endpoints.values()):
             endpoint.lost(who.incarnation)
 

@@ -57,6 +57,8 @@ class Version:
         self.number = number
         self._layout = layout
         self._memory = memory
+        # If the memory was lent by another worker, this is a mapping for reading that stays for later loans of the
+        # block. `memory` is mapped anew for each version, and to map its pages takes about as long as to copy them.
         self._unwritten = unwritten
         self._found: list[Tensor] = []
         self._state: Any = None
@@ -121,6 +123,8 @@ class Version:
         targets, layout = [*mine.values()], self._layout
         seen = [*mine], looks(targets)
         plan: Plan | None = layout.checked if layout is not None else None
+        # The plan of the last load fits each version of the layout, as long as the targets have the same names and
+        # looks, addresses included. Then the tensors are not checked one by one, as below.
         if plan is not None and seen[1] is not None and plan[:2] == seen:
             memory = self._memory if self._unwritten is None else self._unwritten
             plan.at_once.run(targets, memory, loads=True)
@@ -137,6 +141,8 @@ class Version:
                 flags = target.is_inference(), target.is_conj(), target.is_neg(), source.is_conj(), source.is_neg()
                 is_usual = type(target) in PLAIN and not any(flags) and 0 not in target.stride()
                 (at_once if is_usual else others).append((place, names[name]))
+        # Keep the plan only if the checks do not depend on the values of this version (`lasts`), and if the sources are
+        # in the order of the layout's views.
         if layout is not None and lasts and sources is self._found:
             copies = [Copy(place, None, layout.views[number]) for place, number in at_once]
             layout.checked = Plan(*seen, Copies(copies, targets, SMALL), others)
@@ -204,6 +210,9 @@ def _names_of(layout: Layout) -> dict[str, int] | None:
 def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
     """Return the parameters and buffers that are the state of a module, or None if its state contains more."""
     state: dict[str, Tensor] = {}
+    # In the usual case this is what `state_dict` returns, found by one walk over the modules. Each way in which a
+    # module or class can extend or load its state is checked: hooks and own methods of loading need `load_state_dict`,
+    # hooks and own methods of saving need `state_dict`.
     kinds: set[Any] = set()
     is_plain = True  # `state_dict` would return the same
     for path, each in module.named_modules(remove_duplicate=False):
@@ -221,6 +230,7 @@ def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
         return None
     if not is_plain or any(getattr(kind, name) is not getattr(nn.Module, name) for kind in kinds for name in _SAVING):
         state = module.state_dict(keep_vars=True)
+        # A hook may have put copies into the state. To write to these would not change the module.
         live = {*map(id, module.parameters()), *map(id, module.buffers())}
         return state if live.issuperset(map(id, state.values())) else None
     return state
@@ -304,6 +314,8 @@ def _load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tenso
 def _swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
     pairs = _paired(number, theirs, mine)
     known = {*map(id, mine.values())}
+    # Tensors outside of the state, such as buffers that are not persistent. A hidden tensor that shares memory with a
+    # swapped one would keep the old memory, and no longer share it.
     hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in known]
     apart: list[str] = []
     for group in groups_of([*(value for _, _, value in pairs), *hidden]):
@@ -387,6 +399,7 @@ def _try_out(members: Sequence[Pair]) -> None:
     except RuntimeError:
         agree = False
     for tensor, values in before:
+        # torch refused to write to this tensor above, too, so it needs no undo.
         with suppress(RuntimeError):
             _write(tensor, values)
     if not agree:
