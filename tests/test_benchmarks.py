@@ -201,6 +201,7 @@ def test_a_process_has_the_given_number_of_threads() -> None:
         group.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("library", [TELEGRAD, PIPELINING])
 def test_a_pipeline_is_trained_by_each_library(library: str) -> None:
@@ -226,6 +227,7 @@ def test_a_stage_sleeps_for_inputs_and_weights_one_after_the_other(monkeypatch: 
     assert slept == [0.5] * 3
 
 
+@pytest.mark.nightly
 def test_an_earlier_revision_is_compared_with_its_own_package(tmp_path: pathlib.Path) -> None:
     (tmp_path / "telegrad").mkdir()
     (tmp_path / "telegrad" / "__init__.py").write_text("raise ImportError('the earlier package')")
@@ -339,6 +341,7 @@ def test_a_failing_program_has_a_reason(
         ProgramSide("telegrad", 1).measure(PROGRAMS[-1]._replace(patience=2.0 if "hung" in story else 30.0))
 
 
+@pytest.mark.nightly
 def test_the_documented_table_of_schedules_is_that_of_the_simulation(tmp_path: pathlib.Path) -> None:
     docs = pathlib.Path(__file__).parent.parent / "docs" / "pipelines.md"
     assert schedules.table() in docs.read_text()

@@ -154,6 +154,7 @@ def blames_of_calls_with_few_descriptors() -> list[str]:
     return wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_calls_of_a_worker_with_few_descriptors_blame_no_other_worker(two: list[Process]) -> None:
     run_all(two, join_two, free_port())

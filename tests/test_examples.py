@@ -12,8 +12,9 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE = 100  # seconds; an example takes 5 to 15
 
+IN_MAKE_TEST = "parameter_server.py --mode sync --steps 100"
 RUNS = {
-    "parameter_server.py --mode sync --steps 100": "of the same, in one process",
+    IN_MAKE_TEST: "of the same, in one process",
     "reinforcement.py --steps 12": "oldest weights",
     "first_calls.py": "per second",
 }
@@ -43,7 +44,9 @@ SPAWNING = ("first_calls.py",)  # run as by users, as are all variants
 
 
 @pytest.mark.timeout(PATIENCE + 20)
-@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.nightly) for run in VARIANTS)])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run == IN_MAKE_TEST else pytest.mark.nightly) for run in RUNS | VARIANTS]
+)
 def test_an_example_runs(run: str, tmp_path: pathlib.Path) -> None:
     name, *options = run.split()
     how = ["-c", FORKING] if run in RUNS and name not in SPAWNING else []

@@ -393,6 +393,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_child_that_joins_a_group_reports_its_own_state(tmp_path: Any) -> None:
     program, dumps = tmp_path / "program.py", tmp_path / "dumps"

@@ -190,6 +190,7 @@ CODES = {"returns": 0, "raises": 1, "exits": 3, "os._exit": 5, "waits": 1, "yiel
 OF_THE_CHILD = re.compile(r'\[worker0\] (Traceback|  File "[^"]*/places.py"|    |ValueError: of the child)')
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_the_child_ends_with_the_users_code(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"

@@ -262,7 +262,7 @@ def test_public_names_exist(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_files_have_at_most_450_lines(path: pathlib.Path) -> None:
-    assert len(path.read_text().splitlines()) <= 450
+    assert sum(not line.lstrip().startswith("#") for line in path.read_text().splitlines()) <= 450
 
 
 def test_launchers_and_outside_commands_do_not_import_torch() -> None:

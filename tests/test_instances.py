@@ -53,6 +53,7 @@ def fail_in_another_thread(search: Callable[[], object]) -> list[SystemError]:
     return errors
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quick_switches")
 def test_a_search_does_not_disturb_tuples_of_other_threads() -> None:
     assert not fail_in_another_thread(lambda: instances(Base))

@@ -114,6 +114,7 @@ def test_link_local_addresses_with_their_interface(program: str) -> None:
     assert sorted(printed) == sorted("3\n3\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(5 * PATIENCE)
 def test_telegrad_run(tmp_path: pathlib.Path) -> None:
     program = "import telegrad.rpc as rpc; rpc.init_rpc(); print(rpc.get_worker_info().name); rpc.shutdown()"

@@ -31,6 +31,7 @@ def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.Complet
     )
 
 
+@pytest.mark.nightly
 def test_without_numpy_nothing_is_printed(tmp_path: pathlib.Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
     ran = run("import telegrad\nif __name__ == '__main__': telegrad.local(1).shutdown()", tmp_path)
@@ -131,12 +132,7 @@ INTERRUPTS = {
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize(
     "when",
-    [
-        pytest.param(
-            when, marks=pytest.mark.nightly if when in ("awaits a call", "shuts down", "leaves", "starts") else ()
-        )
-        for when in INTERRUPTS
-    ],
+    [pytest.param(when, marks=() if when == "calls" else pytest.mark.nightly) for when in INTERRUPTS],
 )
 def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pathlib.Path) -> None:
     before, within = INTERRUPTS[when]
@@ -172,6 +168,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_a_program_that_does_not_end_its_group_ends_it_at_exit(tmp_path: pathlib.Path) -> None:
     ran = run(FORGETFUL, tmp_path)

@@ -258,7 +258,7 @@ WAYS: dict[str, tuple[str, str, list[str]]] = {
     "forkserver": (GUARD, PROCESSES.format("forkserver"), ["{file}"]),
     "torchrun": (GUARD, ALL, [*["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], "{file}"]),
 }
-IN_MAKE_TEST = "local", "worker"
+IN_MAKE_TEST = ("local",)
 
 
 def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -343,6 +343,7 @@ def reading(kinds: dict[str, tuple[str, str, str]]) -> str:
     return text + "names = " + repr(list(kinds)) + "\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
 def test_each_change_in_place_of_a_sent_global_is_logged_once(tmp_path: pathlib.Path) -> None:
     text = (

@@ -384,6 +384,7 @@ print("done")
     assert screen.shown() == ["done"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(4 * PATIENCE)
 def test_a_person_sees_missing_workers_and_can_interrupt_the_wait() -> None:
     program = f"""

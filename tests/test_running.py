@@ -67,6 +67,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 pytestmark = pytest.mark.timeout(2 * PATIENT)
 
 
+@pytest.mark.nightly
 def test_local_workers(start: Start) -> None:
     assert "[0, 1, 4, 9]" in output_of(start(program_with("telegrad.local(4)")))
 

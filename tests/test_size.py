@@ -26,7 +26,10 @@ MOST = {
 
 
 def lines_of(folder: pathlib.Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+    """Count lines but for comments, since a limit must not be a reason to leave one out."""
+    return sum(
+        not line.lstrip().startswith("#") for path in folder.rglob("*.py") for line in path.read_text().splitlines()
+    )
 
 
 def statements(folder: pathlib.Path, kind: type[ast.AST]) -> int:

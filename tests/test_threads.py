@@ -99,6 +99,7 @@ rpc.shutdown()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="nothing tells of a process's threads")
 def test_torch_has_the_programs_number_of_threads_beside_a_call() -> None:
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}

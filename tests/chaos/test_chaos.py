@@ -31,6 +31,7 @@ SQUEEZED = [
     pytest.mark.timeout(120),
     pytest.mark.xfail(strict=False, reason="CPython's Thread.start can wait for ever for a thread without memory"),
 ]
+MARKS = {"memory": SQUEEZED, "slow": pytest.mark.nightly, "lost": pytest.mark.nightly}
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="faults and leaks are made and seen by way of /proc"),
@@ -39,9 +40,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "weather", [pytest.param(name, marks=SQUEEZED if name == "memory" else []) for name in WEATHER]
-)
+@pytest.mark.parametrize("weather", [pytest.param(name, marks=MARKS.get(name, [])) for name in WEATHER])
 def test_a_group_goes_on_after_faults(weather: str, seed: int) -> None:
     plan = make_plan(seed, WORKERS, WEATHER[weather], rounds=1)
     report = run(plan)

@@ -76,6 +76,7 @@ def test_a_program_has_its_name_and_its_folder(tmp_path: pathlib.Path) -> None:
     assert said == ""  # no message without a problem
 
 
+@pytest.mark.nightly
 def test_functions_of_a_program_exist_until_its_exit(tmp_path: pathlib.Path) -> None:
     """A worker that shuts down at exit is called meanwhile, after the end of the program's code."""
     program = """
@@ -123,6 +124,7 @@ def test_a_programs_signals_reach_its_handlers_at_once(way: tuple[str, ...], tmp
     assert run(tmp_path, program, "-m", "telegrad", *way)[0] == "True"
 
 
+@pytest.mark.nightly
 def test_the_environment_of_the_user_is_kept(tmp_path: pathlib.Path) -> None:
     """A sitecustomize of the user still runs, and the rest of PYTHONPATH is kept."""
     own = tmp_path / "own"
@@ -137,6 +139,7 @@ def test_the_environment_of_the_user_is_kept(tmp_path: pathlib.Path) -> None:
     assert out == "telegrad.compat.rpc True"
 
 
+@pytest.mark.nightly
 def test_a_child_that_never_imports_torch_is_left_alone(tmp_path: pathlib.Path) -> None:
     program = """
     import subprocess

@@ -202,6 +202,7 @@ def test_one_thread_installs_while_another_imports_torch(run: Run, early: bool) 
     )
 
 
+@pytest.mark.nightly
 def test_missing_names_are_errors_with_advice(run: Run) -> None:
     run("""
         compat.install()
@@ -216,6 +217,7 @@ def test_missing_names_are_errors_with_advice(run: Run) -> None:
     """)
 
 
+@pytest.mark.nightly
 def test_installing_inside_of_a_group_is_refused(run: Run, tmp_path: pathlib.Path) -> None:
     run(f"""
         import telegrad.rpc as rpc
@@ -258,6 +260,7 @@ assert not torch.distributed.rpc.is_available() and not hasattr(torch.distribute
 """
 
 
+@pytest.mark.nightly
 def test_torch_that_was_built_without_rpc(run: Run, tmp_path: pathlib.Path) -> None:
     run(
         f"""
@@ -283,6 +286,7 @@ assert not torch.distributed.rpc.is_available()
     )
 
 
+@pytest.mark.nightly
 def test_other_optimizers_are_imported_at_their_first_use(run: Run) -> None:
     run("""
         before = "torch.distributed.optim" in sys.modules
@@ -303,6 +307,7 @@ def test_other_optimizers_are_imported_at_their_first_use(run: Run) -> None:
     """)
 
 
+@pytest.mark.nightly
 def test_a_worker_without_references_does_not_search_for_them(run: Run) -> None:
     run("""
         compat.install()

@@ -42,10 +42,11 @@ ELSEWHERE = {
     "docs/running.md": "tests/test_running.py",
     "docs/security.md": "tests/test_security_page.py",
 }
-AS_USERS_DO = [ROOT / "docs" / "extensions.md", *ROOT.glob("docs/tutorials/*.md")]  # also with unforked workers
+TUTORIALS = {*ROOT.glob("docs/tutorials/*.md")}
+AS_USERS_DO = {ROOT / "docs" / "extensions.md", *TUTORIALS}  # also with unforked workers
 LOSING = [ROOT / f"docs/tutorials/{name}.md" for name in ("federated", "parameter-server")]  # lose workers on purpose
 WAITING = ROOT / "docs/tutorials/elastic-training.md"  # this page waits for workers that it has killed
-SILENT = {ROOT / "README.md", *ROOT.glob("docs/tutorials/*.md")} - {*LOSING, WAITING}
+SILENT = {ROOT / "README.md", *TUTORIALS} - {*LOSING, WAITING}
 LOSS = re.compile(r"^(.*telegrad: worker '\w+' was lost: ).*\n", re.MULTILINE)
 FEW = 20  # the limit for blocks with a reason not to be run
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
@@ -65,7 +66,11 @@ def of_languages(*languages: str) -> list[ParameterSet]:
 
 
 @pytest.mark.timeout(4 * PATIENCE)
-@pytest.mark.parametrize("page", RUNNING, ids=path_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.nightly if page in TUTORIALS else ()) for page in RUNNING],
+    ids=path_of,
+)
 def test_the_programs_run(page: pathlib.Path) -> None:
     for run in runs_of(page):
         outcome = outcome_of(page, run)

@@ -117,6 +117,7 @@ def test_workers_wait_for_a_server_that_is_not_there_yet(stopped: Server) -> Non
         started.join()
 
 
+@pytest.mark.nightly
 def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None:
     with processes(3) as made:
         for process, name in zip(made, "xyz", strict=True):
@@ -156,6 +157,7 @@ def test_an_elastic_group_forms_its_generations_in_a_server(server: Server) -> N
         assert made[1].run(again, server.where, "w1", 1)[0] == second[0][0] + 1  # the numbers go on
 
 
+@pytest.mark.nightly
 def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
     url = server.where
     with processes(3) as made:

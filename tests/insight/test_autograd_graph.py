@@ -54,6 +54,7 @@ def edges(found: GradientGraph, worker: str) -> set[tuple[str, str]]:
     return {(part.nodes[start].name or RECEIVE, part.nodes[end].name) for start, end in part.edges}
 
 
+@pytest.mark.nightly
 def test_the_picture_of_the_documentation() -> None:
     found = drawn("w1", "w2")
     leaves = [f"leaf Sequential.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]

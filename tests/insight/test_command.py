@@ -62,6 +62,7 @@ def test_why(chosen: list[str]) -> None:
     assert json.dumps(told).count("worker1")
 
 
+@pytest.mark.nightly
 def test_a_worker_of_the_drop_in_mode_that_waits_for_the_store_is_shown(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "lonely.py"
     program.write_text(

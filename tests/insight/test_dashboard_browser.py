@@ -106,6 +106,7 @@ def test_updates_arrive_automatically_and_keep_rows_in_place(open_page: Open, gr
     assert page.locator("#matrix .silent").count() == 2  # its row and its column
 
 
+@pytest.mark.nightly
 def test_one_worker(open_page: Open, group: Group) -> None:
     page = open_page()
     assert page.locator("#tables table").count() == 0
@@ -122,6 +123,7 @@ def test_one_worker(open_page: Open, group: Group) -> None:
     page.locator("#tables table").first.wait_for(state="detached")
 
 
+@pytest.mark.nightly
 def test_a_worker_has_an_address(open_page: Open, dashboard: Dashboard) -> None:
     page = open_page()
     page.locator("#workers-table tbody tr[data-key=stage1] th").click()
@@ -161,6 +163,7 @@ def test_the_page_recovers_after_the_server_was_gone(open_page: Open, dashboard:
         page.wrong.clear()
 
 
+@pytest.mark.nightly
 def test_the_page_shows_that_the_group_is_gone_and_recovers(open_page: Open, group: Group) -> None:
     page = open_page()
     group.failure = ConnectionError("nobody is there")
@@ -176,6 +179,7 @@ def test_why(open_page: Open) -> None:
     page.get_by_text("trainer waits for stage1 <b>since</b> 3 s").wait_for()  # as text, not as HTML
 
 
+@pytest.mark.nightly
 def test_the_sick_ones_of_512_workers_come_first_and_others_are_found(open_page: Open, group: Group) -> None:
     names = [f"{role}{at}" for role, count in (("ps", 32), ("trainer", 480)) for at in range(count)]
     hosts = {name: f"node{at // 8:02}" for at, name in enumerate(names)}
@@ -204,6 +208,7 @@ def test_the_sick_ones_of_512_workers_come_first_and_others_are_found(open_page:
         assert faults(page) == []
 
 
+@pytest.mark.nightly
 def test_pause_and_the_selected_time_span(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("combobox", name="Last").select_option("60")
@@ -248,6 +253,7 @@ def test_dark_and_light(open_page: Open) -> None:
     assert background(dark) == "rgb(243, 245, 247)"
 
 
+@pytest.mark.nightly
 def test_the_keyboard_reaches_all_controls(open_page: Open) -> None:
     page = open_page()
     wanted = page.evaluate(
@@ -289,6 +295,7 @@ def test_all_regions_have_names_for_screen_readers(open_page: Open) -> None:
         assert page.get_by_role("region", name=name, exact=True).count() >= 1
 
 
+@pytest.mark.nightly
 def test_the_page_fits_narrow_windows(open_page: Open) -> None:
     page = open_page()
     page.locator("summary").evaluate_all("all => all.forEach((each) => each.click())")

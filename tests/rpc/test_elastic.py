@@ -685,6 +685,7 @@ def test_the_first_worker_dies_once_it_has_formed_a_later_generation(
         end_and_check(tmp_path, made[1::2])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_the_directory_is_killed_again_and_again(place: str, tmp_path: pathlib.Path) -> None:
     with processes(6) as made:

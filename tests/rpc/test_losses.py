@@ -86,6 +86,7 @@ def directory_pid() -> int:
     return int(current.here().directory._keeping._keeper.pid)
 
 
+@pytest.mark.nightly
 def test_a_death_is_noticed_without_a_directory(five: list[Process]) -> None:
     """The member with the next lower rank notices it, once its request to remove the dead worker has failed."""
     pid = five[0].run(directory_pid)

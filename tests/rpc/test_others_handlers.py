@@ -69,6 +69,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_dead_process_of_a_dataloader_and_sigterm_end_calls_by_their_errors(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

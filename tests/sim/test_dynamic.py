@@ -39,8 +39,8 @@ from tests.seeds import ONLY, tonight
 from tests.sim.dynamic_world import Kinds, run
 
 PART = 200  # seeds
-PARTS = [range(first, first + PART) for first in range(0, 4 * PART, PART)]
-NIGHTLY = tonight([range(first, first + 2_480) for first in range(800, 100_000, 2_480)])
+PARTS = [range(first, first + PART) for first in range(0, 2 * PART, PART)]
+NIGHTLY = tonight([range(first, first + 2_490) for first in range(400, 100_000, 2_490)])
 FAULTS = (
     "answer that is lost",
     "clock that runs differently",

@@ -27,7 +27,7 @@ from telegrad._core.membership.shutdown_barrier import (
 )
 from tests.seeds import run_each
 
-SEEDS = range(2000)
+SEEDS = range(1000)
 
 
 class World:

@@ -104,6 +104,7 @@ def join(table: LeaseTable, name: str) -> tuple[DynamicGroup, Directory]:
     return group, directory
 
 
+@pytest.mark.nightly
 def test_a_join_needs_as_many_operations_with_ten_thousand_workers(table: LeaseTable) -> None:
     """All members are read once, and nothing else that grows."""
     asked = {"swap": 4, "grant": 1, "list": 2}
@@ -120,6 +121,7 @@ def test_a_join_needs_as_many_operations_with_ten_thousand_workers(table: LeaseT
     assert present == MANY
 
 
+@pytest.mark.nightly
 def test_a_join_costs_the_same_after_ten_thousand_joins(table: LeaseTable) -> None:
     asked = set()
     for number in range(MANY):
