@@ -49,6 +49,8 @@ def _nobody() -> Conductor:
     raise NotInitialized("this process is in no group: call telegrad.rpc.init_rpc first")
 
 
+# One entry: the function that finds the conductor of this thread's worker. It is handed in, because `_core/worker`,
+# which knows the worker, is a layer above this one and imports it.
 _find: list[Callable[[], Conductor]] = [_nobody]
 
 
@@ -82,7 +84,9 @@ class context:  # noqa: N801 - used like a function
     def __enter__(self) -> int:
         entry = object()
         try:
-            if vars(self).setdefault("_entry", entry) is not entry:  # atomic, since another thread may use the object
+            # `setdefault` is one atomic operation of a dict. If two threads enter the same object at once, exactly one
+            # of them finds its own entry, and the other one is refused without touching the state of the first.
+            if vars(self).setdefault("_entry", entry) is not entry:
                 raise UsageError("this context is in use by another block: each block needs its own autograd.context()")
             contexts = _find[0]().contexts
             outer = entered_id()
@@ -109,6 +113,9 @@ class context:  # noqa: N801 - used like a function
         try:
             inside.__exit__()
         except ValueError:
+            # `ContextVar.reset` refuses the token of another thread or task. The id stays set where the block was
+            # entered; `__enter__` there sees that this context has ended, and does not take it for an outer block. The
+            # block's own exception, if any, becomes the cause: this error must not hide it.
             raise UsageError(
                 f"the block of context {context.id} was left on another thread, or in another task, than it was "
                 "entered. The context has ended"
@@ -164,6 +171,7 @@ def backward(
     conductor = _find[0]()
 
     def run() -> None:
+        # By a Signal in place of a Future the conductor knows that this thread waits, and may run this worker's part.
         driven, ride = _begin(conductor, Signal(), context_id, roots, retain_graph, mode, timeout, create_graph, step)
         conductor.wait(driven)
         if ride is not None:
@@ -343,6 +351,7 @@ def _begin(
     step: Step | None,
 ) -> tuple[DrivenPass, FusedStep | None]:
     check_context_id(context_id)
+    # Nearly all passes have the defaults, which this condition recognizes without a call of a Python function.
     if retain is not False or create is not False or type(mode) is not str or mode != "smart":
         checks.flag("retain_graph", retain)
         checks.flag("create_graph", create)
@@ -352,6 +361,7 @@ def _begin(
     check_step(step)
     context = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
+    # Last, when the arguments are known to be right: from here on the optimizer may count this step as pending.
     ride = step._telegrad_ride(context_id) if step is not None else None
     driven = conductor.begin(
         context,
@@ -424,6 +434,8 @@ def look_at_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str,
         contexts = _find[0]().contexts
     except TelegradError:  # this process has left its group, so contexts do not concern this step
         return
+    # Inside of a context the gradients can be looked up there, so the warning is exact. Behind it they are gone, and
+    # only the absence of any gradient in .grad is a sign.
     several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
     id_ = entered_id()
     if id_ is None:
@@ -444,4 +456,6 @@ def look_at_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str,
         )
 
 
+# A hook of all torch optimizers in this process. `optim/fused_step.py` must know it by its identity: any other global
+# hook makes a fused step impossible.
 register_optimizer_step_pre_hook(look_at_step)

@@ -1,6 +1,14 @@
 """The backward passes of one worker: it drives some of them, and creates the objects that do the rest.
 
 The conductor is the agent's graph layer: it records the tensors that are sent and received in a context.
+
+Several threads use a driven pass at once. The program's thread begins it and waits; reader threads bring reports,
+failures and losses of workers; the timer thread ends passes that are late; any thread may end the context. No lock
+covers the whole pass. Instead, the thread whose `pop` from `_driven` returns the pass ends it and sets its outcome, and
+all others find nothing. Only the counts of the protocol have a lock, in `DrivenPass`. Its result, the next tasks, is
+carried out after the lock is released: that takes locks of the agent, and may fail the pass.
+
+A thread may send tasks of a pass that another thread has just failed. Workers that have received `Abandon` drop them.
 """
 
 from __future__ import annotations
@@ -47,7 +55,7 @@ class DrivenPass(Driver):
         self.begun = perf_counter()
         self.outcome: Any = outcome
         self._keeps = keeps  # kept alive until the pass has ended
-        self._lock = threading.Lock()  # reports of several workers come concurrently
+        self._lock = threading.Lock()  # guards the fields of Driver: reports of several workers come concurrently
 
     def report(self, report: PassReport) -> list[tuple[str, Task]]:
         with self._lock:
@@ -142,6 +150,8 @@ class Conductor:
         request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
         `keeps` must hold, gradients go to the capture and are not accumulated.
         """
+        # The tasks of a context run one after the other. The new pass would wait for the task of the running one, which
+        # this thread can only finish after the hook has returned: without the check, until the timeout.
         if type(outcome) is Signal and context.running is not None and guard.runs_pass():
             raise UsageError(
                 f"this code runs inside a backward pass of context {context.id}, as hooks and backward functions do, "
@@ -149,8 +159,10 @@ class Conductor:
             )
         if timeout is None:
             timeout = self._agent.timeout
-        self._agent.streams.publish()
+        self._agent.streams.publish()  # another thread may run this worker's part
         autocast = call_context.described_autocast()
+        # In the drop-in mode the caller's autocast holds on this worker only, as with torch's RPC. So it is not put
+        # into the specification, which is sent; `LocalParts._run` takes it from the context.
         if not self._agent.layers.sends_modes:
             context.autocast, autocast = autocast, b""
         spec = PassSpec(
@@ -164,6 +176,8 @@ class Conductor:
         )
         if capture is not None:
             self._parts.captures[spec] = capture
+        # The pass must be found in `_driven` before its first task is given away: the report of a worker, or a failure,
+        # may arrive on another thread before `_give` returns, and an unknown pass counts as failed.
         driven = DrivenPass(context, spec, timeout, keeps, outcome)
         self._driven[spec] = driven
         if timeout:
@@ -173,6 +187,8 @@ class Conductor:
 
     def wait(self, driven: DrivenPass) -> None:
         """Wait until a pass of this worker has ended. Raise its error, if any."""
+        # A thread that only waits here may also run this worker's tasks: the agent lets it read the messages of the
+        # workers that are known to take part, so no other thread has to be woken. With a profiler it runs all of them.
         if profiling.enabled():
             self._parts.attend(driven.context, driven.outcome)
         elif not driven.outcome.done():
@@ -199,6 +215,7 @@ class Conductor:
 
         Return None if there is no such rider, or if a sent tensor may still receive a gradient.
         """
+        # An entry of `sends` stays until the context ends, so nothing here tells whether its gradient has come.
         found = self.riders.get(rider)
         return None if found is None or context.sends else self._parts.give_turn(found, context.id, request)
 
@@ -235,6 +252,7 @@ class Conductor:
             return
         if tasks:
             self._give(driven, tasks)
+        # Two threads may see the end at once, or one of them while another one fails the pass: `pop` decides.
         if driven.ended and self._driven.pop(driven.spec, None) is not None:
             driven.note()
             driven.outcome.set_result(None)
@@ -248,6 +266,8 @@ class Conductor:
         """End a pass on all workers, and fail its outcome."""
         if self._driven.pop(driven.spec, None) is None:  # another thread ends it
             return
+        # The outcome comes last: when the caller continues, this worker has dropped the pass, and `Abandon` is on its
+        # way to the others, before any message of the next pass.
         driven.note(type(error).__name__)
         self._parts.abandon(driven.spec)
         for worker in sorted(driven.workers - {self.name}):

@@ -4,6 +4,11 @@ A context ends when its owner releases it. Each worker forwards the release to a
 release may be lost, in ways that its receiver cannot notice. So a worker that has held contexts of another worker for
 more than a moment asks the owner periodically which of them have ended. A worker asks at once if it loses a connection
 over which the release might have come. Contexts that end soon, which is the usual case, cause no such message.
+
+Messages of a context may arrive after its end. They must not begin it anew, since its owner would never release that
+one. So a worker remembers ended contexts, and decides under one lock: `release` moves the id from the open to the ended
+ones, and `join` makes a context only for an id that is in neither. An ended context is remembered as lost if this
+worker gave up its owner: then a later use is an error, because a call that ran without a record would lose gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from telegrad.autograd.guard import install
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 
+# The first two limit the state that one worker can make another one keep.
 MOST_OPEN = 1 << 14  # contexts of one other worker
 MOST_PASSES = 1 << 16  # backward passes in all contexts of one worker
 REMEMBERED = 1 << 16  # ended contexts, for messages that come late
@@ -53,7 +59,9 @@ class Contexts:
         self._open: dict[int, int] = {}  # open contexts by the rank of their owner, without this worker's own
         self._passes: dict[int, int] = {}  # passes in open contexts, by the rank of their owner
         self._ended: dict[int, bool] = {}  # recently ended contexts; True if this worker lost the owner
-        self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
+        # A rank is given again after a worker has left. The random start keeps the new worker of that rank from using
+        # ids that other workers remember as ended. `next` is atomic.
+        self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))
         self._numbers = itertools.count(1)  # message numbers
         # only the timer thread uses these
         self._next_ask = 0.0
@@ -114,6 +122,8 @@ class Contexts:
         install()
         made = AutogradContext(id_, self._numbers)
         with self._lock:
+            # Again, now under the lock: since the look above, `release` may have ended the context, or another thread
+            # may have joined it. `made` is dropped in both cases.
             if id_ in self._ended:
                 return None
             if id_ not in self._contexts and made.owner != self._agent.me.id:
@@ -139,6 +149,7 @@ class Contexts:
                     f"contexts of the worker of rank {owner} that have not ended, the limit for one worker. Leave the "
                     "`with` block of a context after some passes, and begin a new one"
                 )
+            # An ended context has already given its count back, in `release`, and must not count again.
             if context.id in self._contexts:
                 self._passes[owner] = others + messages
                 context.passes += messages
@@ -174,6 +185,9 @@ class Contexts:
             self._ended[id_] = forsaken
             while len(self._ended) > REMEMBERED:  # a former worker may have left as many, see `succeed`
                 del self._ended[next(iter(self._ended))]
+        # The rest runs without the lock: it sends messages, and frees graphs whose finalizers may be user code. A
+        # worker that comes to know the context from this one after the loop has read `known` learns of the end by its
+        # question.
         if context is None:
             return
         if not forsaken:
@@ -184,6 +198,8 @@ class Contexts:
         self._tell_ended(id_)
 
     def _tell(self, worker: Identity, message: Any) -> None:
+        # No worker waits for these messages, so they are patient: they leave with the next message to the same worker,
+        # or soon.
         with contextlib.suppress(TelegradError):  # the worker has left, so its contexts have ended
             self._agent.notify(worker.name, message, worker.incarnation, patient=True)
 
@@ -217,6 +233,8 @@ class Contexts:
 
     def _on_knock(self, sender: Identity, knock: ContextQuestion) -> None:
         for id_ in knock.contexts:
+            # An id that is unknown here belongs to a context that has ended, or to a former worker of this rank, which
+            # is gone. In both cases the asking worker must release it.
             context = self._contexts.get(id_)
             if context is None:
                 self._tell(sender, Release(id_))
@@ -231,7 +249,8 @@ class Contexts:
         dead = not isinstance(reason, PeerLost)
         doubtful = []
         for context in self._foreign():
-            # the lost worker began the context, unless the context knows another worker of that rank
+            # The news of a loss may come when another worker has the rank already. So the lost worker counts as the
+            # owner only if the context knows no other worker of that rank.
             owners = [each for each in context.known if each.id == context.owner]
             if dead and who.id == context.owner and (not owners or who in owners):
                 self.release(context.id, who, forsaken=True)

@@ -1,4 +1,22 @@
-"""One worker's part of a pass: the schedule decides which nodes of the graph may run, and torch's engine runs them."""
+"""One worker's part of a pass: the schedule decides which nodes of the graph may run, and torch's engine runs them.
+
+Torch's engine runs a graph in one call, from all its roots to all its leaves, into `.grad`. Here gradients enter at
+several times, leaves take theirs into the context, and some nodes end at other workers. So each batch of tasks is one
+step: gradients are entered (`_take_in`, `_enter`), the schedule returns the nodes that are complete (`GraphStep`), and
+its acts run one after the other. An act is a call of the engine from some edges to others, as
+`torch.autograd.grad` makes it, or a single node that runs by hand. What an act leaves for nodes of later acts waits in
+`_pending`.
+
+The graph needs nothing but nodes and edges for that, with these additions:
+
+- The edges of a `Send` are entries. Leaves that take their gradient in parts are kept as tensors, and bypass the graph.
+- A `Recv` is the end of the graph. The engine calls `Recv.backward`, and through the context `ship`, as soon as the
+  node is ready, while the rest of the call still runs.
+- None as a pending gradient means that the pass has reached an output without a gradient (`WITHOUT` on the wire). The
+  engine cannot start there, so such nodes run by hand. An output without an entry was not reached.
+- The engine calls the hooks of a tensor whose gradient it returns. If the node then runs by hand, its hooks must not be
+  called again: it is in `_told`.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +114,7 @@ class EngineRunner:
         modules = [] if spec.captures or spec.create else replicas.sharded_modules()
         self._unsharded = replicas.unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
-        self._sends = context.sends
+        self._sends = context.sends  # a copy: later sends take no part in this pass
         # The edges at which the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
             number: [edge if type(edge) is GradientEdge else self._entrance(edge) for edge in send.edges]
@@ -215,9 +233,11 @@ class EngineRunner:
     # Running
 
     def _run(self) -> None:
+        # A hook on this thread may begin a pass of another context and wait for it, which runs here within this one. So
+        # the mark of the thread is only removed by the outermost one.
         schedule, part, self._context.running = self._schedule, self._sharded, self
         thread = get_ident()
-        outer = thread in guard.running  # a hook began this pass
+        outer = thread in guard.running
         guard.running.add(thread)
         try:
             if part is None:
@@ -237,6 +257,8 @@ class EngineRunner:
         step = self._schedule.step(self._pending, self._lacking)
         if step is None:
             return
+        # All Recvs of the step are checked before any node runs. A graph of another context, whose gradient the sender
+        # would not know, must not be run in part.
         recvs = self._recvs(step)
         self._unshipped = origins = {node.origin for node in recvs}
         for origin in origins:
@@ -251,7 +273,9 @@ class EngineRunner:
                     self._run_by_hand(node)
             else:
                 self._run_engine(act)
-        for node in recvs if self._unshipped else ():  # a sender that still waits is told that no gradient comes
+        # A sender that still waits is told that no gradient comes. After the declaration of the dead, only marked sends
+        # are open at their workers, and a message for any other would be an error there.
+        for node in recvs if self._unshipped else ():
             if node.origin in self._unshipped and (not self._buried or self._schedule.is_marked(node)):
                 self._ship(node.origin, ())
         self._outbox.flush()
@@ -276,7 +300,9 @@ class EngineRunner:
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
-        if origin not in self._unshipped:  # a hook or another thread calls the engine itself
+        # The Recv is not a part of the current step if a hook, or another thread, calls the engine itself meanwhile.
+        # Its gradient is not one of this pass, and must not be sent as such.
+        if origin not in self._unshipped:
             raise origin.refusal()
         if self._streams.used:
             self._received_on.update(self._streams.current())
@@ -305,6 +331,7 @@ class EngineRunner:
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
         without: list[GradientEdge] = []
+        # Gradients that earlier acts left at fed nodes enter as well, so that their hooks see the whole gradient once.
         for node in (*call.nodes, *call.fed) if call.fed else call.nodes:
             for number, entering in self._pending.pop(node, {}).items():
                 if entering is None:
@@ -314,13 +341,14 @@ class EngineRunner:
                     gradients.append(entering)
         if not roots:
             return
-        self._entered = [*roots, *without] if without else roots
+        self._entered = [*roots, *without] if without else roots  # `ship` follows the graph from here
         if self._capture_kinds is None:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
             leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
         fed = _outputs(call.fed) if call.fed else ()
         wanted: list[Any] = [*leaves, *[node.anchor for node in call.recvs], *fed]
+        # The engine runs only nodes that lead to one of these edges. The anchor of a Recv is wanted for that alone.
         if not wanted:
             return
         given = run_backward(roots, gradients, wanted, self._spec.retain, self._spec.create)
@@ -338,6 +366,8 @@ class EngineRunner:
 
     def _feed(self, call: EngineCall, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
         """Pass the results of an engine call, after hooks, to nodes that run by hand."""
+        # The engine returns None both for an output that the call has reached without a gradient and for one that it
+        # has not reached. So all outputs behind the nodes of the call are entered with None first, as reached.
         self._told.update(call.fed)
         behind = (edge for node in call.nodes for edge in node.next_functions)
         for fed, number, *_ in [*self._entered, *behind]:
@@ -391,6 +421,7 @@ class EngineRunner:
         leaf = node.variable
         if id(leaf) in self._unsharded:
             return  # a hook has given it to FSDP
+        # Kept until the gradients of all replicated leaves are known, see `_reduce`: a reducer takes them in one call.
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient
             return

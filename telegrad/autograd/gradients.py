@@ -16,7 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.errors import UsageError
 
-_ENGINE: Any = torch._C._ImperativeEngine()  # not the one of `guard`
+# Torch's engine itself, and not the one by which `guard` replaces it: that one refuses calls whose results lack
+# gradients of other workers, as the calls of a pass do.
+_ENGINE: Any = torch._C._ImperativeEngine()
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -28,6 +30,8 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         node, number = token.next_functions[0]
         assert node is not None
         return GradientEdge(node, number, token)
+    # `get_gradient_edge` costs more, but a leaf needs it to find its node, and a Python node needs the token that it
+    # makes: such a node does not keep its graph alive.
     made_by = tensor.grad_fn
     if made_by is None or isinstance(made_by, torch._C._FunctionBase):
         if torch.is_inference_mode_enabled():  # there torch finds no edge of a leaf
@@ -79,13 +83,20 @@ def run_backward(
 class Gradients:
     """The gradients of leaves. Each has its own memory, so code may change it in place, as it may change a `.grad`."""
 
+    # The engine may return one tensor for several leaves, and functions may keep a gradient that they return. So the
+    # first gradient of a leaf is kept itself only if nothing else refers to it or to its memory, and otherwise copied
+    # (`_own`). A sum that was made here belongs to this object alone, and later gradients are added to it in place.
+
     def __init__(self) -> None:
         # guards changes of all fields below: passes and pipelines of one context add concurrently
         self._lock = threading.Lock()
         self._sums: dict[Tensor, Tensor] = {}
-        self._memory: set[int] = set()  # addresses of the storages of the sums
+        # Addresses of the storages of the sums. Entries stay when a sum is replaced or taken. If other memory gets the
+        # same address, its gradient is copied without need, which is no error.
+        self._memory: set[int] = set()
         self._added: set[Tensor] = set()  # leaves whose sum was made here, so it may be changed in place
-        # the state of the `.grad` of leaves before their first gradient
+        # The state of the `.grad` of leaves before their first gradient. If it is unchanged when an optimizer of torch
+        # steps, the program has not copied the gradients of this context to `.grad`.
         self._earlier: dict[Tensor, tuple[int, int]] = {}
 
     def __len__(self) -> int:

@@ -176,6 +176,7 @@ class CaptureKinds:
         leading: set[Node] = set()
         if capture is not None:
             leading = behind.of(places)
+            # Without the roots, whose entry has the number 0: gradients do not come back through them.
             first = first_leading_to(places, leading, {number: entries[number] for number in entries if number})
             self._recvs = {
                 node
@@ -266,6 +267,8 @@ def no_pass() -> Iterator[None]:
 
 def runs_pass() -> bool:
     """Return True if this thread runs the graph for a pass. Any thread of the engine may, while a pass runs."""
+    # The engine runs nodes of an accelerator on a thread of its own. Python knows it only as a dummy thread, and
+    # nothing tells for which call it works. So any of these counts while some pass runs.
     is_of_engine = isinstance(threading.current_thread(), threading._DummyThread)
     return threading.get_ident() in running or (is_of_engine and bool(running))
 
@@ -274,12 +277,16 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
     """Torch's engine with checks, as Python code calls it."""
 
     def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
+        # Without inputs the engine runs the whole graph, and a Recv in it raises by itself. `receiving` is empty
+        # while no context has received a tensor: then the graph need not be walked.
         inputs = more[0] if more else named.get("inputs", ())
         if inputs and receiving:
             _check_inputs(roots, inputs)
         return super().run_backward(roots, gradients, retain, create, *more, **named)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
+        # A callback outside of passes is torch's business. In a pass it would be called at the end of one of several
+        # calls of the engine: only FSDP's can be postponed (`replicas`), and those that only note the end do no harm.
         if not runs_pass():
             super().queue_callback(callback)
         elif take_callback is None or not take_callback(callback):
@@ -329,7 +336,9 @@ def _will_run(node: Any) -> bool:
     """Return True if the engine runs a node. Raise UsageError if a pass may run it later."""
     if not runs_pass():
         return _will_engine_run(node)
-    if not hasattr(node, "variable") and _will_engine_run(node):  # for a leaf, the engine cannot answer this here
+    # True is certain: the current call of the engine runs the node. False is not, since a later call may run it. For a
+    # leaf the engine cannot answer, as these calls ask for its gradient instead of running its node.
+    if not hasattr(node, "variable") and _will_engine_run(node):
         return True
     raise UsageError(
         "torch.autograd.graph.register_multi_grad_hook cannot wait for all gradients of these tensors: in an autograd "
@@ -346,8 +355,10 @@ def _check_callback(callback: Any) -> None:
     module = getattr(function, "__module__", None) or ""
     if module.startswith(_NOTED):
         return
+    # FSDP has noted that this callback is queued. Until it is called, the module queues no other one, and its next
+    # passes, in contexts or not, would lose gradients. There are no gradients yet that this call would reduce.
     if module.startswith("torch.distributed.fsdp._fully_shard."):
-        callback()  # makes the module usable again: there are no gradients yet
+        callback()
     name = getattr(function, "__name__", type(function).__name__)
     raise UsageError(
         f"{name} uses the gradients that are in .grad at the end of torch's backward pass. In an autograd context they "

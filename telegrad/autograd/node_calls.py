@@ -2,6 +2,10 @@
 
 This work is: call the hooks of the tensor and of the node, fit the results to the shapes and types of the next nodes,
 check for NaN in anomaly mode, and free the saved tensors.
+
+A node runs by hand if the engine would call the hooks of a following node with a part of its gradient, or if it would
+refuse to run here: a node to which only None arrives, or a reentrant checkpoint. Programs must not notice the
+difference, so each of these steps follows the engine, including its errors.
 """
 
 from __future__ import annotations
@@ -111,6 +115,9 @@ def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
 
 def call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec) -> dict[int, Tensor | None]:
     """Call the tensor hooks of a node. To enter and leave the engine at the same edge does only this."""
+    # Python cannot reach the tensor hooks of a node. An engine call whose only input is the edge at which it starts
+    # runs no node, but returns the gradient as the hooks have changed it. If there is no gradient, hooks see zeros, and
+    # the result is dropped.
     edges, entering, lacking = _entrance(node, gradients)
     given = run_backward(edges, entering, edges, True, spec.create)
     return {} if lacking else {edge.output_nr: gradient for edge, gradient in zip(edges, given, strict=True)}
@@ -150,6 +157,8 @@ def _taken_by_function(
         made_on.extend(streams.current())
         raise _Stopped
 
+    # `edges` need a result that is wanted, or the engine would not run the node: any node behind it will do. Zeros that
+    # only started the engine are replaced by None before other hooks of the node, hence the place at the front.
     with contextlib.ExitStack() as stack:
         if lacking:
             first = node.register_prehook(lambda given: (None,) * len(given))
@@ -157,6 +166,7 @@ def _taken_by_function(
             stack.callback(first.remove)
         stack.callback(node.register_prehook(shown.append).remove)
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # anomaly mode would report an error
+        # The engine calls one of the two, depending on how the function is written. Attributes of the node hide them.
         node.apply, node.apply_boxed = stop, lambda given: stop(*given)
         stack.callback(delattr, node, "apply")
         stack.callback(delattr, node, "apply_boxed")
@@ -181,7 +191,9 @@ def _look(*_: Any) -> None:
 class _LeafNodes:
     """The nodes that accumulate gradients of leaves, in this process."""
 
-    may_have_hooks = False  # never reset
+    # Set by the first hook of any node that is registered from Python, and never reset. Without it each leaf of each
+    # pass would be asked for hooks, which registers and removes one (`_hooks`).
+    may_have_hooks = False
 
 
 leaf_nodes = _LeafNodes()
@@ -282,6 +294,8 @@ def _saved_names(kind: Hashable) -> tuple[str, ...]:
 
 def _free(node: Node) -> None:
     """Drop the saved values of the node. Using it again raises an error, as after a run of the engine."""
+    # A saved value cannot be deleted from Python. But registering hooks calls the first one with the tensor, and keeps
+    # its result, here None, in place of the tensor. The second one is called at the next use, and raises.
     kind: Any = type(node)
     for name in _saved_names(kind):
         saved = getattr(node, name)
@@ -307,6 +321,9 @@ def _second_time(_: Any) -> Tensor:
 @contextlib.contextmanager
 def _inner_pass(node: Node, spec: PassSpec, accumulate: Accumulate) -> Iterator[None]:
     """Make the recomputed function return outputs whose gradients go to the leaves of the context."""
+    # The backward of a reentrant checkpoint runs its function again, and then calls `torch.autograd.backward` on the
+    # results, which would accumulate into `.grad`. Its function is replaced for this run by one whose results have a
+    # `_Segment` as history: that runs the recomputed graph, and gives the gradients of leaves to the context.
     original = node.run_function
 
     def run_function(*inputs: Any) -> Any:

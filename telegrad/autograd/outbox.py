@@ -1,4 +1,20 @@
-"""Outgoing gradients of one worker's part of a pass."""
+"""Outgoing gradients of one worker's part of a pass.
+
+Gradients for one worker that become ready in the same step share a message. The last gradients of a step wait for this
+worker's report, which is known a moment later, and take it along, with the reports that other workers sent here. If the
+step takes longer than expected, the timer thread sends all that waits: other workers need the gradients, and the driver
+needs the reports to know the workers that have tasks.
+
+Two threads send: the one that runs the tasks, and the timer thread. The report must name every message that has left
+before it, because the driver counts them. This is the order that keeps it true:
+
+1. A message gets its key, which puts it into `_sent`, and then leaves `_ready`, both under the lock.
+2. The thread that runs the tasks sends all that it finds in `_ready`, and only then takes `_sent` for the report.
+
+So gradients that the timer has taken from `_ready` are in `_sent` before the other thread can find `_ready` empty. And
+the thread that wants to send its report with the last gradients learns from `send` whether they were still there. If
+not, the report goes to the driver by itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +30,7 @@ from telegrad._core.membership.members import Identity
 from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec, Task
 from telegrad.autograd.record import AutogradContext
 
-SMALL = 4096  # bytes
+SMALL = 4096  # bytes; see `_lean`
 MOST_CARRIED = 16  # reports that travel with gradients; longer chains of workers send some to the driver meanwhile
 
 Gradients = list[tuple[int, Sequence[Any]]]  # of messages, by their numbers
@@ -77,7 +93,8 @@ class Outbox:
         self._gathers = gathers
         self._held: Identity | None = None  # gradients for this worker wait for the report
         # Guards changes of the fields below while _ready holds anything. Gradients leave _ready when they are in _sent.
-        # So a thread that finds nothing there, which needs no lock, can make the report.
+        # So a thread that finds nothing there, which needs no lock, can make the report. While _ready is empty, the
+        # timer thread changes neither _sent nor _keys, so `key` and `pop_sent` need no lock then.
         self._lock = threading.Lock()
         self._ready: dict[Identity, Gradients] = {}
         self._sent: list[tuple[Key, str]] = []  # since the last report
@@ -106,6 +123,8 @@ class Outbox:
             gathered = self._ready.setdefault(worker, [])
             first = not gathered
             gathered.append((number, gradients))
+        # Gradients wait for others of this step that go to the same worker. The last gradients of the step wait for the
+        # report, if this worker's part is expected to be short.
         if last and self.holds:
             self._held = worker
         elif not more:
@@ -156,6 +175,8 @@ class Outbox:
 
     def finish(self, report: Callable[[], PassReport]) -> Sequence[PassReport]:
         """Send all gradients, the last ones with the reports. Return the reports if there were no gradients."""
+        # The report must come with the last message: it names the others. If the timer thread has just sent those
+        # gradients, `send` returns False, and the caller sends the reports by themselves.
         waiting = self._waiting()
         for worker in waiting[:-1]:
             self.send(worker)
@@ -169,7 +190,7 @@ class Outbox:
             gathered = self._ready.get(worker)
             if gathered is None:
                 return False
-            key = self.key(worker.name)
+            key = self.key(worker.name)  # before the gradients leave `_ready`, see the header
             del self._ready[worker]
         streams = self._agent.streams
         if streams.used:

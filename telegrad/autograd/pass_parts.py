@@ -1,4 +1,21 @@
-"""This worker's parts in backward passes: threads, messages, and handling of failures."""
+"""This worker's parts in backward passes: threads, messages, and handling of failures.
+
+Tasks of all passes of one context are in one mailbox (`record.Mailbox`), and one thread at a time runs them. So a part
+and its `EngineRunner` need no locks, and contexts do not wait for each other. Which thread it is changes with each
+batch of tasks: the caller of `backward` that begins or waits, the reader thread if the last tasks were short, or
+another thread of the reactor.
+
+Other threads may end the context, or fail the pass, while its tasks run. They do not stop the running thread. They
+change `parts` and `early`, and the running thread looks there:
+
+- A failed pass has None in `parts`, and later messages for it are dropped. The entry stays until the context ends,
+  because such messages may come until then.
+- A context that has ended has no parts. The running thread may just have added one, so it checks `ended` once more at
+  the end, and drops the parts again.
+
+A part reports what it has done only after all resulting messages have been sent, or with the last of them, and in its
+report it names them. The driver would otherwise count the pass as quiescent while a message is under way.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +62,8 @@ from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.
 SHORT = 1e-3
 
+# The timer thread sends gradients and reports that have waited for these times. Another thread that was woken at once
+# would send gradients in small pieces, depending on chance.
 GATHER = 1e-3  # seconds: how long gradients wait at most for others that the same step will send to the same worker
 HOLD = 5e-3  # and how long for the report, with reports of other workers, if this worker's part is expected to be short
 
@@ -71,6 +90,8 @@ class LocalPart:
 
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
         """Do tasks. Return the messages to send, except shipments, which leave during the call."""
+        # The gradients of all shipments are taken in together, so nodes that become ready by different messages run in
+        # one order, that of torch's engine.
         letters: list[tuple[str, Task]] = []
         arrived: list[tuple[int, list[Any]]] = []
         for task in tasks:
@@ -78,6 +99,8 @@ class LocalPart:
                 arrived += task.unpacked()
             elif isinstance(task, Start):
                 self._runner.start()
+            # Marks only come while no gradient is under way, so the timer thread sends nothing, and `key` needs no
+            # lock.
             elif isinstance(task, Mark):
                 for worker, sends in self._runner.mark(task.sends).items():
                     letters.append((worker, Mark(task.spec, self.outbox.key(worker), sends)))
@@ -196,6 +219,7 @@ class LocalParts:
     def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
         """Queue a task. If no thread runs the tasks of its context, this thread or another one begins to."""
         if context.tasks.put(task, here):
+            # A message handler must not wait, so tasks that came in a message get a slot of the reactor, as calls do.
             if here:
                 self._work(context)
             else:
@@ -213,6 +237,8 @@ class LocalParts:
                 while calls.get():
                     self._work(context)
         finally:
+            # `put` may have left tasks to this thread since it stopped waiting. Their mailbox counts as busy, so
+            # another thread must be started for them.
             context.tasks.call(None)
             while not calls.empty():
                 if calls.get():
@@ -228,7 +254,9 @@ class LocalParts:
                     left = [tasks] if len(tasks) == 1 else _by_passes(tasks)
                     while left:
                         self._do(context, left.pop(0))
-                if context.ended:  # perhaps while a part began
+                # `close` may have dropped the parts just before `_begin` added one, which would keep the graph and the
+                # context alive. It sets `ended` before it drops them, so one of the two threads drops the new part.
+                if context.ended:
                     context.drop_parts()
                 self._short = perf_counter() - start < SHORT
         except BaseException:  # this thread raises the error, so another thread runs the rest
@@ -249,6 +277,7 @@ class LocalParts:
             part: LocalPart | None = context.parts.get(spec)
             if part is None or not tasks:
                 return
+            # In this order: the rider's result is in the report, and the report names all messages that were sent.
             letters = self._run(context, part, tasks)
             if spec.rider:
                 self._let_ride(context, part)
@@ -262,7 +291,8 @@ class LocalParts:
                     self._reported(report)
                 else:
                     self.tell(context, spec.driver, report)
-            self._gathering.pop(part.outbox, None)  # nothing waits there now
+            # Nothing waits there any more. The entry would only wake the timer thread.
+            self._gathering.pop(part.outbox, None)
         except BaseException as error:
             self._failed(spec, error)
             if raised_by_handler(error):
@@ -285,6 +315,8 @@ class LocalParts:
 
     def _let_ride(self, context: AutogradContext, part: LocalPart) -> None:
         """Run the pass's rider if this worker has all gradients."""
+        # Gradients of this worker are complete if no pass of the context may bring more: neither one that has a part
+        # here, nor one whose messages wait for its roots (`early`).
         spec = part.outbox.spec
         rider = self.riders.get(spec.rider)
         is_over = context.ended or context.parts.get(spec) is not part  # it may have failed meanwhile
@@ -309,6 +341,8 @@ class LocalParts:
 
         Other tasks wait for the roots: the nodes that the roots lead to must not run without them.
         """
+        # This runs once for each batch of messages that comes before the part exists. All of them count, since a worker
+        # could otherwise make this one keep any number of them.
         self._contexts.count_passes(context, len(tasks))
         roots: Sequence[Tensor] = ()
         if self._agent.name in spec.roots:
@@ -321,6 +355,8 @@ class LocalParts:
                     early.append(task)
             if not roots:
                 return []
+            # The value of a reference may not be computed yet. This thread does not wait for it: `_opened` posts the
+            # start again, with tensors in the place of descriptions, and other messages are kept until then.
             for root in roots:
                 if not isinstance(root, Tensor):
                     self._open_roots(roots).add_done_callback(partial(self._opened, context, early.pop(0)))
@@ -365,6 +401,8 @@ class LocalParts:
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
         """Report to the driver that this worker cannot do its part."""
+        # The driver gets an error that is rebuilt from a description, also on this worker. It has no frames, which
+        # would keep tensors and the graph alive as long as the error.
         own = spec.driver == self._agent.name
         is_same = own or self._agent.shares_program(spec.driver)
         description = describe(_advised(error), self._agent.name, same_program=is_same)

@@ -157,8 +157,12 @@ class Driver:
         self.workers: set[str] = set()  # workers that take part
         self.marked = 0  # number of marking phases
         self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, the outcome of the rider where it ran
+        # By keys: 1 if the task was sent and is not done, -1 if it is done and its sender has not reported yet, since
+        # reports of different workers overtake each other. A key whose count is 0 is removed: no entry, no task.
         self._balance: dict[Key, int] = {}
         self._asked: dict[Key, str] = {}  # of keys in the balance that were sent: the worker that has the task
+        # The reports with the highest numbers. A worker's reports may overtake each other, too: one comes directly, and
+        # an earlier one with gradients, by way of other workers.
         self._last: dict[str, PassReport] = {}
         self._keys = 0
 
@@ -197,9 +201,11 @@ class Driver:
 
     def _quiet(self) -> list[tuple[str, Task]]:
         starved = [worker for worker, last in self._last.items() if last.starved]
+        # All workers get DeclareDead, also those where nothing waits: any worker may have unmarked sends that are open.
         if self.state == MARKING:
             self.state = BURYING
             return [self._ask(worker, DeclareDead) for worker in sorted(self.workers)]
+        # In fast mode a worker with open sends names them, so a pass that has missed one cannot end unnoticed.
         if self.spec.fast:
             waiting = {worker: last.waiting for worker, last in self._last.items() if last.waiting}
             if waiting or starved:

@@ -2,6 +2,11 @@
 
 Two objects join the graphs of two workers. The sender keeps a `Send`, the edges of the tensors in a message. The
 receiver makes a `Recv` node for the received tensors, whose `Origin` names the `Send` that gets their gradients.
+
+Torch's graph ends at a process, so the two objects know each other by the number of the message. In a backward pass
+gradients enter a worker's graph at a `Send`. A `Recv` is an end of that graph, and runs as early as possible, because
+another worker waits for its gradients. `AutogradContext` keeps the `Send`s of a worker, and by them the graph, until
+the context ends.
 """
 
 from __future__ import annotations
@@ -170,6 +175,8 @@ class Mailbox:
 
     def take(self) -> list[Task]:
         """Remove and return all tasks. If there are none, the calling thread is no longer responsible."""
+        # Both in one step under the lock: a task that `put` added between them would find the mailbox busy, and no
+        # thread would ever run it.
         with self._lock:
             tasks, self._tasks = self._tasks, []
             self.busy = bool(tasks)
@@ -177,6 +184,7 @@ class Mailbox:
 
     def put_back(self, tasks: list[Task]) -> None:
         """Put tasks that were taken and not done before those that were added since."""
+        # The mailbox stays busy, so no thread begins at it until the caller has found one.
         with self._lock:
             self._tasks[:0] = tasks
 
@@ -196,7 +204,8 @@ class AutogradContext:
         self.gradients = Gradients()
         self.autocast = b""  # in which passes of this worker run here only, see `Settings.sends_modes`
         self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
-        # A pass, which has `ship`; set by the thread that runs the graph, one at a time
+        # A pass, which has `ship`; set by the thread that runs the graph, one at a time. A `Recv` finds the pass by its
+        # context and not by the current thread: the engine may run it on the thread of an accelerator.
         self.running: Any = None
         self.tasks = Mailbox()
         # This worker's parts in passes, and tasks of passes whose roots are not available yet. No lock: each use is one
@@ -220,6 +229,7 @@ class AutogradContext:
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
         )
 
+    # The default argument keeps the set reachable while the interpreter ends, when globals may be gone.
     def __del__(self, receiving: set[int] = receiving) -> None:
         receiving.discard(id(self))
 
@@ -251,6 +261,9 @@ class AutogradContext:
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
+        # Without `graph` the call runs under no_grad, and a tensor may have a graph all the same. Its slot is sent with
+        # the number UNKNOWN: the receiver makes a `Recv` for it, which raises at the first gradient. As a plain leaf it
+        # would take the gradient in silence.
         slots: list[int] = []
         edges: list[GradientEdge | Tensor] = []
         for slot, tensor in enumerate(tensors):
@@ -281,8 +294,12 @@ class AutogradContext:
         slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
         if slots:
             receiving.add(id(self))
+            # `unpack` returns a plain list if no memory can overlap, as in nearly all messages, and a subclass
+            # otherwise.
             if type(tensors) is not list:
                 tensors = as_views_of_shared(tensors)
+            # `_last` is read without the lock. Every message on which this one depends was recorded before it was sent,
+            # so its number is seen; a concurrent send of another thread may be missed, since no gradient leads to it.
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
             for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
                 tensors[slot] = tensor

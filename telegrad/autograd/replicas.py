@@ -113,6 +113,7 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     with contextlib.ExitStack() as stack:
         for turn in _turns_of(leaves):
             stack.enter_context(turn)
+        # The reducer must see an ordinary pass: a callback that it queues belongs to the call of the engine below.
         stack.enter_context(guard.no_pass())
         for leaf in leaves:
             # a copy, since a reducer may write to the memory of `.grad`
@@ -258,6 +259,7 @@ def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node
         for node in nodes_behind(starts):
             own = getattr(node, "variable", None), getattr(node, "param_group", None)
             for root in (owners[id(each)] for each in own if id(each) in owners):
+                # The roots, entry 0, are known on all ranks when the pass begins, so no order depends on them.
                 waits.setdefault(root, {}).setdefault(node, set()).update([entry] if entry else [])
     return waits
 

@@ -6,11 +6,13 @@ come. Each closing entry settles some nodes, and each node is settled once. So t
 of the graph.
 
 Nodes that are settled together run in the order of torch's engine: of the ready nodes, the newest first. If no node
-behind them waits for more, that is one call of the engine, which determines the order itself.
+behind them waits for more, that is one call of the engine, which determines the order itself. This case needs no count
+for each node. The graph is divided into regions: entries that lead to a common node are in one region, except that a
+leaf that takes its gradient in parts connects none. A region is settled as a whole when its last entry closes.
 
-Otherwise this module determines the order. The engine would call the hooks of a waiting node with an incomplete
-gradient. So nodes that feed such a node run by hand. The nodes between two of these run in one call of the engine, if
-there is no other obstacle.
+Otherwise a `Countdown` counts, for each node of the region, the edges and entries that it waits for, and this module
+determines the order. The engine would call the hooks of a waiting node with an incomplete gradient. So nodes that feed
+such a node run by hand. The nodes between two of these run in one call of the engine, if there is no other obstacle.
 
 This module uses only `next_functions` and `_sequence_nr` of nodes, the result of `kinds` for their types, and whether
 they have `apply`, as Python nodes do.
@@ -115,6 +117,8 @@ class Countdown:
         unreached: list[Node] = []
 
         def count_down(node: Node) -> None:
+            # A node that no gradient reaches does not run, but the nodes behind it no longer wait for it. It is taken
+            # before all others, so these nodes are ready as early as if it were not in the graph.
             self.waits[node] -= 1
             if not self.waits[node]:
                 del self.waits[node]
@@ -191,6 +195,9 @@ class ActPlan:
         return True
 
     def _may_feed(self, m: Node, place: int) -> bool:
+        # The call returns the sum of its own gradients and of those that earlier acts left at `m`, and calls the hooks
+        # of `m` with it. So no act after the call may feed `m`, and `m` must run by hand, after the call. A node that
+        # is not settled in this step has no home, and fails the same test.
         kind = self._countdown.kind.get(m)
         needs_hooks = kind == ALONE or (hasattr(m, "apply") and kind != RECV)
         return self._home.get(m) in self._by_hand and not needs_hooks and self._feeder.get(m, place) == place
@@ -225,6 +232,8 @@ class GraphSchedule:
         self.open: dict[int, Region | None] = {
             entry: self._explore(entry, nodes) if nodes else None for entry, nodes in entries.items()
         }
+        # Regions are joined while entries are explored, and never after that. The counts begin here, so `open` and
+        # `step` hold final regions, and `take` need not move counts.
         for entry, region in self.open.items():
             if region is not None:
                 self.open[entry] = region = _root(region)
@@ -243,6 +252,8 @@ class GraphSchedule:
         return [node for node, known in self.kind.items() if known == kind]
 
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
+        # Each node is visited once for all entries: at a node of another entry the two regions are joined, and the walk
+        # does not continue there. The smaller region is moved into the larger one, as in a union-find structure.
         region, home, kinds = Region(), self._home, self._kinds
         stack = list(starts)
         while stack:
@@ -304,6 +315,9 @@ class GraphSchedule:
         for region in regions:
             leaves.update(region.plain)
             leaves.update(dict.fromkeys(region.leaves))
+            # Earlier ordered steps have run a part of a counted region: the rest begins at the nodes that have
+            # gradients. The countdown is not continued. Without `counted`, `settled` returns True, since no entry is
+            # open.
             if region.counted:
                 region.counted = False
                 starts.update({node: None for node in region.nodes if node in waiting})
@@ -323,6 +337,8 @@ class GraphSchedule:
                 countdown.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
             starts += [node for entry in region.closed for node in self._starts(entry)]
             region.closed.clear()
+        # From last to first: whether a node may run in a call depends on the acts of the nodes that it feeds, which run
+        # later.
         order, unreached = countdown.settle(starts, waiting)
         plan = ActPlan(countdown)
         for node in reversed(order):

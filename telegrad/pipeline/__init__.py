@@ -285,6 +285,8 @@ class Pipeline(nn.Module, Recoverable):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights, is_unsure = shares(loss, reduction, sizes, targets)
         driver = self._drive()
+        # The parts are sent detached, and their gradients come back with the results of the stations. The graph on this
+        # worker runs once at the end, for all micro-batches: its parts are views of the same batch.
         own = driver.pack(0, self._parts_of(inputs))
         wanted = driver.pack(-1, parts_of(targets, self.chunks))
         packed_inputs, packed_targets = (
@@ -295,7 +297,9 @@ class Pipeline(nn.Module, Recoverable):
         context = current.conductor().contexts.find(context_id)
         ride = step._telegrad_ride(context_id) if step is not None else None
         with context.entered():
-            leads_on = any(map(attrgetter("positions"), (*own, *wanted)))  # then more gradients come to this worker
+            # If inputs or targets have a graph here, this worker gets more gradients after the batch, and a step during
+            # the batch would miss them. So no worker steps then, and `ride.end` makes all of them step.
+            leads_on = any(map(attrgetter("positions"), (*own, *wanted)))
             results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
         first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
         if last.scalars:

@@ -60,6 +60,8 @@ def verify_stages(
     Raises:
         UsageError: they differ, or the model has effects that stages cannot have.
     """
+    # Another size than the example's finds sizes that were recorded as constants. A single sample is a special case in
+    # many models, which need not accept it: then a recorded model is not refused, but later batches of one sample are.
     comparison = _Comparison(model, stages, inputs, example)
     size = comparison.size
     for mode, samples, with_backward in [
@@ -163,6 +165,8 @@ class _Comparison:
             return []
         own = {each.dtype for each in (*wanted, *self._whole.parameters()) if each.is_floating_point()}
         allowed = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in own)])
+        # The model has run on the batch twice. If the results differ, it is random in a way that is not replaced, and
+        # the comparison would take that for mixing.
         if len({*map(len, (wanted, again, *found))}) > 1 or not all(map(is_close, wanted, again, repeat(allowed))):
             return []  # lists of samples, or random in a way that is not replaced
         shares = [size / sum(sizes) for size in sizes]
@@ -222,6 +226,7 @@ class _Comparison:
 
 
 def _gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    # The gradients that enter have different values, unlike ones, so that swapped or permuted outputs show.
     ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
     entering = [
         torch.arange(each.numel(), device=each.device).cos().reshape(each.shape).to(each.dtype) for each in ends
@@ -314,6 +319,8 @@ class _ReportWriter(pickle.Pickler):
 
 def _fingerprint(value: Any) -> bytes | None:
     """Return bytes that change if the value changes. Return None for a value whose pickle is different each time."""
+    # A pickle compares nested values of any class, in their present state, which `==` and copies cannot do in general.
+    # It is written twice, because some are different each time, and would look like a change.
     files = io.BytesIO(), io.BytesIO()
     writers = [_ReportWriter(file) for file in files]
     try:
@@ -381,6 +388,8 @@ def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
 @contextlib.contextmanager
 def _no_saving() -> Iterator[None]:
     """Raise UsageError, on this thread, for hooks that change how tensors are saved for backward."""
+    # A recording would drop the hooks in silence. They are used by activation checkpointing without reentrance. Other
+    # threads, which may train at this moment, get the original method.
     here, own = forks.thread(), saved_tensors_hooks.__enter__
 
     def enter(hooks: saved_tensors_hooks) -> None:
@@ -400,6 +409,8 @@ def _no_saving() -> Iterator[None]:
 
 
 def _check_functions(outputs: Any) -> None:
+    # The graph of the outputs shows them: the node of such a function is a Python object. A recording has the operators
+    # of its forward only, so autograd would compute another gradient than the function's backward.
     seen: set[Any] = {None}
     stack: list[Any] = [each.grad_fn for each in tree_leaves(outputs) if isinstance(each, Tensor)]
     while stack:

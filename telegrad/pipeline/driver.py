@@ -1,4 +1,11 @@
-"""The driver's side of a pipeline: it creates a station on each worker with stages, and makes them run batches."""
+"""The driver's side of a pipeline: it creates a station on each worker with stages, and makes them run batches.
+
+A batch is one call to each station. The calls end at about the same time, since each station waits for values of the
+others. If one fails, the others would wait until their timeout. So the first error makes the driver stop the batch at
+all stations, and their calls return None. Calls may overtake each other: the stop of a batch may reach a station before
+the batch, and values of the next batch may reach it before the driver's call. Batches are numbered in ascending order
+for that, and each call names the oldest one that is under way, so that stations can drop what belongs to earlier ones.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +63,10 @@ class PipelineDriver:
             "Pipeline: checking its stages",
         )
         self.stations = [made[name] for name in names]
+        # With incarnations, so that a restarted worker of the same name, which has no station, gets no messages.
         agent = current.agent()
         self.workers = tuple((name, agent.identify(name).incarnation) for name in names)
+        # Stages of one worker share the parameter itself (`make_station`), so only the others need messages.
         self.tied = tuple(tie for tie in tied if self.stations_of[tie.owner] != self.stations_of[tie.replica])
         self._lock = threading.Lock()  # guards all fields below
         self._last = 0  # number of the last batch
@@ -70,6 +79,8 @@ class PipelineDriver:
 
     def call_chain(self, value: Any) -> Future[Any]:
         """Send a micro-batch through all stages. The output has a history across workers."""
+        # Each stage gets a reference to the output of the stage before, and fetches it itself: values do not pass
+        # through this worker, and a micro-batch goes on while the next one is sent.
         *before, last = enumerate(self.stations[station] for station in self.stations_of)
         for stage, station in before:
             value = remote(station.owner(), run_stage, (station, stage, value))
@@ -107,6 +118,7 @@ class PipelineDriver:
                 if errors[0] is error:
                     self._stop(number)
 
+        # The first error that arrives is raised, and stops the batch. Later ones are mostly its consequences.
         try:
             calls = [self._begin(spec, given, at) for at in range(len(self.stations))]
             for future in calls:

@@ -25,6 +25,10 @@ class GeneratedCode:
     A `GraphModule` would trace itself again on the receiver.
     """
 
+    # Tracing replaces `nn.Module.__call__` of the whole process, where other threads run modules meanwhile. Of the
+    # globals of the source, modules are sent by name, and all other values as they are. `_run` is compiled anew by each
+    # receiver.
+
     def __init__(self, module: fx.GraphModule) -> None:
         code = module.graph.python_code("self")
         used = {name: value for name, value in code.globals.items() if name in code.src}
@@ -41,6 +45,7 @@ class GeneratedCode:
         names = {name: importlib.import_module(path) for name, path in self._imported.items()}
         defined: dict[str, Any] = {**self._names, **names}
         if self._device is not None:
+            # The source writes a device as `device(type='cpu')`, and gets `device` from its globals.
             defined["device"] = lambda *_, **__: self._device
         vars(self).update(self._inner)
         exec(compile(self._source, _FILE, "exec", dont_inherit=True), defined)
@@ -216,6 +221,8 @@ class Inputs:
             part: the micro-batch.
             mode: True in training, False in evaluation.
         """
+        # The result depends only on shapes, types and constants, which are the same in most micro-batches: those that
+        # have passed are remembered.
         _, leaves = part
         kinds = (mode, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
         if kinds in self._passed:
@@ -290,6 +297,8 @@ def build_stages(
     names: dict[Tensor, list[str]] = {}
     for name, (tensor, _) in held.items():
         names.setdefault(tensor, []).append(name)
+    # A tensor may have several names in the model. A stage gets it under the names in modules whose operations it has,
+    # so that the state has the names of the model; all other names go to a stage that has the tensor anyway.
     taken: set[str] = set()
     count = len(pieces[model.training])
     wanted: list[dict[str, Any]] = []

@@ -82,6 +82,7 @@ class RecordedProgram:
         with _this_thread_alone(), torch.inference_mode(False), torch.enable_grad():
             exported = _exported(model, inputs)
             checked = exported.module()
+        # `module()` adds the guards, which the graph itself does not have, as submodules that raise AssertionError.
         self.guards = [checked.get_submodule(str(each.target)) for each in checked.graph.find_nodes(op="call_module")]
         form = exported.module_call_graph[0].signature.out_spec
         self.outputs = tree_unflatten([0] * form.num_leaves, form)
@@ -111,6 +112,9 @@ class RecordedProgram:
 
         Of the places between the same two parameters, only the one that the fewest values cross is returned.
         """
+        # `crossing` first holds differences: a value counts from the operation behind the one that makes it up to its
+        # last user. `accumulate` makes numbers of them. Parameters and buffers do not cross, since a stage holds its
+        # own.
         place = {node: at for at, node in enumerate(self.steps)}
         sizes = [0] * (len(self.steps) + 1)  # trained values per operation, with each parameter at its first use
         crossing = [0] * (len(self.steps) + 2)
@@ -144,6 +148,8 @@ class RecordedProgram:
         memory.place_assignments()
         memory.check()
         parts = split_module(self._graph, self._graph, stage_of.__getitem__, keep_original_node_name=True)
+        # A stage takes what the stage before passes on, and passes on all that a later stage uses, also values of
+        # earlier stages. Names are those of the nodes in the whole graph, so both sides need no further agreement.
         last = {node.name: max(map(stage_of.__getitem__, node.users), default=0) for node in self._graph.graph.nodes}
         made: list[tuple[StageProgram, list[Use]]] = []
         have = [Named(node.name) for node in self.inputs]
@@ -252,6 +258,9 @@ class _SharedMemory:
 
     def place_assignments(self) -> None:
         """Move copies to buffers from the end of the program to where the buffer was assigned."""
+        # torch.export makes `self.seen = value` a copy at the end of the program. There it would belong to the last
+        # stage, which does not hold the buffer. It must come after all other uses of the buffer, and after the value
+        # and the writes to its memory.
         assigned = {
             node: buffer
             for node, buffer in self._writes
@@ -266,6 +275,8 @@ class _SharedMemory:
 
     def check(self) -> None:
         """Raise UsageError if stages would need shared memory."""
+        # Two ways in which a write in one stage is missed in another: the memory is a parameter or a buffer, of which
+        # each stage has a copy, or several tensors that share it are sent on, which arrive as separate ones.
         for writer, value in self._writes:
             group = self._group(value)
             named = sorted(self._state[node] for node in group if node in self._state)

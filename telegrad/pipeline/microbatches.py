@@ -121,6 +121,8 @@ def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any
     Raises:
         UsageError: `loss` returns no scalar, or contradicts `reduction`.
     """
+    # The reduction of an unknown loss is a guess ("mean", unless it has an attribute), which `check_sum` confirms after
+    # the last micro-batch. A program that gives `reduction` says that it is right.
     unsure = reduction is None and len(sizes) > 1 and not _is_of_torch(loss)
     if _reduction_of(loss, reduction) == "sum":
         return loss, [1.0] * len(sizes), unsure
@@ -275,6 +277,7 @@ def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
     counting = targets[targets != ignored]
+    # If all targets count, their mean is an ordinary mean over the samples.
     if weight is None:
         return None if len(counting) == targets.numel() else (summed, len(counting))
     return summed, weight.to(counting.device)[counting].sum().item()

@@ -168,6 +168,9 @@ def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     for station in range(group):
         forward = [Action(FORWARD, turn * group + station, batch) for batch, turn in order]
         backward = [Action(BACKWARD, (rounds - 1 - turn) * group + station, batch) for batch, turn in order]
+        # The number of forward actions before the first backward, as in Megatron-LM's interleaved 1F1B. The last
+        # station first passes one group through all of its stages but the last one. Each station before it needs two
+        # more, for the way of a value to the next station and of its gradient back.
         ahead = min(2 * (group - station - 1) + (rounds - 1) * group, len(forward))
         own = forward[:ahead]
         for at, action in enumerate(backward):
@@ -176,11 +179,14 @@ def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     return plans
 
 
+# A station makes the same plan for each batch. The cached lists are shared, so callers must not change them:
+# `with_tied` makes new ones.
 @lru_cache(maxsize=64)
 def plan(schedule: str, stations: tuple[int, ...], batches: int, trains: bool = True) -> list[list[Action]]:
     """Return the actions of each station, in order; `stations` are those of the stages, counted from 0."""
     if schedule == INTERLEAVED and trains:
         return _interleaved(stations, batches)
+    # Without training there is no backward to wait for, so all schedules are the same.
     rule = _RULES[schedule] if trains else _gpipe
     progress = Progress(stations, batches, trains, splits=trains and schedule == "zero-bubble")
 

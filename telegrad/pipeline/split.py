@@ -103,11 +103,14 @@ def _exported(
 ) -> tuple[list[tuple[nn.Module, list[str]]], Inputs]:
     _check_hooks(model, dict(model.named_modules()), backward_only=True)
     inputs = Inputs(model, example)
+    # A copy is recorded, since the forward pass may change buffers and Python state. Both modes are recorded from it,
+    # and names, not objects, connect the recordings with the model.
     twin = copied(model)
     programs = {mode: _recorded(twin.train(mode), inputs, names) for mode in (model.training, not model.training)}
     inputs.guards = [guard for program in programs.values() for guard in program.guards]
     if names is None:
         names = _even(*programs[model.training].cut_points(), count)
+    # A module may have several names, and the recording has the one by which it was called.
     same: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         same.setdefault(module, []).append(name)

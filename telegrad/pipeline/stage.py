@@ -8,6 +8,11 @@ weights from each junction.
 
 `telegrad.autograd` runs the graphs that the engine cannot run alone: those that lead to other workers, and those with
 hooks on leaves, which need a complete gradient.
+
+The nodes of a stage's graph between the outputs and the inlet fall into those that lead to the inlet and those that
+lead to weights only. An engine call that wants only the gradients of the inlet runs the first kind, and torch's own
+nodes compute only results that are wanted: at a junction, those towards the inlet. A second call, from the gradient at
+the junction, computes the rest. So no work is done twice, except that tensor hooks at junctions are called in both.
 """
 
 from __future__ import annotations
@@ -80,6 +85,8 @@ class Stage:
         Without `weight`, the other parameter is on another worker. Then a buffer replaces it, which gets the value of
         the other parameter before each batch, and gradients.
         """
+        # A replica on another worker is a buffer, so that optimizers, clipping and counts of parameters see the weight
+        # once. As a leaf that requires a gradient it still gets one, which `SEND_GRADIENT` takes to the owner.
         own = self.weight(name)
         if weight is not None:
             self._check_shape(name, weight)
@@ -238,6 +245,7 @@ class _Graph(NamedTuple):
 
 
 def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
+    # A walk in depth that meets each node twice: `left` is True when all nodes that it leads to are in `nodes`.
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
@@ -355,6 +363,8 @@ class Backward:
 
         Python nodes must not run twice, and gradients of weights behind several junctions cannot be separated.
         """
+        # A leaf behind two junctions would be counted twice, because the call from the one passes through the other.
+        # This shows in the sum over the junctions, which is then larger than the number of leaves.
         inlet = self._inlet
         lead, nodes = _junctions_of(graph, inlet and inlet.node)
         roots = list(zip(self._edges, self._entering, strict=True))
@@ -383,6 +393,8 @@ class Backward:
         """Take the second step, if there are two."""
         junctions, self._junctions = self._junctions, []
         for junction in junctions:
+            # The gradients at the edges themselves are wanted for the comparison below: the engine returns them as the
+            # tensor hooks there have changed them, which the first step has called already.
             wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
             given = graphs.run_backward(junction.edges, junction.gradients, wanted, True, False)
             passed = given[len(junction.leaves) :]

@@ -3,6 +3,16 @@
 The driver calls each station once per batch. Then the stations exchange values and gradients in one-way messages. A
 station runs the actions of its plan. Inputs of actions are stored when they arrive. When the input of the next action
 arrives, a thread runs that action, and further ones while the next one has its input.
+
+All stations make the same plan from the same specification, so a message needs no more than the key of the action that
+waits for it, and the order of arrival changes nothing. A message may arrive before the driver's call of its batch, as
+another station got its call earlier; `StageWorker` keeps it until then. It may also arrive after the batch has failed:
+the station remembers stopped batches, until a call names a later one as the oldest.
+
+One thread at a time runs the actions of a batch. Under the lock of the `BatchRun` it either takes the next action or
+becomes idle, and a thread that brings an input either finds it busy or starts a new one. So an input that arrives just
+as the running thread finds nothing to do is not overlooked. After the last action `_busy` stays True: the thread may
+then run an optimizer's step, and a late message must not start a second thread that would run it again.
 """
 
 from __future__ import annotations
@@ -111,7 +121,8 @@ class BatchRun:
             stage.begin()
         self._conductor = current.conductor()
         self._context = self._conductor.current() if spec.trains else None
-        # Restores the modes and the context of this call on other threads:
+        # Actions run on any thread: on a reader thread, or on one that waits for something else meanwhile and has modes
+        # of its own. So the modes and the context of this call are described here, and set for each action:
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         scene = call_context.described()[0]
         resumed = partial(call_context.resumed, flags, scene, self._context)
@@ -145,6 +156,7 @@ class BatchRun:
             self._busy = key is None or key in self._arrived
             if not self._busy:
                 return
+        # Outside of the lock, and by the reactor: this thread may be handling a message, and an action is user code.
         self._agent.run(self._work, None, self.short)
 
     def _work(self, _: None) -> None:
@@ -174,6 +186,8 @@ class BatchRun:
                     return None
                 self._done += 1
                 return action, self._arrived.pop(key) if key is not None else None
+        # All actions are done, and `_busy` is still True. The gradients of these stages are complete; the conductor
+        # runs the rider only if no sent tensor of the context may still get one.
         if self.spec.rider and self._context is not None and not (self._over or self._context.ended):
             rode = self._conductor.let_ride(self._context, self.spec.rider, self.spec.request)
             if rode is not None:
@@ -231,7 +245,9 @@ class BatchRun:
         if self._given.is_unsure:
             for values, value in ((self._outputs, output), (self._targets, targets)):
                 values.append(tree_map(_severed, value))
-            if len(losses) == self.spec.batches:  # before the last backward pass, so no worker has stepped
+            # The loss of the last micro-batch comes before its backward, for which all stages still wait. So if the
+            # check fails, no worker has stepped.
+            if len(losses) == self.spec.batches:
                 check_sum(self._given.loss, self._outputs, self._targets, losses, self._given.weights)
         return loss
 
@@ -239,6 +255,8 @@ class BatchRun:
         """Send an output to the next stage; return the tensors whose gradients come back."""
         name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
         made = pack_value(output, self._shares_program(name))
+        # Detached: the graph between stages is made of `StageInput`s and messages, not of records of a context. An
+        # output without gradients gets no answer, so the backward of this stage finds its empty input at once.
         key = schedule.FORWARD, action.stage + 1, action.batch
         self._send(key, list(map(detach, made.tensors)), made.positions, made.body)
         if not made.positions:
@@ -253,6 +271,8 @@ class BatchRun:
         kind, stage, _ = key
         station = self.spec.stations[stage]
         message = StageMessage(self.spec.id, key, body, positions)
+        # A stage of the same station gets its input directly. No thread need be started for it: this one runs actions,
+        # and looks for the next one after this.
         if station == self._here:
             with self._lock:
                 self._arrived[key] = message._replace(tensors=tensors).opened()
@@ -311,6 +331,8 @@ class BatchRun:
             if self._over:
                 return
             self._over = True
+        # The run is removed before the outcome is told: then the driver may begin the next batch, whose run here takes
+        # over whether actions are short.
         self._ended()
         tell()
 
@@ -340,6 +362,8 @@ class StageWorker:
 
     def run(self, spec: BatchSpec, given: BatchInputs) -> Deferred:
         """Run a batch. The result is a `BatchResult`, or None if the batch was stopped."""
+        # A message for this batch that arrives while this method runs is either in `_early` when the lock is taken, or
+        # finds the run in `_runs`. A batch that was stopped, or is older than the oldest one, ends at once.
         number = spec.id[1]
         run = BatchRun(self.stages, spec, given, self._short, lambda: self._end(number))
         with self._lock:
@@ -360,6 +384,7 @@ class StageWorker:
     def stop(self, number: int) -> None:
         """Stop a batch that has failed on another worker."""
         with self._lock:
+            # The mark also stops a batch whose call has not arrived yet, and drops messages that come later.
             run = self._runs.get(number)
             early, self._early[number] = self._early.get(number), None
         del early  # not under the lock: these may hold the last reference to tensors
@@ -395,7 +420,9 @@ class StageWorkerRegistry:
     """The stations of all pipelines on one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        self.stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipeline
+        # By pipeline. The driver's references keep the stations alive; without them a pipeline that is dropped would
+        # leave its stages on the workers.
+        self.stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
