@@ -28,6 +28,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 2
 
     def repr_int(self, x: int, level: int) -> str:
+        # Python refuses by default to format integers of more than 4300 digits, with a ValueError.
         return f"<int of {x.bit_length()} bits>" if x.bit_length() > 200 else repr(x)
 
     def repr_str(self, x: str, level: int) -> str:
@@ -66,6 +67,7 @@ def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: 
     """Return a time unchanged. Return 0 for infinity where 0 means no limit."""
     if type(value) is float and value == inf and zero is FOR_EVER:
         return 0
+    # Comparisons with NaN are False. So the range is written as a condition that must hold, here and in `number`.
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
         meaning = f", {zero}" if not least else ""
         raise_invalid(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
@@ -73,6 +75,8 @@ def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: 
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
+    # `__index__` admits integers of other types. Tensors and arrays with one element have it, too, and are refused by
+    # `ndim`.
     if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
         raise_invalid(name, f"{what}, {least} or more", value)
     number = operator.index(value)

@@ -5,7 +5,8 @@ A layer reports an event by
     if (note := events.note) is not None:
         note((events.RAN, begun, perf_counter(), caller, number, name, failure))
 
-which costs one attribute load if there is no listener. An event is a tuple: its kind, two times of `perf_counter`
+which costs one attribute load if there is no listener. The variable is needed: another thread may remove the last
+listener between two loads. An event is a tuple: its kind, two times of `perf_counter`
 (equal for an event without a duration), and the fields listed below for its kind. An event holds only numbers and short
 texts, never users' values, because it outlives them.
 """
@@ -64,6 +65,8 @@ def alarm(reason: str) -> None:
 
 
 def _settle() -> None:
+    # `note` is replaced as a whole, and reads a copy of the list. So a thread that reports an event calls all listeners
+    # of one moment, and needs no lock. A listener may still be called shortly after its removal.
     global note
     listeners = tuple(_listeners)
     if len(listeners) < 2:

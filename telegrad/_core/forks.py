@@ -6,18 +6,20 @@ belongs to a module or to an object used by the whole process, and not to one wo
 `renewed(threading.Lock())`. State that belongs to threads or calls of the parent is reset by a function that is marked
 with `in_child`.
 
-In the child, the parent's agent has closed
-descriptors, and perhaps locks that no thread will ever release. A call through this agent would raise an unrelated
-error, or wait forever. Therefore the child changes the class of the agent, and of all objects that lead to it, to one
-whose every attribute raises NotInitialized. References, streams, optimizers and other objects need no check of their
-own: each use of them loads an attribute of a disabled object. Futures compare `depth`, because a future that a callback
-made has no agent.
+In the child, the parent's agent has closed descriptors, and perhaps locks that no thread will ever release. A call
+through this agent would raise an unrelated error, or wait forever. Therefore the child changes the class of the agent,
+and of all objects that lead to it, to one whose every attribute raises NotInitialized. References, streams, optimizers
+and other objects need no check of their own: each use of them loads an attribute of a disabled object. Futures compare
+`depth`, because a future that a callback made has no agent.
 
 User code may also fork on a thread of this package, for example in a remote function. The child then has that thread
 alone. Once the user code has returned or raised in the child, the frames of this package below it must not continue:
 they would serve the parent's calls. So the child records its stack at the fork (`_Origin`), and ends by `os._exit` at
 the first use of a disabled object after the user's frame has gone. The objects in the locals of these frames are
 disabled too: each frame uses one of them before it calls user code again.
+
+The functions in the child run in the order in which modules were imported. That order matters: `_renew` first, then
+`_count`, which records the stack, and `current.forget`, which disables objects and needs that record, after both.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from telegrad.errors import NotInitialized
 L = TypeVar("L")
 F = TypeVar("F", bound=Callable[[], object])
 
+# Weak: a lock may belong to an object that is freed, and needs no renewal then.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -102,6 +105,9 @@ def disable(thing: Any) -> None:
     if is_inherited(thing) or not kind.__module__.startswith("telegrad.") or isinstance(thing, tuple | type):
         return
     if kind not in _classes:
+        # The new class is a subclass without slots of its own, so that its objects have the same memory layout: Python
+        # refuses any other change of `__class__`. Equality and hashes are those of `object`, since those of the class
+        # may load attributes. The finalizer does nothing: what it would release belongs to the parent.
         namespace = {
             "__slots__": (),
             "__module__": kind.__module__,
@@ -115,7 +121,8 @@ def disable(thing: Any) -> None:
         }
         meta: Any = type(kind)
         _classes[kind] = meta(kind.__name__, (kind,), namespace)
-    object.__setattr__(thing, "__class__", _classes[kind])  # also if the class refuses to be changed
+    # Not by an assignment: a class may refuse it by a `__setattr__` of its own.
+    object.__setattr__(thing, "__class__", _classes[kind])
 
 
 def disable_all(owner: Any) -> None:
@@ -208,6 +215,8 @@ def disable_stack() -> None:
     origin = process.origin
     if origin is None:
         return
+    # The user's code in the child may go on with its own arguments and locals, even where a frame of this package holds
+    # them, too.
     given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
     frame: FrameType | None = origin.ours
     while frame is not None:
@@ -215,6 +224,8 @@ def disable_stack() -> None:
             if id(value) not in given:
                 with contextlib.suppress(TypeError):  # the class of the object cannot be changed
                     disable(value)
+        # A coroutine that forks gives control back at its next `await`. The loop would then run the parent's callbacks,
+        # so a callback that ends the child is put in front of them.
         loop: Any = frame.f_locals.get("self")  # found by its frame: in the child, asyncio reports no running loop
         if isinstance(loop, asyncio.AbstractEventLoop):
             if isinstance(queue := getattr(loop, "_ready", None), deque):
@@ -258,11 +269,14 @@ def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
             )
         sys.stdout.flush()
         sys.stderr.flush()
+    # As the interpreter does: the low byte of a number, 0 for None, and 1 for any other object.
     os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _ended_by(error: BaseException, users: FrameType | None) -> Any:
     """Print the exception of the user code, from the user's own frames on; return the exit code."""
+    # Search the chain of causes for the error whose traceback goes through the user's frame, and print that one from
+    # this frame on.
     raised: BaseException | None = error
     while raised is not None:  # an error of this package may wrap it
         trace = raised.__traceback__

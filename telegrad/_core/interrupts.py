@@ -22,9 +22,14 @@ calls of user code, and nowhere else. The exception must reach the caller as the
 caught exception into a failure of a call, a worker or a pass calls `raised_by_handler` first.
 
 A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart.
-The thread of `_Kicks` sends the signal repeatedly for this check. Some calls never count as blocked: a lock taken by
-`with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown of a
-worker; and the import of torch or of a part of this package.
+The thread of `_Kicks` sends the signal repeatedly for this check: a blocked C call checks for signals only when one
+arrives (EINTR), and the pending mark that a deferral sets does not wake it. Some calls never count as blocked: a lock
+taken by `with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown
+of a worker; and the import of torch or of a part of this package.
+
+A deferred signal has an entry in `_deferred`, which the main thread alone adds. The entry ends when the handler runs,
+or when the program replaces the handler by one that is not wrapped. Kicks are sent only for entries, and `_lock` makes
+the removal of an entry atomic with the sending: no kick is sent after the removal.
 
 `install` wraps the existing handlers. Handlers set later pass through the functions `signal` and `getsignal` of the
 module `_signal`, which those of `signal` call; they are wrapped, too. Programs see their own handlers, as before. Not
@@ -55,11 +60,17 @@ from typing import Any, TypeVar
 from telegrad._core.forks import in_child, renewed
 
 BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
-KICK = 5e-3  # seconds between two signals for that; must be more than BLOCKED
-# runs at the entry of one function: while functions are traced, 3.11 checks there until no signal is pending
+# Seconds between two kicks. A blocked call sees only kicks, so this must be more than BLOCKED: otherwise no two runs of
+# `_Handler` would be far enough apart.
+KICK = 5e-3
+# Runs at the entry of one function. While functions are traced, Python 3.11 does not leave the entry of a function
+# until no signal is pending. A signal that is marked pending again each time would keep it there forever, so after this
+# many runs the signal is left to the next kick.
 STUCK = 50
-LONGEST = 10.0  # seconds, and
-MOST = 10_000  # points in one signal's deferral, after both of which its handler runs anyway
+# A deferral that has lasted for LONGEST seconds and has passed MOST points ends: the handler runs wherever the thread
+# is. This is for code of this package that neither blocks nor returns to the user.
+LONGEST = 10.0
+MOST = 10_000
 
 _PACKAGE = __name__.partition(".")[0]
 # Modules that call user code whose exceptions do not reach the caller: metrics exporters, and callbacks of futures,
@@ -67,32 +78,41 @@ _PACKAGE = __name__.partition(".")[0]
 _EXCEPTION_DROPPING_MODULES = tuple(
     f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.calls")
 )
-_BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
-# After these, the interrupted instruction would fail again.
+# Frames of these modules do not decide whether code of the user or of this package is running: their callers do.
+_BETWEEN = sys.stdlib_module_names | {"torch"}
+# Signals that are not deferred: after their handler, the interrupted instruction would fail again.
 _NEVER = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ILL", "BUS", "ABRT")}
 _RESUME = dis.opmap.get("RESUME")
-# calls that may block in C
+# Opcodes of calls that may block in C. Python 3.11 has PRECALL before CALL. `co_code`, in which these are looked up,
+# has no specialized opcodes.
 _CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}
+# `with` in user code enters and leaves a context manager of this package in frames of contextlib, whose caller is the
+# user. An exception there would come after the `yield` of the generator and before the body: the context would be
+# entered and never left.
 _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
 # A waiting loop is short: its backward jumps need no EXTENDED_ARG.
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
 _WAITING_LOOPS: set[CodeType] = set()
+# Functions are known by their code objects, since a frame has no reference to its function.
 _GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
-# Blocked calls within these functions are not interrupted either. After an interrupted `Thread.start`, nobody could
-# know whether the thread runs.
+# Blocked calls within these functions are not interrupted either. `Thread.start` waits until the new thread runs: after
+# an exception there, its caller could not know whether the thread runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
 
 
 def _calls_of(code: CodeType, method: str) -> set[int]:
     """Return the offsets of the calls of a method of `self`."""
+    # The call follows within five instructions: the load of the method, one argument, and the call.
     instructions = list(dis.get_instructions(code))
     loads = [at for at, each in enumerate(instructions) if each.argval == method]
     return {each.offset for at in loads for each in instructions[at : at + 5] if each.opcode in _CALLS}
 
 
 _WAIT = threading.Condition.wait.__code__
-_RESTORING = _calls_of(_WAIT, "_acquire_restore")  # the waiter must hold the lock of the condition after `wait`
+# `Condition.wait` takes the lock of the condition again in a `finally`, by a call that may block. An exception there
+# would leave `with condition:` without the lock, and its end would raise a RuntimeError.
+_RESTORING = _calls_of(_WAIT, "_acquire_restore")
 
 
 class _Look(Enum):
@@ -120,12 +140,16 @@ class _Deferred:
 
     def look(self, frame: FrameType) -> _Look:
         """Decide what to do with the signal at this frame of this package."""
-        if _kicks.running and _is_importing(frame):  # an import passes 100,000 points
+        # An import passes 100,000 points, far more than MOST. So the signal is not marked pending again at each of
+        # them, but checked at each kick. Without the thread of the kicks it would be lost.
+        if _kicks.running and _is_importing(frame):
             return _Look.WAIT_FOR_KICK
         now = monotonic()
         self.runs += 1
         if self.runs > MOST and now - self.began > LONGEST:
             return _Look.RUN
+        # As long as the signal is pending, each point runs this method. So if two runs in a row are at the same frame
+        # and instruction with a long time between them, the call there blocks.
         spot, last = self.spot, self.last
         self.spot, self.last = (id(frame), frame.f_lasti), now
         self.repeats = self.repeats + 1 if self.spot == spot else 0
@@ -141,7 +165,8 @@ class _Deferred:
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
-# Ensures that kicks are sent for deferred signals only; held by the main thread or the thread of `_Kicks`.
+# Ensures that kicks are sent for deferred signals only; held by the main thread or the thread of `_Kicks`. A kick after
+# the removal of the entry would run the handler twice, or end the process if the signal has its default action again.
 _lock = renewed(threading.Lock())
 _deferred: dict[int, _Deferred] = {}
 
@@ -183,10 +208,13 @@ class _Handler:
                 _look_for_signals()
             finally:
                 self._discards = False
+        # The handler has run and has raised this already, where its exception would have been dropped (`raise_later`).
         if signum in _postponed:
             raise _postponed.pop(signum)
         if frame is None or not is_ours or not _hands_over(frame):
             return self.inner(signum, frame)
+        # The interrupted function no longer has the right to read, so it must not continue where it was interrupted.
+        # `Resumed` makes it start its wait again. If the handler raises, its exception ends the wait instead.
         self.inner(signum, frame)
         raise Resumed
 
@@ -256,6 +284,7 @@ def _is_ours(at: FrameType) -> bool:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
         code = frame.f_code
+        # An exception here is printed or dropped. This matters only if a frame of this package is further out.
         if top == "logging" or code.co_name in ("__del__", "<module>"):
             cannot_raise = True
         if top == _PACKAGE:
@@ -322,9 +351,12 @@ class _Kicks:
             with _lock:
                 for signum in list(_deferred):
                     signal.pthread_kill(main, signum)
+            # The main thread adds an entry and then reads `running`; this thread clears `running` and then looks for
+            # entries. So at least one of them sees the other. If both do, two threads send kicks until no entry is
+            # left.
             if not _deferred:
                 self.running = False
-                if not _deferred:  # else a signal was deferred before `running` was cleared
+                if not _deferred:
                     return
                 self.running = True
 
@@ -365,7 +397,9 @@ def uninterrupted(function: F) -> F:
 _real: Any = sys.modules["_signal"]  # its functions are called by the module `signal`
 _real_signal = _real.signal
 _real_getsignal = _real.getsignal
-replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after the handler was replaced
+# By signal: called once, after the program has replaced a handler that this package had installed in C, of which
+# `getsignal` knows nothing (`reporting.dump`: faulthandler).
+replaced: dict[int, Callable[[], None]] = {}
 
 
 def _wrapped(signum: int, handler: Any) -> Any:
@@ -387,10 +421,11 @@ def _own(handler: Any) -> Any:
 @functools.wraps(_real_signal)
 def _signal(signalnum: int, handler: Any, /) -> Any:
     fronted = _wrapped(signalnum, handler)
+    # Under the lock, since a kick between the two steps would find SIG_DFL, and end the process.
     with _lock:
         before = _real_signal(signalnum, fronted)
         if not isinstance(fronted, _Handler):
-            _deferred.pop(signalnum, None)  # the next kick would end the process
+            _deferred.pop(signalnum, None)
     if (release := replaced.pop(signalnum, None)) is not None:
         release()
         _real_signal(signalnum, fronted)  # `release` made faulthandler restore the handler that it had replaced

@@ -68,9 +68,11 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if collects:
+            # The two calls move all objects to the oldest generation, so that the next collection does not traverse the
+            # new ones. Not if the program has frozen objects itself: `unfreeze` would return those to the collector.
             if not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # the new objects are in the oldest generation now, and are not traversed at once
+                gc.unfreeze()
             gc.enable()
 
 
@@ -81,6 +83,9 @@ def state_of(pid: int) -> tuple[str, int] | None:
     """Return the state of a process and the CPU ticks that it has used, or None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # The second field is the name of the program in parentheses. It may contain spaces and parentheses, so
+            # split what follows the last one. The first field there is the state, the 12th and 13th are user and system
+            # time.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -96,6 +101,8 @@ class Stops:
 
     def look(self) -> bool:
         """Return True if the process is stopped and has not run since an earlier check that found it stopped."""
+        # The ticks show whether a process that is stopped at two checks has run in between. If so, it is not counted as
+        # stopped until the next check.
         found = state_of(self._pid) if self._pid else None
         before = self._used
         self._used = found[1] if found is not None and found[0] in STOPPED else -1

@@ -160,6 +160,8 @@ def report_in_background(wait: Wait) -> Iterator[Wait]:
         try:
             yield wait
         finally:
+            # Before the wait ends: otherwise the thread could write the line after it was erased. The thread is not
+            # alive if it could not be started.
             over.set()
             if thread.is_alive():
                 thread.join()
@@ -249,6 +251,7 @@ def _before_a_record(_: logging.LogRecord) -> bool:
     return True
 
 
+# A filter runs before the handlers, so the line is erased before one of them writes the record to the terminal.
 log.addFilter(_before_a_record)
 
 
@@ -257,6 +260,7 @@ def poll_intervals(until: float, waiting: int = 1) -> Iterator[float]:
 
     With many waiting workers, each polls more rarely: otherwise they would keep the store and all processors busy.
     """
+    # From FEW workers on, all of them together poll as often as FEW do.
     pause, longest = FIRST_POLL, LONGEST_POLL * max(1, waiting / FEW)
     while True:
         yield until - monotonic()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with abstract names, which are on no file system
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_UNREAD = 0x5411  # not named in Python
+_UNREAD = 0x5411  # SIOCOUTQ of Linux, not named in `socket`: bytes that were sent and that the other end has not read
 # Linux doubles the retransmission timeout at each loss: four losses in a row take 3 s, and a renewal of a lease is
 # late. With these options, the timeout stays at 0.2 s for six tries if few packets are in flight, and is at most 1 s.
 _RESENDS = ((16, 1), (44, 1000))  # TCP_THIN_LINEAR_TIMEOUTS and TCP_RTO_MAX_MS (since Linux 6.15), unnamed in Python
@@ -65,6 +65,8 @@ def tune_tcp(sock: socket.socket, silence: float) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, number, setting)
     if not silence:
         return
+    # An idle connection is probed after a quarter of `silence`, and lost after three probes without an answer, a
+    # quarter each. Probes are not sent while data is unacknowledged: TCP_USER_TIMEOUT is the limit then.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe = max(1, round(silence / 4))
     for option, value in (

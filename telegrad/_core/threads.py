@@ -119,6 +119,7 @@ class Exclusive:
         self._lock = threading.Lock()
         self._owner = 0
 
+    # An exception of a signal handler at the moment at which `acquire` returns would leave the lock taken by no owner.
     @uninterrupted
     def __enter__(self) -> None:
         if self._is_owned():
@@ -130,6 +131,8 @@ class Exclusive:
         self._owner = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        # In this order: after the release another thread may take the lock and store itself, which this store would
+        # erase.
         self._owner = 0
         self._lock.release()
 
@@ -160,6 +163,8 @@ class Background:
         if self.thread is not None:
             return
         thread = Thread(target=self._main, name=self._name)
+        # Stored before the start, which happens without the lock: of several callers, one starts the thread, and the
+        # others return at once.
         with self._lock:
             if self.thread is not None:
                 return
@@ -179,6 +184,7 @@ class Background:
 
     def join(self, patience: float) -> None:
         """Wait up to `patience` seconds for the thread's end, unless this is the thread itself."""
+        # `is_alive` is also False before the thread has started, when `join` would raise.
         thread = self.thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(patience)

@@ -131,12 +131,14 @@ def _without_name(function: FunctionType, made: dict[FunctionType, FunctionType]
     if function in made:
         return made[function]
     scope: dict[str, Any] = {"__name__": function.__module__}
+    # Stored before the globals are filled, since functions may refer to each other in a circle.
     copy = made[function] = FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__dict__.update(function.__dict__)
     copy.__module__, copy.__doc__ = function.__module__, function.__doc__
     copy.__annotations__, copy.__kwdefaults__ = function.__annotations__, function.__kwdefaults__
+    # A function with such a name cannot be imported, so it is sent as its code.
     copy.__qualname__ = f"by_value.<locals>.{function.__qualname__}"
     for name in lookups_of(function.__code__).read & function.__globals__.keys():
         value = function.__globals__[name]

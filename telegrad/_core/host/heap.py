@@ -30,6 +30,7 @@ def trimmer() -> Callable[[int], int] | None:
 
 
 def own_bytes() -> int:
+    # Shared pages are not counted: memory files of tensors are not in the heap of the C allocator.
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

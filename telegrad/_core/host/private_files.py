@@ -193,6 +193,8 @@ def create_once(path: Path, data: bytes) -> bytes:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else its name may survive a power failure without the content
+        # Unlike a rename, a link fails if the name exists. So of several processes one creates the file, and no reader
+        # sees a part of it.
         try:
             os.link(temporary, path)
             return data
@@ -236,6 +238,7 @@ def _private_in(base: str, made: bool) -> Folder:
 
 def _make_private(path: str) -> None:
     """Create a folder and its missing ancestors, for this user alone, whatever the umask."""
+    # Not `os.makedirs`, whose mode does not apply to the ancestors.
     if not os.path.isdir(path) and (parent := os.path.dirname(path)) != path:
         _make_private(parent)
         _new_folder(path)
@@ -264,6 +267,7 @@ def _check_base(folder: int | str, path: str) -> None:
     # the owner of / may not be root in a user namespace
     if not _is_trusted(found) and _owner(found) != os.stat("/").st_uid:
         raise PermissionError(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one", path)
+    # In a sticky folder only the owners of entries, and that of the folder, can rename or remove them.
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise UnsafePath(errno.EPERM, f"other users may change it (mode {stat.S_IMODE(found.st_mode):o})", path)
 
@@ -321,6 +325,8 @@ def resolved(path: Path, check: Callable[[str], None] | None = None) -> str:
     path = os.path.join(os.getcwd(), os.fspath(path))
     if not _POSIX:
         return os.path.abspath(path)
+    # Not `os.path.realpath`: each symlink must be checked before it is followed, and each folder before its content is
+    # used. `here` has no symlinks (except in /proc), so `..` is the folder above it in the text as well.
     ahead, here = deque(path.split("/")), "/"
     for _ in range(_MOST_STEPS):
         if not ahead:
@@ -396,6 +402,8 @@ def create(path: Path) -> io.BufferedWriter:
         FileExistsError: the name exists, even if it is only a symlink.
         UnsafePath: as for `resolved`.
     """
+    # The last part is not resolved: O_EXCL and O_NOFOLLOW refuse a symlink there. The user has named this file, so the
+    # umask decides its mode.
     folder, name = os.path.split(os.path.abspath(path))
     return os.fdopen(os.open(os.path.join(resolved(folder), name), _CREATE, 0o666), "wb")
 
@@ -423,6 +431,7 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     try:
         with os.fdopen(os.open(temporary, _CREATE, 0o666), "wb") as file:
             yield file
+        # Before the rename, so that the file never has another mode under its final name.
         if before is not None and _is_own(before):
             os.chmod(temporary, stat.S_IMODE(before.st_mode))
         os.replace(temporary, target)

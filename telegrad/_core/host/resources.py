@@ -62,9 +62,12 @@ def _group_limits() -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            # Version 2 of control groups has one line without controllers, version 1 a line for each hierarchy.
             if controllers not in ("", "memory") and "memory" not in controllers.split(","):
                 continue
             root, name = (GROUPS / "memory", "memory.limit_in_bytes") if controllers else (GROUPS, "memory.max")
+            # Each ancestor limits the process, too. The last one, `.`, is the root of the mount. In a container, that
+            # may be the group of the container, whose path on the host is not visible.
             own = PurePosixPath(path.lstrip("/"))
             for group in (own, *own.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max", or a file that the container does not show

@@ -87,8 +87,10 @@ def _others(found: os.stat_result, place: int | str, bits: int) -> str:
     """
     if found.st_mode & bits:
         return "all"
+    # With an access control list, the group bits of the mode are its mask. It limits all entries for users and groups,
+    # so without a bit in it no entry grants that permission.
     if not found.st_mode >> 3 & bits:
-        return ""  # these bits are the mask of an access control list, too
+        return ""
     for tag, permissions, number in _access_list(place):
         if not permissions & bits:
             continue
@@ -131,12 +133,15 @@ def _is_private(group: int) -> bool:
         own = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # containers may run with a bare user number
         own = ""
+    # A number may have several entries with different members. `getgrgid` returns only the first one, and `getgrall`
+    # need not list groups of a server.
     known = [each for each in grp.getgrall() if each.gr_gid == group]
     try:
         known.append(grp.getgrgid(group))  # from a server, which may list no members
     except KeyError:
         pass
     members = {name for each in known for name in each.gr_mem}
+    # The second part finds users whose first group this is: the group's own entry does not list them.
     if members - {own, "root"} or any(each.pw_gid == group and each.pw_uid not in mine for each in users):
         return False
     return all(each.gr_name == own for each in known) or _lists_all()

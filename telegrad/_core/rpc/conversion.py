@@ -93,6 +93,8 @@ class _Plan(NamedTuple):
     others: str  # for names without a parameter
 
 
+# By function. Weak: functions may be temporary, such as closures and those of notebooks. No lock: two threads may make
+# the same plan.
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 

@@ -104,9 +104,11 @@ class IdempotencyTable:
 
     def ended(self, name: str, number: int, weight: int = 0) -> list[CallEntry]:
         """Record that a call has ended, with the bytes of its value; return the entries that are dropped."""
+        # Both exist: an entry is not dropped before its call has ended, nor a caller (`died`) before its last entry.
         caller = self._callers[name]
         entry = caller.entries.pop(number)
         entry.ended = True
+        # The caller has given up before the end, or is dead: no repetition will come.
         if entry.settled or caller.floor == inf:
             return [entry]
         caller.entries[number] = entry  # as the newest
@@ -128,6 +130,8 @@ class IdempotencyTable:
         ended = [*islice((number for number, entry in caller.entries.items() if entry.ended), 2)]
         if len(ended) < 2:
             return None
+        # One number instead of a list of dropped ones. A call with a lower number that arrives for the first time is
+        # refused, too, although it has not run; but no call runs twice.
         caller.floor = max(caller.floor, ended[0])
         return self._take_out(caller, ended[0])
 
@@ -158,6 +162,8 @@ class IdempotencyTable:
         caller = self._callers.pop(name, None) or _Caller()
         self._callers[name] = caller  # as the last
         caller.floor = inf
+        # A dead caller is remembered, since calls that it has sent before may still arrive. One with running calls
+        # stays in any case: `ended` looks it up.
         gone = [each for each, other in self._callers.items() if other.floor == inf and not other.entries]
         if len(gone) > MOST_DEAD:
             del self._callers[gone[0]]
@@ -215,6 +221,7 @@ class IdempotentCalls:
 
     def gone(self, member: Member) -> None:
         """Drop the answers for a worker that has died or left, within LOOK_EVERY."""
+        # Only noted: this runs under the lock of the membership, and answers may hold objects whose end runs user code.
         self._dead.append(member.incarnation)
 
     def _on_settled(self, sender: Identity, settled: AnswerAcknowledged) -> None:
@@ -247,9 +254,12 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     except BaseException as error:
         tell(None, error)
         raise
+    # In each of the following ways `tell` is called once, at the end of the function. Otherwise the repetitions of the
+    # call would wait for its outcome forever.
     if type(result) is CoroutineType:
         awaited = _awaited(tell, result)
         setattr(awaited, "__qualname__", result.__qualname__)  # noqa: B010  # not known to types
+        # A coroutine that is closed before its first step runs no code, not even an `except`.
         finalize(awaited, _end_unbegun, tell, outcome, result).atexit = False
         return awaited
     future = result.future if type(result) is Deferred else None
@@ -310,6 +320,7 @@ def size_of(value: Any) -> int:
             continue
         seen.add(id(each))
         size += share * _own_size(each)
+        # References of users lead to the agent and all its state, which the value does not own.
         if isinstance(each, Tensor) or type(each).__module__.startswith("telegrad."):
             continue
         inside = gc.get_referents(each)

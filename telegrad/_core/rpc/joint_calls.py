@@ -90,6 +90,7 @@ class StallWatch:
     def _gets_on(self, worker: str) -> bool:
         """Return True if the worker has reported a step since the last check; request the next count."""
         asked = self._asked.get(worker)
+        # Another question would not be answered earlier: one at a time.
         if asked is not None and not asked.done():
             return False
         before = self._counts.get(worker)
@@ -148,6 +149,8 @@ def call_all(
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:
     """Wait until all calls are done or make no progress; log the unfinished workers if `doing` is given."""
+    # Counts the ends, in any order: waiting for one call after the other would not notice that a later one makes no
+    # progress.
     done = threading.Semaphore(0)
     for future in calls.values():
         future.add_done_callback(lambda _: done.release())

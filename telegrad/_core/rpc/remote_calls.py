@@ -412,6 +412,8 @@ def _once_there(
     wait_for_worker: bool | None,
 ) -> T:
     """Wait until a worker can be called, and make a value there in the time left; repeat if the worker goes."""
+    # A reference or a stream belongs to one life of its worker, so it cannot be queued like a call until some worker
+    # has that name. The worker may leave after the wait, and before the value is made there.
     policy = retry.policy_of(wait_for_worker, False)
     there = target(to) if policy is None else named(to)
     while True:

@@ -2,6 +2,9 @@
 
 A trail defines how. The reference then gets another handle. References that were sent before the loss stay lost unless
 they have a trail: a copy on another worker asks the value's creator for the new handle.
+
+A call is repeated at the new owner only if the error shows that its function has not run (NOT_RUN). If the owner is
+lost while a call is in flight, the call raises PeerLost, since the function may have run.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ class RestorableRRef(RRef[T]):
         try:
             self._trail.check()
             owner = self._table.reach(handle)
+            # A connection that breaks reports the death of an owner. Without one, only an attempt to call it can.
             if handle.box is None and not self._table.agent.is_connected(owner):
                 with Inside(None):  # keeps this call out of the autograd context of the user
                     self._table.agent.call(owner, ping, None, None, timeout)  # its death may be unknown here
@@ -124,7 +128,9 @@ class RestorableRRef(RRef[T]):
                 return use(left)
             except NOT_RUN as error:
                 trail: Any = self._trail
-                # otherwise the function of the call has run, and has raised the error
+                # The function itself may have raised an error of one of these types: then the call has run. Such an
+                # error is remote. A ClaimLost shows by its claim which value was refused. If it is this one, the owner
+                # has refused the call before it ran; `Method` removes the claim of an error that a method has raised.
                 has_not_run = error.claim == trail if isinstance(error, ClaimLost) else not is_remote(error)
                 if not has_not_run or monotonic() >= until:
                     raise
@@ -300,15 +306,19 @@ class RestorableValues:
     """One worker's state of restorable values: as their creator, and as their owner."""
 
     def __init__(self, agent: Agent) -> None:
-        # the references with recipes, by their first ids
+        # The references with recipes, by their first ids. Weak: only the program keeps a value alive. A copy on another
+        # worker finds it here only as long as the creator still holds its reference.
         self.lasting: WeakValueDictionary[Id, RestorableRRef[Any]] = WeakValueDictionary()
         self._lock = threading.Lock()  # guards removals from _anew; `setdefault` is atomic
-        self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
+        # By the id of the first value: a future of the id of the recreated one. Not of a reference, which would keep
+        # the value alive when the program has none any more.
+        self._anew: dict[Id, Future[Id]] = {}
 
     def value(self, first: Id, make: Callable[[], RRef[Any]]) -> RRef[Any]:
         """Return a recreated value. Create it once for all that ask."""
         while True:
             coming: Future[Id] = Future()
+            # The entry is the lock: the thread whose future is stored makes the value, the others wait for that future.
             found = self._anew.setdefault(first, coming)
             if found is coming:
                 coming.heed()  # perhaps no other thread waits
@@ -326,6 +336,8 @@ class RestorableValues:
             self._forget(first, found)  # its last reference had ended
 
     def _forget(self, first: Id, future: Future[Id]) -> None:
+        # Both steps under the lock: of two threads that found the same old entry, the slower one would otherwise remove
+        # the entry that a third thread has made since.
         with self._lock:
             if self._anew.get(first) is future:
                 del self._anew[first]
@@ -355,6 +367,7 @@ def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restor
     call = convert(make, args, kwargs)
     table = current.references()
     made: RRef[Any] = table.create(table.agent.name, call, 0)
+    # Restored before the reference is returned, so no use can see the value as it was created.
     value = made.to_here(0)
     if callable(restore):
         restore(value)

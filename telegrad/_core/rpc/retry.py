@@ -5,6 +5,16 @@
 
 A failed call waits in the queue of its worker. After growing pauses, the first call in the queue is made again, to the
 worker that has the name by then. Once there is a connection, the others follow. One that may have run also backs off.
+So one call finds out whether the worker is there, and any number of waiting calls costs no more look-ups than one.
+
+A call ends in one of several threads: the one that reads its answer, the timer thread (timeout), one that cancels it,
+one that closes this worker. `conclude` decides under the lock of `Retries` which of them completes the outcome. The
+lock is never held while a call is made, cancelled or completed.
+
+Cancelling needs no lock. The cancelling thread stores `_cancelled`, and then looks for an attempt in flight and for the
+call in the queue. A thread that repeats the call, or puts it into the queue, reads `_cancelled` after that. So at least
+one of the two threads ends the call. During the first attempt, only a served call can cancel this one; it holds the
+attempt itself, too (`Agent._begin`).
 """
 
 from __future__ import annotations
@@ -85,7 +95,8 @@ class Retries:
             if begun:
                 call.again()
                 pending = call.call
-                if pending is None or pending.peer.link is None:  # it is not in flight over an existing connection
+                # It has failed at once, or waits for a connection. The others would do the same.
+                if pending is None or pending.peer.link is None:
                     break
 
     def close(self) -> None:
@@ -144,6 +155,7 @@ class RetriedCall:
 
     def left(self) -> float:
         """Return the seconds left; 0 for no limit."""
+        # A late call has a millisecond, since 0 would be no limit. It then times out like any other.
         return max(1e-3, self.until - monotonic()) if self.timeout else 0.0
 
     # Attempts
@@ -203,10 +215,13 @@ class RetriedCall:
         if self.conclude(answered=True):
             self._settle()
             self.outcome.set_result(result)
+            # After the outcome: a thread that waits in `help` returns to code that takes the value from it.
             self.over.set_result()
 
     def set_exception(self, result: Any) -> None:
         if not self._goes_on(result):
+            # Of a cancelled call, the loss of the worker or of the way to it is reported as the cancellation. A final
+            # failure, such as an exception of the function, is reported as it is.
             is_final = not self._cancelled or self._classify(result) is Failure.FINAL
             self.fail(result if is_final else CallCancelled(self._cancelled))
 
@@ -241,6 +256,8 @@ class RetriedCall:
         if is_final:
             self._settle()
         if self._lost is not None:  # then it may have run
+            # The last error says that the worker was not there, from which a program concludes that the call has not
+            # run. So raise the earlier loss, with this error as its cause.
             if classify(error) is Failure.NOT_RUN:
                 error, self._lost = self._lost, error
             error.__cause__ = error.__cause__ or self._lost
@@ -250,6 +267,7 @@ class RetriedCall:
 
     def conclude(self, answered: bool = False) -> bool:
         """Mark the call as ended; return True if the outcome is to be completed now."""
+        # Both in one step, so that a tick or an attempt of another thread finds the call either waiting or ended.
         with self._retries.lock:
             done, self.done = self.done, True
             waited = self._retries.queue.end(self, answered)
@@ -263,6 +281,7 @@ class RetriedCall:
 
     def _settle(self) -> None:
         """Notify the callee that it can drop the answer."""
+        # An error is ignored: a callee that does not get this drops the answer when the call has timed out.
         if self._number and self._last is not None:
             who = self._last.peer.identity
             with contextlib.suppress(TelegradError):
@@ -279,6 +298,7 @@ class RetriedCall:
 
     @call.setter
     def call(self, call: PendingCall | None) -> None:
+        # The agent stores None when an attempt has ended. `_classify` and `_settle` still need that attempt.
         self._last = call or self._last
 
     @property
@@ -365,6 +385,7 @@ def _made(
     """Create calls without starting them. They share one number, since each callee has its own table."""
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
+    # A `ping` may run any number of times.
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
     return [RetriedCall(retries, each, call, policy, number, limit) for each in outcomes]
 

@@ -98,13 +98,16 @@ class RetryQueue(Generic[C]):
         if self._closed:
             return False
         target = self._targets.setdefault(call.to, _Target(now))
-        target.calls.pop(call, None)  # to the end
+        # The order of `calls` is that of the attempts. A call that has failed again goes to the end, so that it does
+        # not keep the others from theirs.
+        target.calls.pop(call, None)
         target.calls[call] = now + pause
         target.why = why
         return True
 
     def due(self, now: float) -> list[str | int]:
         """Return the workers whose calls in `ready` are due now, and set the time of their next attempt."""
+        # A target whose calls are all in an attempt has the time inf, and is not due.
         found = [to for to, target in self._targets.items() if target.next <= now]
         for to in found:
             target = self._targets[to]
@@ -138,6 +141,7 @@ class RetryQueue(Generic[C]):
             return False
         if not target.calls:
             del self._targets[call.to]
+        # An answer shows that the worker is there.
         elif answered:
             target.due, target.pause = 0.0, FIRST_PAUSE
         return True

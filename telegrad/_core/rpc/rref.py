@@ -177,6 +177,7 @@ class RRef(Generic[T]):
         try:
             value: T = opened(self._handle.box, self._table.agent, limit)
         except TimeoutError as error:
+            # The value exists, so this error is that of the function that should have created it.
             if self._handle.box.full:
                 raise
             raise CallTimeout(

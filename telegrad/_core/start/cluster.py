@@ -68,7 +68,9 @@ def start(
     if name is not None:
         check_name(name)
     timeout = options.rpc_timeout or float("inf")
-    with contextlib.ExitStack() as undo:  # on an error
+    # On an error, `undo` closes what exists by then, the newest first. At the end it is emptied: from then on
+    # `Worker.end` closes the parts.
+    with contextlib.ExitStack() as undo:
         extensions = WorkerExtensions(name or role)
         undo.callback(extensions.each, lambda extension: extension.close())
         resources.check_open_files()
@@ -77,6 +79,8 @@ def start(
         meeting = meet(timeout)
         own["address"] = own_address(options.address, meeting.host)
         settings = Settings(threads=options.num_worker_threads, timeout=options.rpc_timeout, **own)
+        # It listens before it joins: the others get its address with the member that `describe` returns, and may call
+        # it as soon as they have that. So the handlers of all layers are added before the rendezvous.
         worker = Worker(name or role, settings, entered, kind._of_handle, open_roots, extensions)
         undo.callback(worker.agent.close)
         actors.serve(worker.agent, worker.references)
@@ -196,9 +200,13 @@ class Elastic:
                 _await_end(timeout)
             made = self.begin(before, timeout or inf)
         except BaseException as error:
+            # The old worker cannot stay: its membership is closed, and the others may be in the next generation.
             worker.end(f"it did not join the next generation of its group: {error or type(error).__name__}")
             current.leave(worker, error)
             raise
+        # The new worker replaces the old one before that ends, so that the process is a worker at any time. `over` is
+        # set before the end, too: uses of the old references then raise GenerationOver, and no error of a lost
+        # connection.
         made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
@@ -231,6 +239,7 @@ class Elastic:
     def _ended(self, worker: Worker) -> None:
         """Close the directory as the worker leaves; if the group ends, notify workers that wait for a generation."""
         turning = self.turning_of(worker)
+        # When the process moves on, `begin` has already stored the next worker, and the directory stays open for it.
         if self._held is not None and worker is self._worker:
             self._held.close(turning.generation if turning.finished and turning.leads else None)
 

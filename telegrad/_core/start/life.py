@@ -125,6 +125,7 @@ def enter_group(
 
 
 def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
+    # First, since the start of a worker can be interrupted, too.
     install()
     main_program.check_not_imported("init_rpc")
     what = "this worker could not join", RendezvousError
@@ -356,4 +357,5 @@ def _leave_at_exit() -> None:
 
 
 in_child(current.forget)
+# Functions of `atexit` run in reverse order, so those that the program adds after this import still have its worker.
 atexit.register(_leave_at_exit)

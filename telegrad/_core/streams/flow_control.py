@@ -11,7 +11,9 @@ An item for which a pull waits is sent at once. The callee keeps other items, an
 reader (`producer`). A reader that waits for an item therefore gets it, even if it does not read its other streams.
 
 The reader sends how much it has taken with each pull, and also whenever it has taken half of what the callee may be
-ahead. A blocked callee therefore always has items for the reader, or will be notified.
+ahead. So less than half a window is taken and not reported, and the rest of a full window is still to be taken: a
+blocked callee always has items for the reader, or will be notified. This holds for bytes only if both sides find the
+same weight for an item (`generator_runs.weight_of`).
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class SendWindow(Generic[W]):
 
     def take(self, taken: int) -> list[Answer]:
         """Record that the reader has taken `taken` items, at most as many as were sent."""
+        # The reader is another process, perhaps with an error. A number above this would remove the weights of items
+        # that are still here, and let the function run ahead of the limits.
         taken = min(taken, self._yielded - len(self._items))
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()
@@ -110,6 +114,7 @@ class SendWindow(Generic[W]):
         if self.closed:  # answer all that wait: those before them may have been lost with their connection
             due = [Answer(waiting, [], True) for waiting in self._pulls.values()]
             self._pulls.clear()
+        # Once the function has ended, each further pull gets an answer without items that reports the end, too.
         while (self._items or self._over) and self._next in self._pulls:
             due.append(Answer(self._pulls.pop(self._next), list(self._items), self._over))
             self._told = self._over
@@ -138,6 +143,8 @@ class ReceiveWindow:
             ProtocolViolation: it has more items than the callee may be ahead.
         """
         if not self.over:
+            # A correct callee is at most one window ahead of what this side has reported, which is never more than it
+            # has taken.
             if len(self._items) + len(items) > self._window:
                 raise ProtocolViolation(f"{len(items):,} items arrived, but at most {self._window:,} may be unread")
             self._items.extend(zip(items, weights, strict=True))

@@ -63,6 +63,7 @@ def packed(item: Any, same_program: bool, recorded: bool) -> Any:
                 if tensor.is_nested and tensor.requires_grad:
                     copies[slot] = tensor  # which is refused, as torch records no copy of it
                 elif tensor.requires_grad:
+                    # In a list: torch replaces a tensor that is an argument and also the result by a view of it.
                     made = [copies[slot].requires_grad_(False)]
                     copies[slot] = _Copied.apply(tensor, made)  # type: ignore[no-untyped-call]
     return EncodedItem(body, copies, references, weight)
@@ -99,6 +100,7 @@ def weight_of(item: Any) -> int:
     return len(item) if kind is str or kind is bytes else 0
 
 
+# An encoded item has handles in the place of the user's references, and is itself encoded in the answer to a pull.
 REDUCERS[Handle] = reduce_reference
 
 
@@ -139,9 +141,13 @@ class Producer:
                     return _once_drained(feed, name, self._run(agent, feed, steps, iterator))
             except BaseException as error:
                 feed.end()
+                # Nothing is left to send, so the server may answer with the error now. Otherwise the error waits for
+                # the last item, without frames: these would keep the function's objects alive.
                 if feed.drained.done():
                     raise
                 return _once_drained(feed, name, error=without_frames(error))
+            # From here on the coroutine that the server runs counts as the running function. `_let_go` ends that, by
+            # the end of the coroutine or when it is freed.
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
             # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
@@ -171,9 +177,12 @@ class Producer:
                     made = self._next(iterator) if steps is None else _in_turn(steps, agent, self._next, iterator)
                 except StopIteration as stop:
                     return stop.value
+                # Without `del`, a function that waits for its reader would keep the tensors of an item that was sent.
                 feed.put(made, weight_of(made))
                 del made
         finally:
+            # This raises GeneratorExit at the `yield` of a function whose stream was closed. It does nothing after the
+            # function's own end.
             try:
                 if isinstance(iterator, Generator):
                     _in_turn(steps, agent, iterator.close)
@@ -182,9 +191,11 @@ class Producer:
 
     async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
         """Run the function on the event loop; return once the last item was sent."""
+        # A second time: the server has stored its own `stop`, which cancels the task, when it has begun this coroutine.
         _end_with_call(feed)
         try:
             await self._drive_to_end(agent, feed, steps, made, name)
+        # Not for CancelledError, which the end of a stream causes: its reader awaits no answer.
         except Exception:
             await completion_of(feed.drained)
             raise
@@ -252,6 +263,7 @@ def _end_with_call(feed: Feed) -> None:
     A generator ends at its next `yield`. If the connection has ended, also cancel a task on the event loop, which might
     never come to one.
     """
+    # Without a lock: `call.stop` is stored and then `call.cancelled` read; a thread that cancels does the reverse.
     call = current_call()
     stop = call.stop
 

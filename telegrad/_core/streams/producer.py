@@ -3,7 +3,8 @@
 A feed belongs to a reading worker and the number that this worker gave the stream. The call that runs the function
 creates the feed, or a pull does that arrives first. Both close it when they are cancelled: the reader has closed or
 dropped the stream, or its connection has ended. The answer to the call is sent after the answer to the pull that
-reports the end of the stream. The feed lives until then.
+reports the end of the stream: the reader cancels its pulls when the call fails, and would lose the last items if the
+error came first. The feed lives until then.
 
 The streams of a reader share limits (`Reader`). Above MOST_KEPT bytes of items that the reader has not requested, its
 functions wait, except a function whose reader waits for an item, which is sent at once. If that pull arrived over a
@@ -56,6 +57,8 @@ class Pull(Signal):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Let the server send the answer, now or once it exists."""
+        # A pull may be answered before the server knows of it: `pull` returns it, and the server adds this callback
+        # then. Until then its answer cannot be sent, so the feed is not drained.
         super().add_done_callback(callback)
         self.feed.will_be_sent()
 
@@ -77,8 +80,12 @@ class Reader:
         self.agent = agent
         self.who = who
         self.name = who.name
-        self.lock = threading.Lock()  # guards all fields below, and the state of this reader's feeds if they say so
-        self.feeds: WeakValueDictionary[int, Feed] = WeakValueDictionary()  # by the numbers of their streams
+        # Guards all fields below, and the state of this reader's feeds if they say so. It is one lock for all feeds,
+        # since an item of one feed may let the function of another continue.
+        self.lock = threading.Lock()
+        # By the numbers of their streams. Weak: the calls and pulls of a stream keep its feed, and nothing else needs
+        # it.
+        self.feeds: WeakValueDictionary[int, Feed] = WeakValueDictionary()
         self.kept = 0  # bytes that were not sent
         self.waiting: dict[Feed, None] = {}  # feeds whose functions wait until less is kept, in order
         self._running = 0  # number of functions
@@ -156,6 +163,7 @@ class Feed:
         self._fed = False  # a call runs the function, or has run it
         self._reader = reader
         self._lock = reader.lock  # guards the supply and all below; some fields of the supply are read without it
+        # The window is known once the call has come (`begin`): a pull may create the feed before.
         self._supply: SendWindow[Pull] = SendWindow(1, MOST_BYTES)
         self._unsent = 0  # pulls that the server does not know so far
         self.on_end: Any = None  # called when a function on the event loop has ended
@@ -177,6 +185,8 @@ class Feed:
 
     def room(self) -> Room | None:
         """Return None if the function may continue; otherwise a signal that is set when it may."""
+        # The check without the lock is the usual case. If it fails, `_go_on` checks again after `_room` was stored, so
+        # room that another thread has made in between is not missed.
         if self._may_go_on():
             return None
         with self._lock:
@@ -197,12 +207,16 @@ class Feed:
     def _go_on(self) -> Callable[[], Any]:
         """With the lock held: return a callback that lets the function continue, now or later; call it unlocked."""
         room, supply, waiting = self._room, self._supply, self._reader.waiting
+        # Also the feed that is continued leaves `waiting`; one that must wait again goes to the end.
         waiting.pop(self, None)
         if room is None or not supply.may_go_on:
             return _nothing
         if self._may_go_on():
             self._room = None
             return room.set_result
+        # The own window has room, so one of two limits holds. No pull waits and too much is kept for this reader:
+        # `_act` continues this feed once less is kept. Or the reader does not read the connection of the pull: continue
+        # when that queue is served again.
         pull = supply.awaited
         if pull is None:
             waiting[self] = None
@@ -220,6 +234,8 @@ class Feed:
 
     def pull(self, number: int, taken: int, queue: WorkQueue) -> Pull:
         pull = Pull(self, queue)
+        # Before the pull is added: this may answer it at once and end the stream, and the feed must not be drained
+        # before the server has sent that answer (`Pull.add_done_callback`).
         with self._lock:
             self._unsent += 1
         self._act(self._supply.pull, number, taken, pull)
@@ -251,6 +267,8 @@ class Feed:
         self._act(self._supply.close)
 
     def _act(self, event: Callable[..., list[Answer]], *args: Any) -> None:
+        # The state changes under the lock; signals are set after it, since their callbacks send answers and run
+        # functions. Answers come before the check whether the feed is drained, which lets the call be answered.
         acts = []
         supply, reader = self._supply, self._reader
         with self._lock:
@@ -280,6 +298,7 @@ def pull(number: int, index: int, taken: int) -> Deferred:
     """Answer once items are available, with all of them and whether they are the last."""
     call = current_call()
     feed = reader().feed(number)
+    # Stored first, then checked: the thread that cancels does the reverse (`_core/calls/cancelling.py`).
     call.stop = feed.close
     if call.cancelled:  # perhaps before there was anything to stop
         feed.close()
@@ -290,6 +309,7 @@ def serve(worker: Worker) -> None:
     readers = worker.attached(Readers)
 
     def on_taken(sender: Identity, taken: Taken) -> None:
+        # Not `feed`, which would create one: the stream may have ended meanwhile.
         feed = readers.of(sender).feeds.get(taken.number)
         if feed is not None:
             feed.take(taken.taken)

@@ -3,6 +3,10 @@
 A stream consists of one long call, which runs the function (`generator_runs.Producer`) and is answered after the last
 item was sent, and of pulls. Pulls are short calls, some of them in flight ahead of the reader. Each is answered once
 items are available, with all of them. Closing the stream cancels all these calls. `flow_control` limits both sides.
+
+Several threads may read one stream. The lock of a stream guards the received items and the list of pulls. It is not
+held while a call is made, which may block, or cancelled, which completes that call's future on this thread: a callback
+of the long call takes the lock.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ T = TypeVar("T")
 MOST_WINDOW = 1 << 31
 WINDOW = 256  # items that a function may be ahead of its reader
 GRACE = 1.0  # seconds in shutdown until streams are closed: another thread may be about to read them
-AHEAD = 2  # pulls in flight while no thread waits
+# Pulls in flight while no thread waits: while the reader processes the answer to one, the next waits at the callee,
+# which sends each item at once.
+AHEAD = 2
 
 _NONE = object()
 
@@ -98,6 +104,7 @@ class Stream(Generic[T]):
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
+        # Its failure is raised to the reader, and is no unretrieved error if the reader has closed the stream.
         self._done.heed()
         producer = Producer(made.function, self._number, window, agent.shares_program(owner.name))
         agent.call_for(self._done, owner, made._replace(function=producer, asked=made.users), 0)
@@ -198,12 +205,14 @@ class Stream(Generic[T]):
             while self._pulls and self._pulls[0].done():
                 self._take_in(self._pulls.popleft())
             if not self._intake.over:
+                # In an autograd context a pull is made only if no item is here (see `__init__`).
                 wanted = AHEAD if self._grad_mode is None else least if self._intake.empty else 0
                 while len(self._pulls) < wanted:
                     made = _Pull(self._ran)
                     begun.append((made, *self._intake.pull()))
                     self._pulls.append(made)
             awaited = self._pulls[0] if self._intake.empty and not self._intake.over else None
+        # A copy of the context, since two threads cannot be in one context at once.
         for made, index, taken in begun:
             self._here.copy().run(self._pull, made, index, taken)
         return awaited
@@ -217,6 +226,7 @@ class Stream(Generic[T]):
             if not (self._intake.over or hasattr(self._done, "failure")):  # else complete, or `_done` has the error
                 # Without its frames: they would keep the reader's frame alive, and with it this stream.
                 self._broken = fresh(error)
+                # On another thread: cancelling completes `_done`, whose callback takes the lock that is held here.
                 self._run_soon(partial(_cancel, [self._ran]))
             self._intake.over = True
 
@@ -230,7 +240,9 @@ class Stream(Generic[T]):
             if raised_by_handler(error):
                 raise
             made.set_exception(error)
-        _cancel_if_failed(self._pulls, self._lock, self._done)  # `_done` may have failed meanwhile
+        # If `_done` has failed while this pull was made, its callback has not found the call, which `made` did not have
+        # yet.
+        _cancel_if_failed(self._pulls, self._lock, self._done)
 
     # Waiting
 
@@ -240,6 +252,8 @@ class Stream(Generic[T]):
         call = awaited.call if isinstance(awaited, _Pull) else None
         with self._waiting():
             if call is not None:
+                # The pull itself has no timeout, since it may be in flight long before a reader waits for it. The
+                # deadline is that of this wait.
                 call.deadline = deadline
                 call.help()
             left = max(0.0, deadline - monotonic()) if self._timeout else -1

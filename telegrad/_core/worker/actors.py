@@ -2,6 +2,16 @@
 
 The order is decided when calls are opened, which happens for each caller in the order of arrival. A waiting call keeps
 its opened arguments, but no thread. Callers are served in turn, one call each.
+
+The server asks `admit` for each opened call of a method. If the actor is idle, the call gets the turn and runs at once.
+Otherwise it is put into the queue of the actor, which exists while a method runs. The end of a turn (`_end`) passes it
+to the next call under the lock, so no call that has just arrived can take it.
+
+A deadlock is a method that waits for a call which leads back to the same actor. Calls carry the hops that they were
+made for, so it is found in either order. If the method waits already when the call arrives, `_enqueue` refuses the
+call. If the call arrived first and the method then starts to wait, `_refuse` finds the call in the queue. No call falls
+between the two checks: the method first adds the hop to `awaited`, and then takes the lock, under which calls are
+enqueued.
 """
 
 from __future__ import annotations
@@ -88,6 +98,7 @@ class _Mark:
 
 def _mark() -> _Mark:
     with _lock:
+        # A callee without actors of its own orders only calls whose names have this prefix.
         methods.kind = TURN
         for each in _all:
             each.arm()
@@ -98,6 +109,7 @@ def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callabl
     """Return a function that creates the turns for a stream of a method; None if the value is no actor."""
     if not hasattr(type(value), _MARK):
         return None
+    # Under the lock, since another thread may add to the set while this one iterates over it.
     with _lock:
         actors = next(each for each in _all if each.agent is agent)
     return lambda: actors.step(value, stream, method)
@@ -198,6 +210,8 @@ class Actors:
 
     def _waits_for_value(self, ref: Id, box: ValueSlot, arrival: Incoming) -> bool:
         with self._lock:
+            # Look for earlier calls before looking whether the value exists: `_has_come` may still be admitting calls
+            # that have waited for it, and this call must not overtake them.
             coming = self._coming.get(ref)
             first = coming is None
             if coming is None:
@@ -257,6 +271,8 @@ class Actors:
         while True:
             with self._lock:
                 coming = self._coming[ref]
+                # In one step with the check, so that a call either is in the queue before it, or finds no queue and a
+                # value.
                 if not coming:
                     del self._coming[ref]
                     return
@@ -327,6 +343,8 @@ class FifoLock:
             try:
                 current.agent().wait_for(before)
             except BaseException:
+                # The threads behind this one wait for its signal, which must still come after that of the thread before
+                # it.
                 before.add_done_callback(lambda _: through.set_result())
                 raise
         try:

@@ -67,6 +67,8 @@ class Batched:
         loop = asyncio.get_running_loop()
         result = loop.create_future()
         modes = Modes.here() if serving.get() is not None else None
+        # Only the thread of this loop uses the entries of this loop, so they need no lock. Entries of a closed loop are
+        # removed, since their timers will never run; `copy` and `pop` are atomic.
         if (loop, modes) not in self._waiting:
             for ended in [each for each in self._waiting.copy() if each[0].is_closed()]:
                 self._waiting.pop(ended, None)

@@ -96,6 +96,7 @@ def forget() -> None:
     for own in list(made):
         own.abandon()
     made.clear()  # otherwise a child of this child would do so again
+    # After `abandon`, which closes descriptors by means of objects that are in frames of the stack, too.
     forks.disable_stack()
     _here.__dict__.clear()
 

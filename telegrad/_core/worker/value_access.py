@@ -84,9 +84,12 @@ class Method:
         try:
             return _finish(function, args, kwargs)
         except ClaimLost as error:
-            error.claim = None  # the method has run
+            # The method has run, and a use of another published value in it has raised this. With its claim, the caller
+            # would take it for the loss of this value, and repeat the call (`RestorableRRef._until_run`).
+            error.claim = None
             raise
 
+    # Pickled by this name in the module. The callee finds it as an attribute of its own `methods`, which makes it then.
     def __reduce__(self) -> str:
         return self.__qualname__
 
@@ -134,6 +137,7 @@ class _Methods:
         return made
 
     def __getattr__(self, attribute: str) -> Method:
+        # Also called for names that pickle and copy look for.
         if not attribute.startswith((_CALL, TURN)):
             raise AttributeError(attribute)
         kind = MethodOfEach if attribute.startswith(_EACH, len(_CALL)) else Method
@@ -160,6 +164,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     here = agent.me.identity
     wanted = [each for each in (*args, *kwargs.values()) if type(each) is RefPlaceholder]
     far = [each for each in wanted if each.owner != here]
+    # All calls are made before the first wait, so the values are fetched at the same time.
     coming = {each: agent.call_async(Identity(*each.owner), fetch, each.id, None) for each in far}
     values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == here}
     values |= {each: future.wait() for each, future in coming.items()}

@@ -69,6 +69,7 @@ class Worker:
 
     def attached(self, make: Callable[[Agent], T]) -> T:
         """Return what `make(agent)` has made for this worker; the first call makes it, under a lock."""
+        # The lock is not reentrant, so `make` must not call this method.
         with self._lock:
             if make not in self._attached:
                 self._attached[make] = make(self.agent)
@@ -123,6 +124,7 @@ class Worker:
             CallTimeout: the others did not want to shut down in time; this worker has left all the same.
             PeerLost: a required worker died or left early; this worker has left all the same. Or it was declared lost.
         """
+        # Told to the others, unless the wait ends in order. An exception leaves it as it is.
         how = "it did not wait for them (graceful=False, a timeout, or an error)"
         try:
             if graceful:
@@ -179,6 +181,7 @@ class Worker:
             act()
         if self.turning is not None:
             self.turning.close()
+        # Before the connections end: the membership must not report that as losses of the others.
         self.membership.close()
         if self.group_ends and how:
             how = OVER
@@ -202,6 +205,7 @@ class Worker:
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
+        # In this order: these methods use the objects that are disabled after them.
         self.agent.abandon()
         self.extensions.each(lambda extension: extension.abandon())
         for part in (*self._attached.values(), self.agent, self.conductor, self.references, self):
