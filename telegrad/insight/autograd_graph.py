@@ -178,6 +178,8 @@ def joined(parts: Mapping[str, WorkerPart]) -> tuple[dict[str, WorkerPart], list
         for number, start in part.sends.items():
             node = part.nodes[start]
             receiver = found.setdefault(node.detail, WorkerPart([], [], {}, {}))
+            # The node is replaced if the receiver knows it, because only the sender knows the name of the function.
+            # Otherwise `end` is the length of the list, and the assignment to the slice appends the node.
             end = receiver.receives.setdefault((sender, number), len(receiver.nodes))
             receiver.nodes[end : end + 1] = [GraphNode(RECEIVE, node.name, sender)]
             messages.append(SentTensor(sender, node.detail, number, start, end, node.name))
@@ -237,6 +239,8 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     parts[here.agent.name], known = look(context_id, elsewhere.pop(here.agent.name, []))
     ahead = known | set(elsewhere)
     with Inside(None):  # these calls must not be recorded in the context
+        # A worker may know only some of the participants. So they are found in rounds: each answer may name further
+        # ones.
         while wave := sorted(ahead - parts.keys() - silent.keys()):
             for name, found in _asked(wave, context_id, elsewhere).items():
                 if isinstance(found, str):
@@ -310,6 +314,7 @@ class GraphWalk:
         """Walk back to all nodes that the added ones depend on."""
         while self._ahead:
             node = self._ahead.popleft()
+            # A receive is the limit of this worker's part: the nodes before it are the sender's.
             for before, _ in node.next_functions if _origin(node) is None else ():
                 if before is not None:
                     self._lead(before, self._places[node])

@@ -1,6 +1,10 @@
 """The rules that find causes in the graph of waits, and the text of each. No I/O.
 
 A text says "it seems" if the cause was inferred from a line of the program, not from state that Telegrad has.
+
+The order of the rules matters. Each rule claims the nodes that it explains, and `_ends`, which describes every node
+from which nothing leads on, leaves the claimed ones out. So threads at a barrier are reported once, with the worker
+that is missing there, and not again as threads that sleep.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class Causes:
     def _cycles(self) -> Iterator[Finding]:
         graph = self._graph
         for nodes in graph.cycles():
+            # The text begins with the call that has waited longest.
             oldest = max(range(len(nodes)), key=lambda at: graph.age(nodes[at]) * (nodes[at].kind == CALL))
             nodes = nodes[oldest:] + nodes[:oldest]
             links = [
@@ -121,14 +126,21 @@ class Causes:
                 yield from self._at_one_line(nodes)
 
     def _at_one_line(self, nodes: list[Node]) -> Iterator[Finding]:
+        # Workers that meet by other means, such as a barrier of torch.distributed, tell Telegrad nothing. But most of
+        # them are at one line, and a few are not. The meeting may also be an object of one worker, which the others
+        # call: then all threads are on that worker, and the callers have arrived. That worker itself need not take
+        # part.
         graph, hosts = self._graph, {node.worker for node in nodes}
-        arrived = hosts  # if all threads serve calls on one worker, the callers
+        arrived = hosts
         if len(hosts) == 1:
             arrived = {graph.serves[node].worker if node in graph.serves else node.worker for node in nodes}
+        # A worker that waits for one of these threads is not missing: they keep it from coming.
         held_up = {node.worker for node in graph.waiting_for(nodes)}
         missing = {*graph.accounts, *graph.gone, *graph.sight.silent} - arrived - held_up
         if len(missing) > 1:
             missing -= hosts
+        # Two threads at one line are no meeting if many workers are elsewhere. A missing worker that computes may still
+        # come, so it is a note.
         if len(arrived) >= 2 and 0 < len(missing) <= len(arrived) // 2:
             at_work = any(
                 thread_state(graph.threads[graph.mains[name]]) == BUSY for name in missing & graph.mains.keys()
@@ -169,6 +181,7 @@ class Causes:
                 how = "by short calls, and more arrive than it can run"
             title = f"All {plural(graph.accounts[name]['slots'], 'slot')} of {name} are taken {how}"
             title += f": {plural(queued, 'call')} wait{'s' if queued == 1 else ''} for one."
+            # Holders that wait for other nodes are no causes: the ends of their chains are findings of their own.
             ends, details = [each for each in holders if not graph.edges(each)], []
             for nodes in self._alike(ends).values():
                 thread = graph.threads[nodes[0]]
@@ -333,6 +346,8 @@ class Causes:
         since = max(map(graph.age, parting), default=0.0)
         gathers = any(graph.wait(node) == GATHER for node in parting)
         done = "reached shutdown's _all_gather" if gathers else "called shutdown"
+        # The state is that of one moment, and a driver between two steps may be asleep. So a recent call, pass or step
+        # counts as work as well. In a dynamic group workers do not wait for each other's shutdown.
         at_work = graph.awaits[main] or thread["wait"] is not None or thread_state(thread) == BUSY
         if at_work or account["idle"] < min(since, LULL) or account["size"] is None:
             title = (
@@ -360,6 +375,8 @@ class Causes:
     ) -> Finding:
         graph = self._graph
         self._causes.update(causes)
+        # The nodes of a cycle are described in it. Otherwise a call that is a cause is listed among the waits, too,
+        # because the line of its caller is there.
         in_circle = kind.endswith("deadlock")
         apart = {node for node in causes if node.kind != CALL or in_circle}
         waiters = [node for node in graph.waiting_for(causes) if node not in apart]

@@ -165,6 +165,7 @@ def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
     for (caller, callee, number), calls in _by(events, kinds.CALLED, "to", "number").items():
         runs = ran.get((callee, caller, number))
         for call in calls if runs else ():
+            # Calls are counted anew for each incarnation of a worker, so several runs may have the number.
             run = min(runs, key=lambda run: abs(run["ts"] - call["ts"]))  # type: ignore[arg-type]
             yield "call", call, run
             # Not if only the caller has a failure: it did not get this response.
@@ -222,6 +223,7 @@ class _Writer:
             begin, end = (self._nanoseconds(one.clock.to_reference(time)) for time in (begun, ended))
             name = (title.format_map(args) or kind) + (f" ({args['failure']})" if args.get("failure") else "")
             event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": 0, "ts": begin}
+            # At least one nanosecond, since an event without a duration becomes an instant, to which no arrow can lead.
             tracks[track].append(event | {"dur": max(end - begin, int(kind in LASTING)), "args": args})
         for track, own in tracks.items():
             own.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -249,6 +251,8 @@ class _Writer:
         """Write an arrow that does not go back in time: if the clocks disagree, move it within its slices."""
         if start["ph"] != "X" or end["ph"] != "X":
             return
+        # An arrow belongs to the slice in which its time is. The end of a slice is no longer in it, so an arrow from
+        # there is a nanosecond earlier.
         at = start["ts"] + (start["dur"] - 1 if name in FROM_END else 0)
         to = end["ts"] + (end["dur"] - 1 if name in TO_END else 0)
         if to < at:
@@ -275,6 +279,8 @@ class _Writer:
             if thread not in tids:
                 tids[thread] = self._thread(pid, f"torch: {names.get(thread) or ' '.join(map(str, thread))}")
             at = self._nanoseconds(begun)
+            # The numbers of threads and arrows are unique within one profile only, and the file has those of all
+            # workers.
             moved = {**event, "pid": pid, "tid": tids[thread], "ts": at}
             if "dur" in event:
                 moved["dur"] = self._nanoseconds(ended) - at
@@ -346,6 +352,8 @@ class ClockOffset(NamedTuple):
 
 def estimate(exchanges: Sequence[Exchange], how: str = MEASURED) -> ClockOffset:
     """Return the offset of the other clock from the asking worker's clock. At least one exchange is needed."""
+    # The best exchange of the first half of the time, and of the second. Each says within which bounds the offset was
+    # then.
     sent = [each.sent for each in exchanges]
     middle = (min(sent) + max(sent)) / 2
     uncertainty = attrgetter("uncertainty")

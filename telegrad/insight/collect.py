@@ -75,6 +75,8 @@ class ClockComparison:
 
     def look(self) -> None:
         """Read all clocks, and repeatedly exchange times with one worker of each other clock."""
+        # All workers whose clocks have the same id need one comparison. If the worker that is asked fails, the next one
+        # with that clock is asked.
         readings = _from_all(self.names, clock_reading)
         self.times = {name: time for name, (time, _) in readings.items()}
         self._clocks |= {name: clock for name, (_, clock) in readings.items()}
@@ -121,10 +123,12 @@ _running: list[profiler.profile] = []  # at most one
 @known_as("telegrad.insight.trace")
 def begin_profile() -> bool:
     """Start torch's profiler on this worker; return False if a profiler runs already. Called remotely."""
+    # The profiler is one of the process. The lock is held while it starts, which takes about a second the first time: a
+    # second trace at the same time must find it running.
     with _lock:
         if _running or profiling.enabled():
             return False
-        # all threads, because calls run on any of them
+        # By default torch's profiler does not record all threads. Calls run on any thread of the agent.
         running = profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
         running.start()
         _running.append(running)
@@ -149,6 +153,9 @@ def end_profile() -> bytes:
 
 
 def _make_marks() -> None:
+    # torch's profiler has a clock of its own. The name of a mark has the time of `perf_counter` right before the region
+    # begins, so each two consecutive marks are an exchange (`offset_of_profile`). Of several, the one with the least
+    # uncertainty counts: a thread may lose the processor between the two readings.
     for _ in range(MARKS):
         with record_function(chrome_trace.mark(perf_counter())):
             pass
@@ -189,6 +196,8 @@ class tracing:  # noqa: N801 - used like a function
         self._comparison.look()
         if self._profile:
             began = _from_all(self._comparison.names, begin_profile, 60)
+            # Only these are ended later: a profiler that was running already belongs to the program, or to another
+            # trace.
             self._profiled = [name for name in began if began[name]]
         self._after = self._comparison.times
         return self

@@ -117,7 +117,9 @@ class GroupHistory:
         accounts = {account["worker"]: account for account in sight.accounts}
         for name, account in accounts.items():
             process = account["host"], account["pid"]
-            if self._shifts.get(name, ("",))[0] != process:  # a new process has a new clock
+            # Measured once for each process: the difference of its two clocks, so that times of events do not jump when
+            # the wall clock is set. A new process may have another `perf_counter`.
+            if self._shifts.get(name, ("",))[0] != process:
                 self._shifts[name] = process, account["time"] - account["clock"] - self.epoch
                 self._after[name] = account["clock"] - SECONDS
             rate = rates.get(name, Rate(0, 0, 0))
@@ -138,6 +140,8 @@ class GroupHistory:
                     if kind in (CALLED, RAN) and rest[2].startswith(OWN):
                         continue
                     kept[kind].append((kind, begun + shift, ended + shift, *rest))
+                    # The first query of a worker returns the events of a minute. Only those since the previous query
+                    # count here, as the sum is divided by the time between the two queries.
                     failed += kind == CALLED and bool(rest[-1]) and ended + shift > self.now - self._pause
                 if self._pause > 0 and worker in self._series:
                     self._series[worker].newest[FAILED] += failed / self._pause
@@ -157,6 +161,8 @@ class GroupHistory:
                 latest = takewhile(lambda event, since=now - seconds: event[2] >= since, reversed(own))  # type: ignore[misc]
                 found = list(islice(latest, most))
                 events[worker] += found
+                # Older events of this kind were left out. Rates must be taken over the span that is complete for all
+                # workers and kinds.
                 if len(found) == most:
                     window = min(window, max(now - found[-1][2], 1e-3))
         return Recent(events, window)
@@ -180,6 +186,8 @@ class GroupHistory:
             both += [((caller, name), count) for caller, count in come.items()]
             for edge, count in both:
                 calls[edge] = max(calls[edge], count)
+        # Sender and receiver count the same bytes, at different moments, and one of them may not answer. So the larger
+        # number is taken, as above.
         for old, new, seconds in self._pairs():
             known = _edges(old)
             for edge, count in _edges(new).items():
@@ -334,6 +342,7 @@ def gantt(events: Events) -> dict[str, Any] | None:
                 batches[batch].append(bar)
     if not batches:
         return None
+    # A batch that is still under way has fewer actions than those before it.
     latest = sorted(batches.items(), key=lambda item: -max(bar["ended"] for bar in item[1]))[:3]
     batch, bars = max(latest, key=lambda item: len(item[1]))
     bars.sort(key=lambda bar: (bar["begun"], bar["worker"]))
@@ -380,6 +389,8 @@ def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float)
         if end > begun and start < ended:
             rank = SHARES.index(share)
             changes += [(max(start, begun), 1, rank), (min(end, ended), -1, rank)]
+    # At each moment the first share in the order of SHARES counts that has a span there. So a forward pass that is part
+    # of a served call counts as forward, and a call that waits while this worker computes does not count.
     changes.sort()
     going = [0] * len(SHARES)
     spent = [0.0] * len(SHARES)
@@ -416,6 +427,8 @@ def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
         begun, ended = event[1], event[2]
         row = next((row for row, span in enumerate(last) if span is None or begun >= span.ended), rows - 1)
         fresh, before = Span(row, begun, ended, 1, event[5], event[3], event[-1]), last[row]
+        # If each row has a call at that time, the call goes into the last row although it overlaps, and is merged
+        # there. The merged span takes the name of its longest call.
         if before is not None:
             is_short = before.calls > 1 or before.ended - before.begun < least
             if begun < before.ended or (is_short and max(ended - begun, begun - before.ended) < least):

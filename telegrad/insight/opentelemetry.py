@@ -104,6 +104,8 @@ class SpanTracer:
                 result = function(*args, **kwargs)
             if type(result) is CoroutineType:
                 return span.around(result)
+            # The same distinction as in `Server._serve`: a future is the end of the call only if the function was
+            # marked by `async_execution` (or is a `Deferred`). Any other future is a value like others.
             future = result.future if type(result) is Deferred else result
             if isinstance(future, torch._C.Future | Signal) and (future is not result or hasattr(function, ASYNC_MARK)):
                 span.end_with(future)
@@ -187,7 +189,9 @@ class CallSpan(Attached):
 
     def _done(self, future: Any) -> None:
         failure: Any = getattr(future, "failure", None)
-        if hasattr(failure, "kind"):  # of a future of this package, which is not to count as seen
+        # A future of this package has its failure as text. `wait` would mark the failure as retrieved, and an error
+        # that the program never retrieves would not be logged.
+        if hasattr(failure, "kind"):
             self._fail(failure.kind, failure.text)
         else:
             try:

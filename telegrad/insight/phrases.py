@@ -42,7 +42,9 @@ WEIGHTS = {
 
 FEW = 4  # waits or names that are listed individually
 INDENT = "    "  # of a source line below the sentence about it
-# Matches lines that may block; other lines wait at most for the interpreter's lock.
+# Matches lines that may block: calls, attributes, items, and some statements. Any other line, such as `while True:`,
+# can wait for nothing but the interpreter's lock. A thread in a loop, with another one that takes turns with it, is
+# asleep in the kernel for much of the time, and counts as busy nevertheless.
 _MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")
 _SLEEPS = re.compile(r"\bsleep\(")
 _INNER = ("/threading.py:", "/queue.py:", "/concurrent/futures/")
@@ -100,6 +102,7 @@ def thread_state(thread: ThreadState) -> str:
     """Return the state of a thread that is in no wait of this package."""
     text = thread["at"]["text"] if thread["at"] is not None else ""
     innermost = thread["stack"][-1] if thread["stack"] else ""
+    # A lock first: such a line contains a call or a `with`, and would fit other rules as well.
     if lock_of(thread) is not None:
         return LOCKED
     if thread["asleep"] is False or (is_innermost(thread) and not _MAY_SLEEP.search(text)):

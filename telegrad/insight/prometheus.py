@@ -137,6 +137,7 @@ class EventCounters:
         return found
 
     def _find(self, key: tuple[Any, ...]) -> Histogram:
+        # Raw values, such as the name of a function with its object, have no bound, unlike labels.
         if len(self._found) >= MOST_FOUND:
             self._found.clear()
         kind, *values = key
@@ -178,6 +179,7 @@ class RegisteredCollector(Collector):
                 "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
                 "pass another registry"
             ) from None
+        # Last, so that nothing is counted if the registry refuses this collector.
         events.add(self.counters)
 
     def close(self) -> None:
@@ -185,9 +187,14 @@ class RegisteredCollector(Collector):
         self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
+        # `registry.register` calls this for the names of the metrics. The default registry collects a collector without
+        # it instead, which here would walk the stacks of all threads. The metrics of events suffice to find that a
+        # registry has this collector already.
         return self._of_events()
 
     def collect(self) -> Iterator[Metric]:
+        # The families are built as a whole under the lock, so that the counts are of one moment. The lock is released
+        # before the state is collected, which takes longer: each event of any thread needs the lock.
         with self.counters.lock:
             families = list(self._of_events())
         try:
@@ -295,6 +302,7 @@ class ServedMetrics(RegisteredCollector):
 
     def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
+        # If the port cannot be served, the registration is undone, so that another attempt finds the registry free.
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
             self._server = BoundedServer(str(address), port, _MetricsHandler.factory(registry))

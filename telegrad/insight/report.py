@@ -45,6 +45,8 @@ class Report:
 
     def __init__(self, sight: GroupSnapshot, long: float = LONG) -> None:
         self._sight, self._graph = sight, WaitGraph(sight, long)
+        # The last two rules depend on what the others have found: they name only workers that no finding names, and a
+        # difference of generations is a note unless something waits.
         found = [*Causes(self._graph).find(), *joining(self._graph)]
         found += list(unanswered(self._graph, found))
         found += list(generations(self._graph, found))

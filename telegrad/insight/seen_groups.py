@@ -102,6 +102,8 @@ class HostGroup:
         }
 
     def look(self) -> GroupSnapshot:
+        # The workers of this host are asked by their own sockets, which works also for workers that have not joined or
+        # are declared lost. Only the other members are asked through one of them.
         told = ask_all(self._places, ACCOUNT, None, PATIENCE)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, WorkerState] = {each["worker"]: each for each in answered}
@@ -120,6 +122,8 @@ class HostGroup:
         return _sight(accounts_told, silent, [place.worker for place in told])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        # Any worker can ask the whole group. Those that have answered last time come first, because a silent one costs
+        # the whole OF_ALL.
         for place in sorted(self._places, key=lambda each: each in self._silent):
             told = ask_all([place], GROUP_EVENTS, dict(after), OF_ALL)[place]
             if isinstance(told, dict):
@@ -236,6 +240,9 @@ def inspect(pid: int, stacks: int) -> str:
     later = state_of(pid)
     if later is None:
         return "its process has ended"
+    # The debug server has a thread of its own, which needs only the interpreter. So a process that runs and does not
+    # answer has a thread that holds the interpreter: in a computation if it uses a processor, else in a blocking call
+    # in C.
     does = "is busy" if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK") else "sleeps"
     return f"its process ({pid}) {does}, and one of its threads holds the interpreter{where}"
 
@@ -257,16 +264,21 @@ def stacks_of(pid: int, descriptor: int) -> str:
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         found = os.stat(path)
+        # The worker closes this file when Telegrad no longer handles the signal, and the descriptor may then be another
+        # file. Without a handler the signal would end the process. `reporting/dump.py` makes the file, with this name.
         if os.readlink(path) != _STACKS or not stat.S_ISREG(found.st_mode):
-            return ""  # the program no longer handles this signal with Telegrad
+            return ""
         before = found.st_size
         os.kill(pid, signal.SIGUSR2)
+        # faulthandler does not tell when it has written all. The file is taken as complete once it has grown, and has
+        # the same size 10 ms later.
         until = time.monotonic() + WRITING
         size, seen = before, -1
         while time.monotonic() < until and (size == before or size != seen):
             seen = size
             time.sleep(0.01)
             size = os.stat(path).st_size
+        # O_NONBLOCK, because the descriptor may have become a FIFO since the check, whose opening would wait.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             file.seek(before)
             return file.read(MOST_OF_STACKS).decode(errors="replace")

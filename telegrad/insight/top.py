@@ -185,8 +185,10 @@ ALL = (WORKERS, FUNCTIONS, CALLS_OUT, CALLS_IN, THREADS, PEERS, PASSES, KINDS, L
 
 def of_group(history: GroupHistory) -> list[Table]:
     """Return the tables of workers and of their recently called functions."""
+    # If events were left out, the first query tells which span is complete. The second one has the events of that span
+    # for all workers, so that rates are comparable.
     _, window = history.recent(WINDOW)
-    recent, _ = history.recent(window)  # the same span for all workers, if events were left out
+    recent, _ = history.recent(window)
     accounts, rates = history.sight.accounts, history.rates()
     rows = []
     for account in accounts:

@@ -2,6 +2,12 @@
 
 An edge points from a node to the node it waits for. Some edges are guesses, from the line that a thread executes. A
 node without edges is the cause of all waits that lead to it, and a cycle is a deadlock.
+
+Workers report facts only: calls with the threads that wait for them or run them, the lines of threads, waits of this
+package. A call is identified by its caller, its number and its callee, so the reports of both sides fit together. A
+wait that no worker knows, such as for a lock, is guessed from the line of the thread. A guess needs evidence, because a
+wrong holder of a lock misleads more than an unknown one. The reports are not of the same moment: a node may be missing
+in one of them.
 """
 
 from __future__ import annotations
@@ -166,6 +172,7 @@ class WaitGraph(GroupIndex):
         super().__init__(sight)
         self.long, self._young = long, long / 2
         self._edges: dict[Node, list[Edge]] = {}
+        # Before the first use of `edges`, which needs it for threads in shutdown.
         self._late = self._not_in_shutdown()
         self.starts = self._long_waits()
         self.nodes = search(self.starts, lambda node: [edge.to for edge in self.edges(node)])
@@ -191,6 +198,9 @@ class WaitGraph(GroupIndex):
 
         One free slot is enough, so a worker's slots are blocked only if all threads that hold them are.
         """
+        # First all nodes are removed that have a way out: a node without an edge to a blocked node, and slots of which
+        # one holder is not blocked. Removing a node may free others, so this repeats until none is free. The nodes that
+        # are left cannot go on: they are those of deadlocks, and those that wait for these.
         blocked = dict.fromkeys(self.nodes)
 
         def following(node: Node) -> list[Node]:
@@ -209,6 +219,9 @@ class WaitGraph(GroupIndex):
         found = []
         while blocked:
             start = next(iter(blocked))
+            # `search` goes by breadth, so the way from `start` back to itself is a shortest one. The nodes that `start`
+            # reaches and that reach it are removed with it, because they belong to the same deadlock. A node that only
+            # leads to a cycle does not reach itself, and is removed alone.
             before = search(following(start), following)
             way, lot = [start], {start}
             if start in before:
@@ -223,9 +236,12 @@ class WaitGraph(GroupIndex):
     # Long waits
 
     def _long_waits(self) -> list[Node]:
+        # Calls of workers that do not answer are known from their callees only.
         strangers = (call for call in self.calls_in if call.worker not in self.accounts)
         calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
         threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
+        # A pass for which a thread waits is reached from that thread, and shown below it. `backward_async` has passes
+        # without one.
         waited_for = {edge.to for thread in threads for edge in self.edges(thread)}
         passes = [node for node, each in self.passes.items() if node not in waited_for and each["age"] >= self.long]
         return [*calls, *threads, *passes]
@@ -235,6 +251,8 @@ class WaitGraph(GroupIndex):
         thread, age = self.threads[node], self.age(node)
         wait = thread["wait"]
         if wait is not None:
+            # A thread that serves, or that joins, is no start: the former waits for no worker, and `report.joining`
+            # examines the workers that join.
             known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
             return wait["what"] not in ("init_rpc", "store", "serve") and (age >= self.long or not known)
         if node not in self.serves and any(
@@ -264,7 +282,9 @@ class WaitGraph(GroupIndex):
         if callee is None:
             return [Edge(Node(WORKER, call.to), "call")]
         is_full = callee["busy"] >= callee["slots"]
-        if came is None:  # the callee lists only some of many queued calls
+        # Of many similar calls the callee lists only some (`reporting.listed`). A call that it does not list is taken
+        # to be queued if others of the same caller are; otherwise it is under way.
+        if came is None:
             queued = (each["caller"] for each in callee["calls_in"] if each["state"] == states.QUEUED)
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full and call.worker in queued else []
         if came["state"] == states.QUEUED:
@@ -289,6 +309,8 @@ class WaitGraph(GroupIndex):
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
         served = self.serves.get(node)
+        # User code waits for something that Telegrad does not know: perhaps for the future of a call, or for another
+        # thread of the program.
         if wait is None:
             text = at["text"] if at is not None else ""
             hopeful = thread["name"] == states.COROUTINE or _WAITS_FOR_FUTURES.search(text)
@@ -298,11 +320,13 @@ class WaitGraph(GroupIndex):
         if what == "backward":
             passes = [each for each in self.passes if each.worker == me]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
+        # A reference of this worker has no value yet. The call that is to create it is one of those that run here.
         if what == "value" and set(wait["on"]) <= {me}:
             return [Edge(call, "value", True) for call in self.came(me, states.RUNNING) if call != served]
         if what == "room":
             out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
             return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
+        # "future", and waits that are announced to users under the name of a function.
         if what not in (*_FOR_WORKERS, *AT_REST):
             return _guesses("future", self._unattended(me, served)) or _guesses("thread", self._aside(node))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
@@ -362,11 +386,15 @@ class WaitGraph(GroupIndex):
     def _unattended(self, name: str, served: Node | None) -> list[Node]:
         """Return a worker's calls for which no thread waits, and which the function of its call `served` can have made;
         a coroutine or a future may wait for them."""
+        # A function cannot have made a call that is older than its own run.
         since = self.calls_in[served]["age"] + 0.1 if served is not None else float("inf")
         calls = [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since]
         if served is None or served.worker != name:
             return calls
-        return [call for call in calls if call.to != name or call.number > served.number]  # numbers show the order
+        # A worker that calls itself: its outgoing calls contain `served` itself, for which no thread may wait. The
+        # function does not wait for its own end. Numbers of calls to the same worker grow, so later ones can be of the
+        # function.
+        return [call for call in calls if call.to != name or call.number > served.number]
 
     def _aside(self, waiter: Node) -> list[Node]:
         """Return the threads of the program that wait for calls, and those of this package that run user code outside
@@ -387,6 +415,9 @@ class WaitGraph(GroupIndex):
         lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
         if lock is None or at is None:
             return []
+        # The rules, from the strongest evidence to the weakest: a thread inside of a `with` of the same name, and among
+        # these one that itself waits for this thread; a thread that waits for this one; a thread in code of the same
+        # file.
         others = [
             other
             for other in self.threads_of[node.worker]
@@ -395,9 +426,12 @@ class WaitGraph(GroupIndex):
             if f"{lock}.wait" not in thread["at"]["text"]  # it waits to be notified, without the lock
         ]
         inside = [each for each in (*others, node) if lock in self.threads[each].get("holds", [])]
+        # Only this thread is inside of such a `with`: it seems to take a lock twice that is not reentrant.
         if inside == [node]:
             return _guesses("lock", inside)
         holders = [other for other in others if other in inside]
+        # By `_direct` and not by `edges`, which would call this method for other threads at locks, and these for this
+        # one.
         waiting = [
             other for other in others if node in search([other], lambda each: [edge.to for edge in self._direct(each)])
         ]
@@ -405,6 +439,7 @@ class WaitGraph(GroupIndex):
         file = f"{library['file'] if library else at['file']}:"
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
         guesses = [other for other in holders if other in waiting] or holders or waiting or near
+        # If more threads than that could hold it, none is named.
         return _guesses("lock", guesses) if len(guesses) <= MOST_GUESSES else []
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
@@ -434,6 +469,8 @@ def lock_of(thread: ThreadState) -> str | None:
         return None
     if library := _LIBRARY_LOCK.search("".join(thread["stack"][-1:])):
         return "logging's" if "logging" in library["file"] else "Python's, for an import"
+    # The line of the user's program may also call a function that blocks for another reason. It waits for the lock only
+    # if the thread is in the line itself (a lock in C), or in the library's code for locks.
     found = _LOCK.search(at["text"])
     here = is_innermost(thread) or not thread["stack"] or _OF_LOCKS.search(thread["stack"][-1])
     return (found["with"] or found["name"]) if found and here else None

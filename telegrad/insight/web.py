@@ -75,6 +75,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Stop listening, and wait for the thread to end. In a forked child, only close the child's socket."""
+        # A forked child has no such thread, for which `shutdown` would wait forever.
         if self._thread is not None and self._depth == forks.process.depth:
             self.shutdown()
             self._thread.join()
@@ -102,11 +103,13 @@ class BoundedServer(ThreadingHTTPServer):
 
     def _end(self, sock: socket.socket) -> None:
         """Make reads and writes of the connection's thread fail. The caller holds the lock."""
+        # `shutdown` and not `close`: the thread still uses the descriptor, whose number another file could get.
         del self._ends[sock]
-        with contextlib.suppress(OSError):  # its thread has just closed it
+        with contextlib.suppress(OSError):  # the client has gone
             sock.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
+        # Removed before it is closed, so that `_end` shuts down only connections that are open.
         with self._lock:
             self._ends.pop(request, None)
         super().shutdown_request(request)
@@ -142,7 +145,8 @@ class Dashboard:
         self._shown: dict[float, dict[str, Any]] = {}  # snapshots since the last query, by span
         self._next = 0.0  # when the group may be queried again
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
-        # Browsers share cookies between the ports of a host.
+        # Browsers share cookies between the ports of a host, so the name differs for each dashboard. The value is a
+        # digest: the token itself does not stay in the browser's store.
         self.cookie: tuple[str, str] = (f"telegrad-{digest[:12]}", digest)
         self._host = host
         try:
@@ -176,6 +180,7 @@ class Dashboard:
         with self._lock:
             self._ask()
             sight = self._history.sight
+        # Without the lock: a snapshot is not changed later, and viewers need not wait for the report of a large group.
         try:
             return self._why(sight)
         except Exception as error:

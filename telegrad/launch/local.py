@@ -1,4 +1,9 @@
-"""`telegrad.local`: workers on this host that end with the program that starts them."""
+"""`telegrad.local`: workers on this host that end with the program that starts them.
+
+The standard input of each worker is a pipe from this process. The kernel closes it when this process ends for any
+reason, also by SIGKILL, and the worker then ends itself (`worker_command.py`). Three threads serve each worker: two
+forward its output, and one waits for the end of its process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +55,10 @@ _WORKERS = (
 )
 LAST_LINES = 20  # of a worker's output that could not be printed, in an error message
 MOMENT = 0.05  # seconds after the end of its connections for a process to end
-GRACE = 5.0  # seconds for a worker to end by itself, and to read its last output
+# Seconds for a worker to end by itself, and to read its last output. It must be longer than `worker_command.GRACE`,
+# after which a worker whose input was closed ends itself. Only a worker whose interpreter is blocked, or that takes
+# long to end, gets a signal.
+GRACE = 5.0
 
 log = logging.getLogger("telegrad")
 
@@ -64,10 +72,12 @@ class LocalGroup:
         of_environment()  # raise for an unusable key there, although this group makes its own key
         roles = _roles(workers, driver)
         programs.check_not_imported("telegrad.local")
-        if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
+        # A process that is in a group has imported this module. The import here would import torch, which takes
+        # seconds, and `_join` does that while the workers start.
+        if "telegrad._core.start.life" in sys.modules:
             from telegrad.ext.starting import check_free
 
-            check_free()  # before anything is started
+            check_free()
         self.names: list[str] = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
@@ -78,12 +88,15 @@ class LocalGroup:
         self._workers: list[_Worker] = []
         main = programs.find("")
         programs.hosts = main.guarded
+        # The socket of the store is bound before the workers start, since they are told its port. torch's store takes
+        # it over once torch is imported. Until then the connections of workers wait in its queue.
         host = loopback()
         with (
             translate_error("telegrad.local", RendezvousError),
             socket.create_server((host, 0), family=family_of(host)) as listener,
         ):
-            check_open_files()  # torch's store would raise another error
+            # With too few descriptors left torch's store would hang or end the process.
+            check_open_files()
             host, port = listener.getsockname()[:2]
             options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
             options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]
@@ -109,6 +122,10 @@ class LocalGroup:
 
         size = 1 + len(self.names)
         store = SealedStore(serve_on(listener)[0], Keyring([self.key]))
+        # A worker may have ended before there was a store. Its thread (`_ended`) and this one take the same lock:
+        # either that thread finds the store and calls the group off there, or this thread finds `_called_off` and does
+        # it. Otherwise `enter_group` below would wait for the dead worker until its timeout. `call_off` waits for the
+        # answer of a store in this process while the lock is held.
         with self._lock:
             self._store = store
             if self._called_off:
@@ -122,17 +139,22 @@ class LocalGroup:
         )
         assert current.worker is not None
         current.worker.group_ends = True
+        # From here on `_ended` logs a loss instead of calling the group off. It reads `_agent` without the lock, after
+        # it has seen `_formed` under it.
         with self._lock:
             self._agent, self._formed, self._store = current.worker.agent, True, None
         self._agent.word_losses(self._loss)
 
     def _ended(self, worker: _Worker, code: int) -> None:
+        # Called by the thread that waits for this worker.
+        # `_closed` is stored before the first worker is asked to end, so an intended end is no loss.
         if self._closed:
             return
         how = f"ended with {describe_exit(code)}"
         with self._lock:
+            # Only the first end is reported: workers that join fail once the group is called off, and end as well.
             if self._called_off:
-                return  # the error tells of the first
+                return
             if not self._formed:
                 lines = "".join(f"\n    {line}" for line in worker.unprinted)
                 said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
@@ -147,6 +169,8 @@ class LocalGroup:
 
     def _loss(self, who: Any, why: str) -> str:
         """Return how the process of a lost worker has ended; `why` if it goes on."""
+        # The kernel closes the connections of a process before its parent can wait for it. So the agent reports the
+        # loss a little before the exit code is known.
         worker = self._workers[self.names.index(who.name)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"worker {who.name!r} was lost: its process ended with {describe_exit(worker.process.wait(MOMENT))}"
@@ -179,6 +203,7 @@ class LocalGroup:
     def _end_workers(self) -> None:
         self._closed = True
         programs.hosts = False
+        # All inputs are closed before the first wait, so that the workers end at the same time.
         for worker in self._workers:
             worker.begin_end()
         with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
@@ -193,7 +218,9 @@ class LocalGroup:
         return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver, level=logging.INFO))
 
     def _at_exit(self) -> None:
-        self.shutdown(graceful=not hasattr(sys, "last_type"))  # `last_type` is set by an uncaught exception
+        # The interpreter sets `last_type` for an uncaught exception. As in `__exit__`, a program that has failed ends
+        # its workers at once.
+        self.shutdown(graceful=not hasattr(sys, "last_type"))
 
     def __enter__(self) -> Self:
         return self
@@ -220,12 +247,15 @@ class LocalGroup:
         return f"<telegrad.local: {', '.join(self.names)}; {state}>"
 
 
+# For forked children only. Weak, because a group that has ended needs nothing in a child.
 _groups: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
 
 
 @in_child
 def _disown_workers() -> None:
     """Close the inputs of the workers in a forked child, because they must not wait for its end."""
+    # A worker reads the end of its input only when no process has the other end of the pipe. A child that outlives this
+    # program would keep the workers alive. The child must not end the group at its exit either.
     for group in list(_groups):
         atexit.unregister(group._at_exit)
         group._closed = True
@@ -238,7 +268,10 @@ class _Worker:
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
         self.unprinted: deque[str] = deque(maxlen=LAST_LINES)
-        self._mark = os.urandom(16).hex().encode()  # ends its output, as its children may hold the pipes
+        # The end of the output cannot be the end of the pipe: processes that the worker has started inherit the pipe,
+        # and may live on. So this process keeps the writing ends, too, and writes this mark there once the worker has
+        # ended. It is random, so that no program prints it.
+        self._mark = os.urandom(16).hex().encode()
         pipes: list[int] = []
         try:
             pipes += os.pipe()
@@ -255,7 +288,10 @@ class _Worker:
             for end in pipes:
                 os.close(end)
             raise
-        with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
+        # The key goes through the pipe: other programs can read arguments, and programs print their environment. The
+        # pipe has room for the line, so the write does not wait for the worker. It fails if the worker has ended
+        # already, which `_watch` reports.
+        with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.write(group.key + b"\n")
             self.process.stdin.flush()
@@ -272,6 +308,7 @@ class _Worker:
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+        # A stopped process would not read the end of its input. By default the signal has no effect on one that runs.
         if hasattr(signal, "SIGCONT"):
             self.process.send_signal(signal.SIGCONT)
 
@@ -298,7 +335,10 @@ class _Worker:
         with os.fdopen(pipe, "rb", buffering=0) as output:
             while not ended:
                 data = piece = output.read(LONGEST)
-                ended = self.process.returncode is not None  # then the mark is in the pipe, or will be at once
+                # `returncode` is read after the output: `_watch` writes the mark after `wait` has set `returncode`, so
+                # data that was read before cannot contain a part of the mark. If it is set, the mark is in the pipe or
+                # follows at once, and reading up to it does not block for long. The mark may be split over two reads.
+                ended = self.process.returncode is not None
                 while ended and piece and self._mark not in data:
                     data += (piece := output.read(LONGEST))
                 now = monotonic()
@@ -313,15 +353,21 @@ class _Worker:
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
                 out.flush()
-            except Exception:  # the stream belongs to the program, which may have closed it
+            # The stream belongs to the program, which may have closed it or replaced it by any object. This thread must
+            # continue to read: the worker would block in a write once its pipe is full.
+            except Exception:
                 self.unprinted.append(line)
 
     def _watch(self, group: LocalGroup, pipes: list[int]) -> None:
         code = self.process.wait()
         for pipe in pipes:
-            with contextlib.suppress(OSError), os.fdopen(pipe, "wb", buffering=0) as output:  # no reader
-                while output.write(self._mark) is None:  # full, and non-blocking since the process made it so
+            # An OSError means that no thread reads any more.
+            with contextlib.suppress(OSError), os.fdopen(pipe, "wb", buffering=0) as output:
+                # `write` returns None if the pipe is full and does not block. O_NONBLOCK belongs to the open file,
+                # which this process shares with the worker and its children, and any of them may have set it.
+                while output.write(self._mark) is None:
                     sleep(MOMENT)
+        # The last output is printed, or in `unprinted`, before the end is reported: the error quotes it.
         for pump in self._pumps:
             pump.join(GRACE)
         group._ended(self, code)
@@ -364,5 +410,7 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
 
 def _environment(workers: int) -> dict[str, str]:
     """Return the workers' environment: they can import what this process can, and share its cores."""
+    # An empty entry means the current folder of a process. The workers get the folder by name, as they might change
+    # theirs.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return child_environment({**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})

@@ -41,6 +41,8 @@ class LineBuffer:
             self._rest = b""
         if not self._rest:
             self.due = inf
+        # The time counts from the first byte of the incomplete line. It is not extended by further bytes, or else a
+        # progress bar that is updated more often than once in PATIENCE would not be shown before its end.
         elif whole or self.due == inf:
             self.due = now + PATIENCE
         return [_seen(line) for line in whole]
@@ -83,6 +85,7 @@ class Output:
         with contextlib.suppress(OSError):  # the disk is full: the other workers must not end because of it
             file = self._files.get(name)
             if file is None:
+                # Unbuffered, so that the file has all that was read also if this process is killed.
                 file = self._files[name] = create(self.path(name)).detach()
             file.write(data)
 
@@ -121,7 +124,10 @@ def _fresh(folder: str) -> Path:
         except FileExistsError:
             if number == MOST_ALIKE - 1:
                 raise
-    with contextlib.suppress(OSError):  # the system has no links, or `latest` belongs to another user
+    # The link is made under another name and renamed, which replaces an older `latest` in one step. The name is random
+    # because another user could create a predictable one first. An OSError: the system has no links, or `latest`
+    # belongs to another user.
+    with contextlib.suppress(OSError):
         fresh = above / f".latest-{secrets.token_hex(8)}"
         fresh.symlink_to(own.name)
         fresh.replace(above / "latest")

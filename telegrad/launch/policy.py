@@ -17,7 +17,7 @@ the workers that do not serve; the others end after them. A second signal kills 
 to end at once.
 
 Events take the current time and return actions. `due` is when to call `look`; `code` is the exit code once all have
-ended.
+ended. There is no I/O and no clock here, so `tests/supervision/test_policy.py` can simulate thousands of runs.
 """
 
 from __future__ import annotations
@@ -238,6 +238,8 @@ class _RestartBudget:
             return None
         self._failures.append(now)
         self._quick = 1 if now - begun >= LONG else self._quick + 1
+        # The pause counts from the start of the failed run, so a worker that took longer than the pause to fail is
+        # restarted at once.
         return max(now, begun + PAUSES[min(self._quick, len(PAUSES)) - 1])
 
     def __str__(self) -> str:
@@ -272,7 +274,9 @@ class Policy:
                 slot, of_role if role.on_failure == RESTART_ROLE else _RestartBudget(role)
             )
         self._grace = grace
-        self._due: dict[str, float] = {}  # when roles that restart together may start
+        # By name of the role, while it restarts together: when its workers may start. Set by the failure that restarts
+        # the role, removed once all of its workers have ended.
+        self._due: dict[str, float] = {}
         self._ending: int | None = None  # the exit code, once the group is ending
         self._told = False  # True once EndServing was issued
         self.failed = ""  # the worker whose failure ended the group
@@ -299,6 +303,8 @@ class Policy:
 
     def look(self, now: float) -> list[Action]:
         """Do what is due. Start at most one worker, because its start may fail and end the group."""
+        # If the start fails, `could_not_start` comes before the next `look`, and ends the workers that wait. If several
+        # starts were returned at once, the caller would carry out the later ones although the group ends.
         actions: list[Action] = []
         for one in self.slots.values():
             if one.due > now:
@@ -328,6 +334,8 @@ class Policy:
     def ended(self, name: str, code: int, now: float) -> list[Action]:
         """Handle the end of a worker's process; `code` is negative for a signal."""
         one = self.slots[name]
+        # A worker that is asked to end before the group ends is restarted together with its role. Its exit code is then
+        # no failure.
         asked = one.state == ENDING
         one.become(ENDED, now)
         if self._ending is not None:
@@ -348,6 +356,7 @@ class Policy:
             return [Log("all workers are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
         if all(one.role.serves for one in self._in(RUNS, ENDING)):
             return self._end(128 + number, number, now)
+        # The others may call the serving workers until they have ended. `ended` then issues EndServing.
         self._begin_to_end(128 + number, now)
         return [action for one in self._in(RUNS) if not one.role.serves for action in self._ask(one, number, now)]
 
@@ -382,6 +391,7 @@ class Policy:
         for one in self._of(failed.role):
             if one.state == RUNS:
                 actions += self._ask(one, SIGTERM, now)
+            # A worker that has not started yet must not start alone: `_begin_together` waits until all have ended.
             elif one.state == WAITS:
                 one.become(ENDED, now)
         self._begin_together(failed.role, now)
@@ -400,6 +410,7 @@ class Policy:
 
     def _end_if_done(self, now: float) -> list[Action]:
         living = self._in(WAITS, RUNS, ENDING)
+        # If all roles serve, no other worker decides the end of the group: it ends when all of them have ended.
         if any(not one.role.serves for one in living) or (
             living and all(one.role.serves for one in self.slots.values())
         ):
@@ -421,6 +432,7 @@ class Policy:
         if self._told or any(not one.role.serves for one in self._in(RUNS, ENDING)):
             return []
         self._told = True
+        # `look` sends SIGTERM to a worker that still RUNS at this time, and SIGKILL after the same time again.
         for one in self._in(RUNS):
             one.due = now + self._grace
         return [EndServing()]
@@ -438,6 +450,7 @@ class Policy:
     def _end(self, code: int, number: int, now: float) -> list[Action]:
         self._begin_to_end(code, now)
         self._told = True
+        # On node 0 this also ends the serving workers of other hosts, to which this process sends no signals.
         actions: list[Action] = [EndServing()]
         for one in self._in(RUNS):
             actions += self._ask(one, number, now)

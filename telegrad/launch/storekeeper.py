@@ -18,12 +18,16 @@ from typing import Any
 
 READY = b"ready\n"  # written to standard output once the store is served
 
-_served: list[Any] = []  # the store and the `DirectoryMonitor`, once served; no lock: extended in one step
+# The store and the `DirectoryMonitor`, once served. The thread `telegrad-serve` adds both in one step, which is atomic
+# in the interpreter. So the main thread, which reads the list without a lock, sees none of them or both.
+_served: list[Any] = []
 
 
 def main(arguments: list[str]) -> None:
     """`arguments`: the listening socket's descriptor and the host's address; none if another host serves the store."""
-    if arguments:  # on a thread, because the import of torch takes seconds
+    # The store is served by another thread, because the import of torch takes seconds. This thread reads the process
+    # groups from the first moment on: a supervisor that is killed meanwhile leaves none behind.
+    if arguments:
         threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
     else:
         _say_ready()
@@ -36,6 +40,8 @@ def main(arguments: list[str]) -> None:
             started.discard(-int(word))
         elif word.startswith("key "):
             key_folder = word[len("key ") :].rstrip("\n")
+        # "over". Without a store no worker has joined, and there is no member to notify. The supervisor sends SIGTERM
+        # to a serving worker that joins later (`Policy._end_serving`).
         elif _served:
             _end_group()
     for group in started:
@@ -43,8 +49,10 @@ def main(arguments: list[str]) -> None:
             os.killpg(group, signal.SIGKILL)
     if _served:
         _served[1].close()
+    # The supervisor removes the folder itself, unless it was killed.
     if key_folder:
         shutil.rmtree(key_folder, ignore_errors=True)
+    # Without the end of the interpreter, because the other thread may still be in the import of torch.
     os._exit(0)
 
 
@@ -66,12 +74,15 @@ def _serve(listener: str, host: str) -> None:
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
             port = listening.getsockname()[1]
+            # A storekeeper that replaces a killed one finds the directory of the group by its note, which is named
+            # after the port. The members that have joined continue to use that directory.
             keeping = find_directory.DirectoryMonitor(keys, host, find_directory.noted(port))
             store = SealedStore(serve_on(listening)[0], keys)
         find_directory.note(port, keeping.pointer)
         find_directory.write_pointer(store, keeping.pointer._replace(launched=True))
         KeyValueStore(store).write(SERVED, OPEN)
         SealRenewal(store.renew).begin()
+        # Last: from here on the main thread may end the group, and the supervisor is told that the store is served.
         _served.extend((store, keeping))
     except BaseException:
         traceback.print_exc()

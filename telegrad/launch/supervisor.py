@@ -2,6 +2,9 @@
 
 There is only one thread, which makes it safe to run code in the child before exec. Its end is also the end of all
 children. The store is served by a separate process (`storekeeper`), because it needs torch, whose import takes seconds.
+
+`_turn` waits in one `select` for the output of workers, for signals, for the storekeeper and for the next time of the
+policy. Reads from the pipes do not block.
 """
 
 from __future__ import annotations
@@ -45,9 +48,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
 STATUS = signal.SIGUSR1
 LAST_WORDS = 1.0  # seconds for the storekeeper to end
-MOST_PIECES = 16  # maximum number of reads from an ended worker: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
+# Maximum number of reads from the pipe of an ended worker, which is 1 MiB: by default Linux lets a pipe hold no more
+# (fs.pipe-max-size). Further output comes from another process that has the pipe open, and never ends if that process
+# prints without end.
+MOST_PIECES = 16
 CROWD = 1024  # connections that wait until the store is served
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of our launcher
+# Variables of a launcher that has started this process, such as torchrun. They describe this process and not its
+# workers, so the workers do not inherit them.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 PIECE = 1 << 16  # bytes
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -78,6 +86,8 @@ class Child:
         self._streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
         self.pid = self.process.pid
         self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
+        # `_bury` reads until a pipe is empty, which must not block. Only the reading ends change: the child's ends are
+        # other open files.
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
 
@@ -154,9 +164,12 @@ class Supervisor:
                 os.read(key.fd, PIECE)
             else:
                 self._hear_storekeeper()
+        # Signals before ends: if workers were signalled together with this process, their ends are then part of the end
+        # of the group, and no failures that are to be restarted.
         self._heed_signals()
         for name, child in list(self._children.items()):
             if (code := child.process.poll()) is not None:
+                # First, so that the rest of the output is shown before the log says that the worker has ended.
                 self._bury(name, child)
                 self._do(self._policy.ended(name, code, monotonic()))
         now = monotonic()
@@ -173,8 +186,9 @@ class Supervisor:
             elif number == STATUS:
                 self._output.say(self._status())
             elif number == FORWARDED:
+                # Not to the process group: SIGUSR2 ends a process that does not handle it, as most children of workers.
                 for child in self._children.values():
-                    child.process.send_signal(number)  # not to its children
+                    child.process.send_signal(number)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -205,6 +219,8 @@ class Supervisor:
         except (OSError, subprocess.SubprocessError) as error:
             self._do(self._policy.could_not_start(slot.name, str(error), monotonic()))
             return
+        # If this process is killed before the storekeeper knows the process group, the kernel still kills the worker
+        # itself on Linux (`_before`).
         self._tell_storekeeper(f"+{child.pid}")
         self._children[slot.name] = child
         for stream, pipe in child.pipes.items():
@@ -217,6 +233,8 @@ class Supervisor:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         own = {key: slot.filled_in(value) for key, value in slot.role.env.items()}
         named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
+        # Later variables take precedence. The worker's own name and place replace inherited ones, which this process
+        # has if it is itself a worker of a `telegrad run`. The role's `env` can replace all.
         given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
@@ -235,9 +253,10 @@ class Supervisor:
 
     def _bury(self, name: str, child: Child) -> None:
         """Handle the end of a process: read the rest of its output from the pipes."""
-        child.signal(signal.SIGKILL)  # its remaining children might print for ever
+        # Its remaining children might print without end, and must not outlive the worker.
+        child.signal(signal.SIGKILL)
         for stream in STREAMS:
-            for _ in range(MOST_PIECES):  # a process that has left the group may print for ever
+            for _ in range(MOST_PIECES):
                 if stream not in child.pipes or not self._read((name, stream)):
                     break
             if stream in child.pipes:
@@ -269,6 +288,7 @@ class Supervisor:
         self._to_storekeeper, self._from_storekeeper = process.stdin, process.stdout
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
+        # A restarted storekeeper knows nothing of the run. It serves a new store on the same listening socket.
         if self._key_folder:
             self._tell_storekeeper(f"key {self._key_folder}")
         for child in self._children.values():
@@ -287,6 +307,8 @@ class Supervisor:
             self._selector.unregister(self._from_storekeeper)
             self._from_storekeeper.close()
             how = describe_exit(self._storekeeper.wait())
+            # A storekeeper that has served the store before is restarted, as after a SIGKILL. If it fails before that,
+            # for example because torch is not installed, a second one would fail as well.
             if self._ready:
                 self._output.say(f"the process that kept the group's store ended with {how}; it is restarted")
                 self._begin_storekeeper()
@@ -296,6 +318,7 @@ class Supervisor:
     def _part_from_storekeeper(self) -> None:
         with contextlib.suppress(OSError):
             self._to_storekeeper.close()
+        # A storekeeper that does not serve the store yet has nothing to close, and may be in the import of torch.
         if self._ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._storekeeper.wait(LAST_WORDS)
@@ -310,6 +333,9 @@ class Supervisor:
     @contextlib.contextmanager
     def _hears_signals(self) -> Iterator[None]:
         """Make signals wake `select`. Signals that the parent process made this one ignore stay ignored."""
+        # A handler only records its signal; `_heed_signals` acts, between two events of the policy. A signal that
+        # arrives after `_heed_signals` and before `select` is not missed: the interpreter writes a byte to the socket
+        # as soon as a signal arrives, and `select` then returns at once. SIGCHLD has a handler for the same reason.
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -379,11 +405,14 @@ def _before(parent: int) -> Callable[[], None]:
     """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
 
     def prepare() -> None:
+        # Ignored and blocked signals are inherited through exec. A shell that starts this process in the background
+        # makes it ignore SIGINT, and the worker could then not be interrupted.
         for number in _RESET:
-            signal.signal(number, signal.SIG_DFL)  # SIGINT is ignored if this process was started in the background
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal_at_parents_end(signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the call above
+        # The kernel sends no signal for a parent that ended before the call above.
+        if os.getppid() != parent:
             os._exit(1)
 
     return prepare

@@ -17,8 +17,12 @@ from telegrad.ext.joining import supervised
 from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
-GRACE = 1.0  # seconds for a worker to leave normally after its parent has ended
-MOMENT = 0.1  # seconds to detect the end of the parent, which may be why the group has ended or not formed
+# Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it
+# sends a signal.
+GRACE = 1.0
+# Seconds to detect the end of the parent, which may be why the group has ended or has not formed. The connections to
+# the parent and the input pipe are closed at about the same time, and two threads read them.
+MOMENT = 0.1
 
 _parent_ended = renewed(threading.Event())
 
@@ -44,13 +48,16 @@ def main(arguments: list[str]) -> int:
     if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
     key = _key_from_parent() if given.key_from_parent else None
+    # Before the import of torch, which takes seconds: the worker must end also if its parent ends meanwhile.
     if given.with_parent:
         if hasattr(signal, "SIGCONT"):
             # Otherwise a stopped process would stay. SIGKILL is wrong: the signal is also sent when the thread that
             # started this process ends.
             signal_at_parents_end(signal.SIGCONT)
         Thread(target=_end_with_parent, args=(_take_input(),), name="telegrad-parent").start()
-    import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
+    # Not at the top of the file, since `--help` needs no torch. Before the modules below, since the compatibility mode
+    # takes effect with the import of torch.
+    import torch  # noqa: F401
 
     from telegrad import errors, rpc
 
@@ -100,6 +107,7 @@ def _serve(given: argparse.Namespace) -> int:
         code = LOST if explained else _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    # A call still runs, or is in flight: the end of the interpreter could abort the process.
     if not agent.idle:
         _end_at_once(code)
     return code
@@ -148,6 +156,7 @@ def _adopt(program: str, name: str) -> None:
 
 def _key_from_parent() -> bytes:
     """Return the first line of the standard input, and leave the rest unread."""
+    # Byte by byte, without a buffer: `sys.stdin` would read more than the line, and `_end_with_parent` reads the rest.
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte
@@ -156,6 +165,8 @@ def _key_from_parent() -> bytes:
 
 def _take_input() -> int:
     """Return the pipe from the parent, and make the standard input empty: a function that reads it must not wait."""
+    # The input is a pipe whose writing end is closed, so a read returns at once. `os.dup` and `os.pipe` make
+    # descriptors that child processes do not inherit, `os.dup2` one that they do.
     pipe, (empty, end) = os.dup(0), os.pipe()
     os.dup2(empty, 0)
     os.close(empty)
@@ -167,9 +178,12 @@ def _end_with_parent(pipe: int) -> None:
     """End this process when the parent ends, which closes its end of the input pipe in any case."""
     while os.read(pipe, 1 << 10):
         pass
+    # First, because `over` wakes the main thread, which looks at this to find the reason.
     _parent_ended.set()
+    # Not by an import, which would wait for the main thread if that is importing torch. Without the module, or without
+    # a worker in it, this process has not joined.
     worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
-    if worker is not None:  # else it has not joined
+    if worker is not None:
         worker.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)
@@ -181,8 +195,10 @@ def _end_at_once(code: int) -> NoReturn:
     A thread that returns to an ended interpreter is stopped by Python. If it is in C++ code of torch, as in a backward
     pass, that aborts the process.
     """
+    # Functions of `atexit` still run, as at a normal end; they may print, so the streams are flushed after them. Errors
+    # are those of streams that the program has replaced, or whose reader has gone.
     atexit._run_exitfuncs()
-    with contextlib.suppress(Exception):  # from streams that the program may have replaced, or that nobody reads
+    with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -44,6 +44,10 @@ class SourceLine(TypedDict):
     text: str  # the source line, if it can be read
 
 
+# Optional fields are in base classes with `total=False`. `NotRequired` would mark them in place, but `_check_for` reads
+# `__required_keys__`, in which Python does not see that mark if annotations are strings, as they are in this file.
+
+
 class _Alike(TypedDict, total=False):
     more: int  # number of younger calls like this one that are not listed
 
@@ -184,6 +188,8 @@ C = TypeVar("C", CallOut, CallIn)
 def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
     """Return the calls that a thread waits for or runs, and up to MOST_ALIKE of each other kind; the last has the
     number of the rest."""
+    # A worker may have thousands of similar calls in flight for which no thread waits. Threads are few, and
+    # `telegrad why` needs each call that one of them waits for or runs.
     found: list[C] = []
     alike: dict[object, list[C]] = defaultdict(list)
     for call in calls:
@@ -219,6 +225,8 @@ def decode(topic: str, data: bytes) -> Any:
     Raises:
         Malformed: the answer has another form.
     """
+    # Without `parse_constant`, `json` would accept NaN and Infinity, which are not JSON. It raises RecursionError for
+    # deeply nested lists.
     try:
         value = json.loads(data.decode(), parse_constant=_refuse)
     except Malformed:
@@ -249,6 +257,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _integer(value: Any, where: str) -> int:
+    # JSON has integers of any length, of which some could not be converted to a float later.
     if not isinstance(value, int) or abs(value) > LARGEST_NUMBER:
         raise Malformed(f"{where} is not an integer")
     return value
@@ -357,6 +366,7 @@ def _events(value: Any, where: str) -> list[Event]:
     for each in value:
         if not isinstance(each, list | tuple) or not each or not isinstance(each[0], str):
             raise Malformed(f"{where} have an item that is not an event")
+        # A newer version may record further kinds, and append fields to known ones. Both are dropped.
         checks = _AFTER_TIMES.get(each[0])
         if checks is None:
             continue

@@ -69,7 +69,9 @@ class DebugServer:
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
-            own = secrets.token_hex(8)  # unguessable, so that no other user can bind the name first
+            # Any user can bind any name in the abstract namespace. Another user cannot guess this part, and so cannot
+            # bind the name first.
+            own = secrets.token_hex(8)
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
             listening.listen(128)  # any user can connect; `_serve` rejects other users
             self._socket = listening
@@ -84,11 +86,14 @@ class DebugServer:
         listening, self._socket = self._socket, None
         if listening is None:
             return
+        # The parent and the child share one socket, so `shutdown` in the child would end the parent's server.
         if in_child:
             listening.close()
         else:
+            # `shutdown` wakes the thread from its `select`; `close` would not. The thread closes the socket itself: if
+            # this thread did, another file could get the same descriptor while the thread still uses it.
             with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+                listening.shutdown(socket.SHUT_RDWR)
             self._thread.join(END)
 
     def _serve(self, listening: socket.socket) -> None:
@@ -99,6 +104,8 @@ class DebugServer:
             asking: dict[socket.socket, float] = {}  # connections without a question so far, and when they end
             while self._socket is listening:
                 ready = [key.fileobj for key, _ in selector.select(PATIENCE if asking else None)]
+                # A client sends its question right after it connects. So above MOST_WAITING the oldest connection is
+                # idle most likely. `_tell` closes it, and one past its time, since no question is there.
                 oldest = next(iter(asking)) if len(asking) > MOST_WAITING else None
                 for sock, until in list(asking.items()):
                     if sock in ready or sock is oldest or monotonic() > until:
@@ -117,6 +124,8 @@ class DebugServer:
     def _tell(self, sock: socket.socket) -> None:
         """Answer the question that a connection has sent."""
         try:
+            # The question is there already, or the connection is to be closed: do not wait for it. The answer may be
+            # larger than the buffer of the socket, and then waits for the client.
             sock.setblocking(False)
             asked = json.loads(_question(sock))
             sock.settimeout(PATIENCE)
@@ -151,6 +160,8 @@ def places() -> list[DebugAddress]:
             "telegrad: %d sockets of other users are named like those of workers, such as %r: they are ignored",
             *(len(others), others[0].address),
         )
+    # In turns, one of each user. For root, workers of a user with many sockets must not delay those of the others until
+    # the time for all answers has passed.
     each_first = itertools.zip_longest(*(own[:MOST_OF_A_USER] for own in found.values()))
     return [place for turn in each_first for place in turn if place is not None]
 
@@ -198,11 +209,14 @@ class _Questions:
         while (waiting or self._talks) and (left := until - monotonic()) > 0:
             for _ in range(min(len(waiting), AT_ONCE - len(self._talks))):
                 place = waiting.popleft()
+                # A Unix socket that does not block refuses a connection by EAGAIN while the accept queue of the worker
+                # is full, and reports no later moment at which there is room: only a retry helps. A process without
+                # free descriptors gets some once an answer has come.
                 try:
                     self._begin(place)
                 except OSError as error:
                     if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
-                        waiting.append(place)  # its accept queue is full, or this process is out of descriptors
+                        waiting.append(place)
                     else:
                         self._told[place] = error
             if not self._talks:
@@ -214,6 +228,7 @@ class _Questions:
     def _begin(self, place: DebugAddress) -> None:
         """Connect and send the question."""
         sock = _connected(place)
+        # The user was checked when the socket was found, but a socket of another user may have its name since then.
         try:
             _, user = credentials(sock)
             if user != place.user:
@@ -234,6 +249,7 @@ class _Questions:
                 raise ConnectionError("it ended before its answer was complete")
             answer += part
             self._limit(place, len(answer), len(part))
+            # JSON as `json.dumps` writes it has no line end, so this is the end of the answer.
             if not part.endswith(b"\n"):
                 return
             self._told[place] = bytes(answer)
@@ -291,7 +307,10 @@ def _named() -> list[tuple[DebugAddress, bytes]]:
     """Return the sockets of any user that are named like those of workers, and their inodes."""
     found = {}
     with contextlib.suppress(OSError), open(SOCKETS, "rb") as file:
-        for line in file:  # names may have any bytes, including line ends
+        # Names may have any bytes, including line ends, so a line may be a forged part of a name. `places` believes
+        # none of them: it asks the kernel which process listens at each address. The flags 00010000 mean that the
+        # socket listens (__SO_ACCEPTCON).
+        for line in file:
             fields = line.split(None, 7)
             if len(fields) == 8 and fields[3] == b"00010000" and (match := _NAME.fullmatch(fields[7].rstrip(b"\n"))):
                 address, user, pid, stacks, worker = (part.decode() for part in match.groups())

@@ -119,6 +119,8 @@ class Dumper:
             instruments.alarms.remove(self._alarmed)
 
     def _alarmed(self, reason: str) -> None:
+        # Any thread may raise an alarm, also the one that serves calls, so a thread of its own writes the file. `_next`
+        # has no lock: two threads at the same moment write two files.
         now = monotonic()
         if now >= self._next:
             self._next = now + PAUSE
@@ -139,10 +141,16 @@ class Signalled:
         found = signal.getsignal(signal.SIGUSR2)
         if found is not signal.SIG_DFL and not _is_inherited(found):
             return
-        chain = False  # chaining to the default action would end the process
-        with contextlib.suppress(ValueError):  # not on the main thread: only the stacks are written
+        # Two handlers: that of faulthandler runs in C at once, also while a thread holds the interpreter, and then
+        # chains to the one that was installed before it, which is Python's. So Python's is set first. On another thread
+        # than the main one Python refuses to set a handler. Then the default action is still installed, and chaining to
+        # it would end the process.
+        chain = False
+        with contextlib.suppress(ValueError):
             signal.signal(signal.SIGUSR2, self._came)
             chain = True
+        # Other processes open this file by its descriptor in /proc, which the name of the debug server's socket has.
+        # They send the signal only if the descriptor is a file of this name (`stacks_of` in `insight/seen_groups.py`).
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
         faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
         interrupts.replaced[signal.SIGUSR2] = self._release
@@ -159,8 +167,11 @@ class Signalled:
 
     def close(self) -> None:
         """Restore the default action, unless the program has set its own handler meanwhile."""
+        # If the program sets a handler, `interrupts` calls `_release` on the main thread. The thread that removes the
+        # entry is the one that releases the file, so it is released once. The file is closed before the default action
+        # is restored, since the default action of a signal that comes later would end this process.
         if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
-            self._release()  # first, because afterwards the signal ends the process
+            self._release()
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
@@ -175,6 +186,9 @@ class Recorder:
     """The recorder of all workers of a process; most processes have one worker."""
 
     def __init__(self) -> None:
+        # The bound method `append` itself is the listener. Without others, an event costs one call of a C function,
+        # which is atomic in the interpreter. `events.remove` finds it again, since two bound methods of one deque are
+        # equal. Readers copy the ring in one step, because a deque must not change while it is iterated over.
         self._ring: deque[Event] = deque(maxlen=LAST)
         self._lock = renewed(threading.Lock())  # guards _users
         self._users = 0
@@ -225,6 +239,7 @@ class RecordedLog:
     def lines(self, now: float) -> list[LogLine]:
         """Return the latest lines, oldest first; those before the first call were not recorded."""
         with self._lock:
+            # In this order: `_noted` reads `_make` without the lock as soon as it is installed.
             if self._make is None:
                 self._make = logging.getLogRecordFactory()
                 logging.setLogRecordFactory(self._noted)
@@ -238,6 +253,8 @@ class RecordedLog:
         record = self._make(*args, **kwargs)
         with contextlib.suppress(Exception):  # such as a text that cannot be formatted, which its handler reports
             if record.levelno >= logging.WARNING:
+                # Cut before the search, which would take long in a text of megabytes, and again after it. The first cut
+                # leaves more, so that it does not cut a secret that is shown.
                 text = SECRET.sub(r"\1\2***", record.getMessage()[: 2 * LONGEST_LINE])
                 if len(text) > LONGEST_LINE:
                     text = f"{text[:LONGEST_LINE]}..."

@@ -66,6 +66,8 @@ class Series:
     def add(self, point: Point) -> None:
         """Add the newest point, and merge points that are older than LATEST."""
         self._latest.append(point)
+        # Whole parts of the clock are merged at a time, so that the points of different workers have the same limits.
+        # The mean is taken of rates; of memory the largest value, since a mean would hide a short peak.
         while (part := self._latest[0][TIME] // PART) < (point[TIME] - LATEST) // PART:
             merged: list[Point] = []
             while self._latest[0][TIME] // PART == part:

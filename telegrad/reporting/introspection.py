@@ -47,7 +47,7 @@ class Inspect(NamedTuple):
 
     number: int
     topic: str
-    after: float
+    after: float  # for EVENTS a time on the clock of the callee; for CALL the number of the call that is asked about
 
 
 class Inspected(NamedTuple):
@@ -59,6 +59,9 @@ class Inspected(NamedTuple):
 
 class StateQueries:
     """Queries between workers about their state. They wait neither for a slot nor for a user function to end."""
+
+    # They are control messages and no calls: a call would wait for a slot at a worker whose slots are all taken, which
+    # is what the query is to find out, and the shutdown barrier would count it.
 
     def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:
         """`answer(topic, after)` returns a value that JSON can encode; it is called on its own thread."""
@@ -104,11 +107,15 @@ class StateQueries:
                     silent[name] = "it left the group, or died"
                 except TelegradError as error:
                     silent[name] = str(error)
+            # The thread that receives an answer stores it before it sets the event. This thread clears the event before
+            # it looks at the answers again. So an answer that comes in between is not missed.
             while not waited <= answers.keys() and came.wait(max(0.0, until - monotonic())):
                 came.clear()
         finally:
+            # An answer that comes later finds no entry, and is dropped.
             del self._rounds[number]
         told: dict[str, Any] = {}
+        # A copy: a thread that has found the entry before it was removed may still add an answer.
         for name, text in answers.copy().items():
             try:
                 told[name] = decode(topic, text)
@@ -120,10 +127,13 @@ class StateQueries:
         """Subtract the bytes of queries and their answers from the traffic of this worker's state."""
         with self._lock:
             for own, told in zip(self._own, (account["bytes_out"], account["bytes_in"]), strict=True):
+                # The agent's counts are those of the open connections, and a new connection counts from 0. So the bytes
+                # of queries over earlier connections are forgotten here as well; otherwise a difference could be
+                # negative.
                 for name in own.keys() - told.keys():
                     del own[name]
                 for name, size in told.items():
-                    own[name] = min(own[name], size)  # a new connection counts from 0
+                    own[name] = min(own[name], size)
                     told[name] -= own[name]
         return account
 
@@ -134,22 +144,28 @@ class StateQueries:
     def last_word(self, callee: Identity, number: int) -> str:
         """Return the callee's state of a call from here, to append to a message; empty if it does not answer within
         AT_ONCE."""
+        # Many calls to a worker that hangs time out at once. Only the first of them asks: otherwise each would wait
+        # AT_ONCE for the same answer, and each question starts a thread there.
         now = monotonic()
         if now < self._next_word.get(callee.name, 0.0):
-            return ""  # many calls time out at once: only the first asks
+            return ""
         self._next_word[callee.name] = now + BETWEEN
         answers, _ = self.ask([callee.name], CALL, lambda _: number, AT_ONCE)
         return str(answers.get(callee.name) or "")
 
     def _on_ask(self, sender: Identity, message: Inspect) -> None:
         self._count(True, sender.name, message)
-        with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be started: do not answer
+        # Another thread answers: this one has read the message, and must go on reading while the stacks are walked. If
+        # no thread can be started, there is no answer.
+        with contextlib.suppress(RuntimeError, MemoryError):
             Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
         about = (sender.name, message.after) if message.topic == CALL else message.after
         answer = Inspected(message.number, json.dumps(self._answer(message.topic, about)).encode())
-        with contextlib.suppress(TelegradError):  # the asking worker has gone
+        # To that incarnation of the worker only: a worker that was restarted under the same name has not asked. An
+        # error means that the asking worker has gone.
+        with contextlib.suppress(TelegradError):
             self._agent.notify(sender.name, answer, sender.incarnation)
             self._count(False, sender.name, answer)
 
@@ -167,6 +183,7 @@ class Introspection(WorkerExtension):
         self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
         self._dumper = Dumper(name, lambda: {"account": self.account(), "events": recorder.events()})
+        # Before the debug server, whose address has the descriptor of the file for stacks.
         self._signalled = Signalled(lambda: self._dumper.write("received SIGUSR2"))
         self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
@@ -180,8 +197,10 @@ class Introspection(WorkerExtension):
         self.observer.joined(name, worker.me.id, worker.membership.present)
         if name != known_as:
             self._dumper.worker = name
+            # The name of a bound socket cannot be changed. The new server is opened before the old one is closed, so
+            # that programs of this host find the worker at each moment.
             before, self._desk = self._desk, DebugServer(name, self._signalled.file, self._answer)
-            before.close()  # closed after the new one is open, so that programs of this host always find the worker
+            before.close()
 
     def account(self) -> WorkerState:
         account = self.observer.account()
@@ -189,6 +208,8 @@ class Introspection(WorkerExtension):
 
     def look(self) -> tuple[list[WorkerState], dict[str, str]]:
         """Return the state of all workers that answer, and why the others do not."""
+        # This worker's own state passes the same check, which sanitizes texts: names and lines of the user's program
+        # may have control characters.
         own: WorkerState = checked(ACCOUNT, self.account())
         others = [name for name in own["members"] if name != self.observer.name]
         if self._inquiry is None or not others:

@@ -137,7 +137,8 @@ class Observer:
                 told_call["thread"] = id(frames[0])
                 told["threads"].append(_state(id(frames[0]), COROUTINE, frames, None, True))
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        # Keep the first state seen, because a call may change its state meanwhile.
+        # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
+        # and be in two of the lists. The state that was seen first is kept, so each call is listed once.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
         unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
         calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
@@ -191,13 +192,17 @@ class Observer:
     def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
         """Return the threads, the calls that they run, and the waiting threads by id of the call."""
         found = stacks.all_stacks()
+        # This frame and those below it are taken out of the stack of this thread. Otherwise `found`, a variable of this
+        # frame, would contain the frame itself. This cycle would keep the frames of all threads, with the variables of
+        # the user's functions, until the garbage collector runs.
         mine = found[threading.get_ident()]
-        del mine[mine.index(sys._getframe()) :]  # otherwise this frame would reference itself and all others
+        del mine[mine.index(sys._getframe()) :]
         threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
         worker = self._worker
         for thread in threading.enumerate():
+            # The thread started after the stacks were read.
             stack = found.get(thread.ident or 0)
             if stack is None:
                 continue
@@ -213,12 +218,17 @@ class Observer:
     def _thread(
         self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands
     ) -> ThreadState | None:
+        # A wait is known from two sources. `progress` has the announced ones (`told`), whatever function the thread is
+        # in. The stack shows the others. For MEETINGS the announced one is better: it names the missing workers, while
+        # the stack shows a plain call or future.
         told = wait_of(thread.ident)
         wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
             wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
         elif wait is None and stood.waits is None and told is not None:
-            begun = stood.serves[-1].begun if stood.serves else 0.0  # a wait that began before is not the call's own
+            # A thread may serve a call while it is in a wait that began earlier, further out on its stack. Such a wait
+            # is not the reason why the call does not end.
+            begun = stood.serves[-1].begun if stood.serves else 0.0
             wait = told if told["age"] <= perf_counter() - begun else None
         elif wait is None and stood.waits is None and thread is threading.current_thread():
             wait = WaitState(what=ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
@@ -266,7 +276,9 @@ def _allocated() -> dict[str, int]:
 def _kinds(worker: Worker, now: float) -> list[ReferenceKind]:
     """Return the worker's references by type and line, the most numerous first."""
     recorded = recorder.events()
-    first = recorded[0][2] if recorded else now  # what is not recorded any more is older
+    # A reference whose event is not in the ring any more is older than the oldest event there: its age is at least
+    # that.
+    first = recorded[0][2] if recorded else now
     made: dict[str, float] = {event[4]: event[1] for event in recorded if event[0] == MADE}
     begun: dict[tuple[str, str], list[float]] = defaultdict(list)
     for each in worker.references.listed(MOST_REFERENCES):
@@ -279,6 +291,11 @@ def _kinds(worker: Worker, now: float) -> list[ReferenceKind]:
 
 
 # The waits of this package, except waits for calls, as found on the stack of a thread
+#
+# A waiting function keeps no record for this. It is recognized by its code object, since a frame has no reference to
+# its function, and described from its local variables, which are read while it waits. So the functions of `_WAITS` must
+# keep the names of the variables that are read below: `serving`, `wanted`, `wait`, `self`, `future`, `begun`, `host`,
+# `port` and `driven`. A variable that the function may not have assigned yet is tested for by `in`.
 
 Missing = Callable[[], list[str]]
 Names = dict[str, Any]

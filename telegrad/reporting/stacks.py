@@ -26,7 +26,7 @@ _no_collection = renewed(threading.Lock())  # serializes walks, during which the
 
 
 class _Walk:
-    """What the holder of the lock has changed."""
+    """The settings of the program that a walk has changed, and that its end restores."""
 
     interval = 0.0  # the program's switch interval; 0: no walk is under way
     collects = False  # True if the garbage collector was on
@@ -54,6 +54,7 @@ def all_stacks() -> dict[int, list[FrameType]]:
     interval. So the interval is set longer than the walk takes.
     """
     with _no_collection:
+        # Stored before they are changed: a child that is forked in between restores them (`_end_walk`).
         _Walk.collects, _Walk.interval = gc.isenabled(), sys.getswitchinterval()
         gc.disable()
         sys.setswitchinterval(LONG)
@@ -75,6 +76,7 @@ def _stack_of(frame: FrameType | None) -> list[FrameType]:
 
 def user_line(frames: list[FrameType]) -> SourceLine | None:
     """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
+    # A stack may have no frame of the program itself, only frames of installed packages. Then a line of these is shown.
     for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):
             file, number = frame.f_code.co_filename, frame.f_lineno
@@ -89,6 +91,8 @@ def held(frames: list[FrameType]) -> list[str]:
     found = []
     for frame in filter(is_users, frames):
         lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
+        # From the current line upwards, each line with less indentation than all below it opens a block around it. The
+        # current line itself is left out: a thread at a `with` does not hold the lock yet.
         depth = len(lines[-1]) if lines else 0
         for line in reversed(lines):
             text = line.lstrip()
