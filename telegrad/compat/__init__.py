@@ -73,7 +73,10 @@ def install() -> None:
     with _lock:
         was_on = _mode.on
         _turn_on()
-    if "torch" in sys.modules or threading.active_count() > 1:  # another thread may have begun to import it
+    # This is not done under the lock, because it imports modules of Telegrad. Without torch and without other threads
+    # there is nothing to do, and the hook of torch's import takes effect later. Another thread may be in the middle of
+    # that import, which began without the hook: then this thread waits for its end.
+    if "torch" in sys.modules or threading.active_count() > 1:
         try:
             _take_effect()
         except UsageError:
@@ -140,7 +143,10 @@ def _turn_on() -> None:
 
 def _begin_with_torch() -> None:
     _take_effect()
-    gc.freeze()  # torch's objects stay, so the collector need not scan them again, also not at exit
+    # torch's objects stay until the end. Without this, the collector would scan them again and again, also at exit:
+    # that took a quarter of the processor time of a short program. This is done only if the mode was on before torch
+    # was imported, when the program has few objects of its own that would be kept as well.
+    gc.freeze()
 
 
 def _take_effect() -> None:
@@ -148,6 +154,8 @@ def _take_effect() -> None:
     import_module("torch")
     substitution = import_module("telegrad.compat.places").substitution()
     with _lock:
+        # The imports above ran without the lock: meanwhile another thread may have taken effect, or turned the mode
+        # off.
         if _mode.on and _mode.substitution is None:
             _check_free()
             forget_import("torch")

@@ -102,6 +102,8 @@ class DistAutogradContext:
         return {number: SendFunction(send) for number, send in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
+        # A context has no list of its Recv nodes, which live as long as the graphs of the received tensors. The search
+        # through all objects is slow, but only programs that inspect graphs ask for this.
         nodes = [each for each in instances(RecvNode) if each.origin.context is self._context]
         keys = {node.origin.sender.id << OWNER_SHIFT | node.origin.number: node for node in nodes}
         return dict(sorted(keys.items()))

@@ -105,6 +105,8 @@ def _rank() -> int:
 
 def ProfilerConfig(state: Any, *options: Any) -> Any:  # noqa: N802
     """Return torch's own config; store the options, because they cannot be read from it."""
+    # torch makes the config right before it enables the profiler, on the same thread, so one value for each thread is
+    # enough.
     *flags, _ = options
     _here.options = (*flags, state == torch.autograd.ProfilerState.CUDA)  # type: ignore[attr-defined]
     return torch.autograd.ProfilerConfig(state, *options)  # type: ignore[attr-defined]
@@ -165,6 +167,7 @@ def profile_and_run(token: str, options: Options, function: Callable[..., Any], 
         return result
     future = its_future(function, result)
     if isinstance(future, torch._C.Future):
+        # This callback is added before the one that sends the answer, so the report is kept when the caller fetches it.
         future.add_done_callback(lambda _: _keep_report(token, run.events()))
     return Deferred(future, function)
 
@@ -188,6 +191,8 @@ class Profiled:
         try:
             return function(*args, **kwargs)
         finally:
+            # Without the session, the parser adds no events of calls. Calls of the function may still be under way
+            # here, and add theirs to the session later; `events` takes both.
             del _here.session
             self._local = [_as_event(event) for event in _parse_legacy_records(_disable())]
 

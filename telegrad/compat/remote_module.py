@@ -74,6 +74,7 @@ class RemoteModule(remote_module.RemoteModule):
 
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
         super()._represent(module, kind, device, training, trains)
+        # PyTorch's tests compare the names of these members with `_REMOTE_MODULE_PICKLED_ATTRIBUTES`, in order.
         members = vars(self)
         del members["_trains"], members["_represented"]
         members["is_scriptable"] = False
@@ -154,7 +155,9 @@ class ScriptedRemoteModule(torch.nn.Module):
         pass
 """
 
-handles: dict[int, Callable[..., Any]] = {}  # the callables of script modules, which cannot hold them
+# The callables of script modules, by the number that each module has. A script module cannot hold a Python function, so
+# its `call`, which stays in Python, looks the function up here. Entries are never removed.
+handles: dict[int, Callable[..., Any]] = {}
 _numbers = itertools.count()
 
 
@@ -177,7 +180,9 @@ def _make_script_module(forward: Callable[..., Any], interface: Any) -> nn.Modul
         texts.append(f"{each.name}: type_{each.name}{default}")
     source = _SOURCE.format(parameters=", ".join(texts), names=", ".join(each.name for each in parameters))
     name = f"<telegrad.compat.remote_module {number}>"
-    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # torch reads the source
+    # torch.jit.script reads the source of a function from the file of its code. There is no such file, so the lines are
+    # put where the standard library caches the lines of files.
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     exec(compile(source, name, "exec", dont_inherit=True), scope)
     made: nn.Module = scope["ScriptedRemoteModule"](number)
     return made

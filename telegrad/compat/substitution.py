@@ -82,6 +82,8 @@ class Substitution:
 
     def undo(self) -> None:
         """Restore everything."""
+        # First, deferred modules run. Without the hooks, the next import would make another module instead of filling
+        # this one.
         for place in self._exports:
             catch_up(place)
         for name in (*self._modules, *self._exports):
@@ -153,6 +155,9 @@ def _family(module: str) -> list[str]:
 
 def _rebind(pairs: list[tuple[Any, Any]]) -> None:
     """Make every name in any module that refers to the first of a pair refer to the second."""
+    # Programs hold replaced objects under names of their own, as after `from torch.distributed.rpc import RRef`, so the
+    # names of all modules are looked at. Names in Telegrad's modules stay: they mean its own classes, also when `undo`
+    # comes here with the pairs reversed. References from classes, closures and other objects are not found.
     by_id = {id(old): (old, new) for old, new in reversed(pairs)}  # of several entries the first one counts
     spared = {id(vars(each)) for pair in pairs for each in pair if isinstance(each, ModuleType)}
     for name, module in list(sys.modules.items()):
@@ -191,6 +196,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         act = self.acts.get(fullname)
         if act is None:
             return None
+        # Asks the finders that would have been asked without this one, and only wraps the loader of their answer.
         for finder in sys.meta_path:
             spec = finder.find_spec(fullname, path, target) if finder is not self else None
             if spec is not None:
@@ -231,6 +237,9 @@ class _Late:
         """Run the module's code, or wait for the thread that runs it."""
         assert self.module is not None
         name = self.module.__name__
+        # Only one thread removes the module from `sys.modules`. The import below then runs the module's code, in this
+        # thread or in another one, and Python's lock for the import makes the rest wait. It must not be under this
+        # lock: the thread that runs the code may itself come here, for a name that the module does not have yet.
         with self._lock:
             if self._asleep:
                 sys.modules.pop(name, None)  # the next import then runs the module
@@ -255,6 +264,7 @@ class _LateLoader(_Loader):
         self._late = late
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        # The second import must fill the same object, since the program has references to it.
         return self._late.module or super().create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -131,6 +131,7 @@ class EtcdDirectory:
         limit = min(self._client.limit, lease.ttl / (2 * self._endpoints))
         until = monotonic() + sessions.patience
         while True:
+            # The renewal comes first: between a read and a later renewal, the leader could be replaced.
             renewal = self._ask("/v3/lease/keepalive", {"ID": str(lease.id)}, until, limit=limit)
             read = self._ask("/v3/kv/range", messages.confirm_request(self._prefix), until, limit=limit)
             if renewal.header.term == read.header.term:
@@ -143,6 +144,7 @@ class EtcdDirectory:
                     {},
                 )
         seconds = messages.ttl_of(renewal.content)
+        # etcd answers with a TTL of 0 for a lease that has ended, and with no error.
         if not seconds:
             raise LeaseLost(
                 f"lease {lease.id:x} has ended, and its keys are deleted: stop what depends on them, or begin a new "
@@ -154,6 +156,7 @@ class EtcdDirectory:
     def revoke(self, lease: Lease) -> None:
         try:
             self._ask("/v3/lease/revoke", {"ID": str(lease.id)})
+        # The lease has ended, possibly by an earlier attempt of this request whose response was lost.
         except LeaseLost:
             pass
 
@@ -177,6 +180,8 @@ class EtcdDirectory:
         silence = min(SILENCE, sessions.patience / 2)
         while True:
             now = monotonic()
+            # `until` limits all attempts to open the stream, `now + silence` the wait for events on the one that is
+            # open.
             until = min(now + sessions.patience, max(ends, began + OPENING))
             follow = partial(self._follow, name, since, min(now + silence, ends))
             try:
@@ -199,6 +204,8 @@ class EtcdDirectory:
         is_open = False
         try:
             for status, line in lines:
+                # Unanswered and TimeoutError make `Sessions.run` ask the next endpoint, which continues from the same
+                # revision.
                 if not line:
                     raise Unanswered("the watch was closed")
                 message = client.read(status, line)
@@ -207,6 +214,7 @@ class EtcdDirectory:
                 if message.get("canceled"):
                     raise Unanswered(message.get("cancel_reason") or "the watch was cancelled")
                 header = messages.header_of(message)
+                # A member that lags behind may report an old revision in a watch, so that is no sign of lost data.
                 client.check(header, 0, linearizable=False)
                 if events := messages.events_of(message, self._prefix):
                     return events
@@ -216,6 +224,8 @@ class EtcdDirectory:
                     client.check(read.header, since, linearizable=True)
                 is_open = True
                 session.deadline = max(ends, monotonic() + SHORTEST)
+        # Without a first line, the member did not even confirm the watch, and another endpoint must be asked. With one,
+        # nothing has changed in time, which is a result.
         except TimeoutError:
             if not is_open:
                 raise

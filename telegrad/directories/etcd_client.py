@@ -60,6 +60,7 @@ class _Timed(io.RawIOBase):
 
     def close(self) -> None:
         """Leave the socket open: `EtcdSession.close` closes it."""
+        # http.client closes its file at the end of each response, but the connection serves further requests.
 
 
 class EtcdSession:
@@ -114,6 +115,8 @@ class EtcdSession:
         """
         with _broken():
             response = self._post(path, body, token, deadline)
+            # `usable` looks at this, so a session with unread data of a stream is not used again. The response has a
+            # file of its own for the socket.
             self._http.sock = None
             while line := response.readline():
                 yield response.status, line
@@ -184,6 +187,9 @@ class EtcdClient:
     def attempt(self, session: EtcdSession, path: str, body: Json, deadline: float) -> EtcdAnswer:
         """Send a request to one endpoint once. Raises Unsent, Unanswered, Refused, DirectoryReset."""
         token = self.token(session, deadline)
+        # Both must be from before the request. A linearizable response may be older than one that arrived while it was
+        # under way, but not older than one that arrived before. And the holder of a lease counts from when it sent the
+        # renewal.
         floor, sent = self._continuity.revision, monotonic()
         content = self.read(*session.ask(path, body, token, deadline))
         header = messages.header_of(content)
@@ -195,6 +201,8 @@ class EtcdClient:
         try:
             return messages.answer_of(status, body)
         except EtcdRefused as error:
+            # Unsent lets even a compare-and-set go to the next endpoint. So it is raised only for errors after which
+            # etcd has certainly not executed the request. PASSING errors do not tell, so they are Unanswered.
             is_outdated = error.code == messages.UNAUTHENTICATED or error.message.endswith(OUTDATED)
             if is_outdated and self._user:
                 self._token = ""
@@ -206,6 +214,7 @@ class EtcdClient:
 
     def token(self, session: EtcdSession, deadline: float) -> str:
         """Return the user's token, and request one if there is none; "" without a user."""
+        # No lock is needed: at worst, two threads request a token each.
         if self._user and not self._token:
             body = {"name": self._user, "password": self._password}
             try:

@@ -123,6 +123,8 @@ def swap_request(key: bytes, value: bytes | None, expected: int, lease: int) -> 
     change: list[Json] = [{"request_delete_range": {"key": name}}]
     if value is not None:
         change = [{"request_put": {"key": name, "value": _packed(value), "lease": str(lease)}}, read]
+    # etcd compares the revision of a key that does not exist as 0, which is ABSENT. So one comparison serves for
+    # creating, changing and deleting.
     compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": str(expected)}
     return {"compare": [compare], "success": change, "failure": [read]}
 
@@ -149,6 +151,7 @@ def header_of(answer: Json) -> Header:
 
 @_checked
 def swap_of(answer: Json, prefix: bytes) -> Swap:
+    # After a deletion the last response is not a read, and there is no entry.
     found = answer["responses"][-1].get("response_range", {}).get("kvs", ())
     return Swap(bool(answer.get("succeeded", False)), _entry(found[0], prefix) if found else None)
 

@@ -122,6 +122,7 @@ class RedisSession:
     def open(self, deadline: float) -> None:
         """Connect and check the server, which may be another one than before or have other settings."""
         self.deadline = deadline
+        # A socket with a timeout of 0 would not wait at all, and a negative one is an error.
         self._connection.socket_connect_timeout = max(0.001, deadline - time.monotonic())
         try:
             self._connection.connect()
@@ -147,6 +148,8 @@ class RedisSession:
 
     def usable(self) -> bool:
         try:
+            # The server sends nothing unasked. So an idle connection with something to read has ended, or is out of
+            # step.
             return not self._connection.can_read()
         except _BROKEN:
             return False
@@ -232,6 +235,7 @@ class RedisDirectory:
         check_own(self._address)
         self.scope = f"{self._address.db}/{group}"  # distinguishes this directory from those of other groups
         self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
+        # A watch runs the script and waits in one operation, whose deadline is one patience away.
         self._slice = min(_SLICE, patience / 2)
         self._seen = ABSENT  # a revision that the server has had; racing threads may store a lower one than the last
         self._incarnation = b""  # set by the first connection, before other threads use this object
@@ -318,13 +322,18 @@ class RedisDirectory:
     ) -> RedisReply:
         name, *arguments = operation
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
+        # Only the hash of the script is sent. NOSCRIPT means that the server does not know the script, as after SCRIPT
+        # FLUSH, and has run nothing. So the second command does not send a compare-and-set twice.
         try:
             raw = session.ask("EVALSHA", _SHA, *command)
-        except exceptions.NoScriptError:  # after SCRIPT FLUSH; nothing was run
+        except exceptions.NoScriptError:
             raw = session.ask("EVAL", _SCRIPT, *command)
         reply = read_reply(str(name), arguments[0], raw)
         if name == "watch" and reply.status == b"done":
             since, events, milliseconds = reply.content
+            # XREAD only wakes this thread, and its reply is not used. `watch` then runs the script again, which ends
+            # expired leases before it reads the history. Redis itself would not notice that a lease ends, so the wait
+            # ends no later than the next lease.
             left = min(wait_until - time.monotonic(), self._slice)
             left = min(left, milliseconds / 1000) if milliseconds >= 0 else left
             if not events and left > 0:
@@ -333,6 +342,8 @@ class RedisDirectory:
         return reply
 
     def _attach(self, session: RedisSession, run: str) -> None:
+        # The random text becomes the incarnation if the group has none so far. Later connections send the known
+        # incarnation, and the script reports a reset if the server has another one.
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
         self._incarnation = reply.content

@@ -125,5 +125,6 @@ def limited(
             f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
             "so they cannot be clipped. Give error_if_nonfinite=False to scale them anyway"
         )
+    # As in torch's clip_grad_norm_, so that a model gives the same result with and without remote parts.
     factor = max_norm / (total.item() + 1e-6)
     return total, 1.0 if factor >= 1 else factor

@@ -113,6 +113,8 @@ class DistributedOptimizer(Optimizer):
             raise InvalidArgument(
                 f"there is no parameter to optimize: the list of references (params_rref) is empty. {_FOR_ALL}"
             )
+        # torch's constructor calls `add_param_group`, which makes the parts at the owners. Only the owners know the
+        # defaults.
         super().__init__(several, {})
         self.defaults: dict[str, Any] = {**self._sent[0]}
 
@@ -204,6 +206,8 @@ class DistributedOptimizer(Optimizer):
         """
         check_timeout(timeout)
         retiring: list[Future[Any]] = []
+        # This comes before anything is made again. A step of the failed batch may still be under way to an owner that
+        # is alive, and would change the restored parameters.
         for local in self.locals.values():
             with suppress(TelegradError):
                 retiring.append(ask(local, "retire"))
@@ -214,6 +218,7 @@ class DistributedOptimizer(Optimizer):
             self._members[0] = branches(self._model)
         for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
             ensure_present(branch.root, timeout)
+        # Because of the new number, passes that are still under way do not find the new parts.
         self._rider = secrets.randbits(63)
         self.locals, self._names, self._keeps = {}, {}, False
         for number, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
@@ -238,6 +243,8 @@ class DistributedOptimizer(Optimizer):
         """
         checks.context_id(context_id, "step")
         done = self._done.get(context_id) or first_step(context_id, self._rode)
+        # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
+        # have them, and the next step sends them to all again.
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
         self._keeps = False
@@ -253,6 +260,7 @@ class DistributedOptimizer(Optimizer):
         changes = self._changes()
         plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)
         if not plain or (changes and (self._rides or not may_ride(changes))):
+            # 0 is the number of no part. So no owner steps during the pass, and the whole step follows it.
             return FusedStep(0, b"", lambda _: self._finish(context_id, Done()))
         ride, request = _Ride(), pickle.dumps(("step", self._sending(changes)), 5)
         self._rides.add(ride)
@@ -267,7 +275,10 @@ class DistributedOptimizer(Optimizer):
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
+        # Ids of ended contexts are dropped here, so that the set does not grow: such a context cannot step again.
         self._rode = {each for each in self._rode if not current.conductor().contexts.has_ended(each)} | {context_id}
+        # The step goes through `step`, so that overridden methods, hooks and schedulers see it like any other. `_done`
+        # tells it what the pass has done already.
         self._done[context_id] = done
         try:
             self.step(context_id)
@@ -310,6 +321,8 @@ class DistributedOptimizer(Optimizer):
             counts = call_all(
                 self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
             ).values()
+        # An owner may know nothing of the context, because no pass has reached it. That is an error only if no worker
+        # does.
         if contexts.get(context_id) is None and all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "

@@ -56,6 +56,8 @@ USER_NAMES = {
 }
 
 # Steps on the same parameters run one after another, others run concurrently.
+# The table has weak keys, so it keeps no parameter alive, and a later tensor at the same address gets a lock of its
+# own.
 _lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a lock for each parameter; often many have the same
 in_child(_guards.clear)  # threads of the parent that hold locks do not exist in a child
@@ -64,9 +66,12 @@ in_child(_guards.clear)  # threads of the parent that hold locks do not exist in
 def guards_of(parameters: Iterable[Tensor]) -> list[FifoLock]:
     """Return the locks to hold while these parameters are changed. Parameters without a lock get a common new one."""
     with _lock:
+        # An optimizer whose parameters no other one has holds a single lock, however many parameters there are.
         own = FifoLock()
         found: set[FifoLock] = {_guards.setdefault(each, own) for each in parameters}  # type: ignore[no-untyped-call]
-    return sorted(found, key=id)  # lock order
+    # Two optimizers that share some parameters may hold several locks each. Both take them in this order, so neither
+    # waits for the other in a circle.
+    return sorted(found, key=id)
 
 
 def holding(guards: list[FifoLock]) -> AbstractContextManager[None]:
@@ -110,6 +115,8 @@ class LocalOptimizer:
         """
         named = _named_parameters(branches)
         parameters = list(named.values())
+        # A hogwild step changes these in place. They share memory with the parameters but not the version counter, by
+        # which autograd would notice that a tensor it has saved for a later pass was changed.
         targets = [nn.Parameter(each.data) for each in parameters] if self._hogwild else parameters
         group = {**options, "params": targets}
         if self._optimizer is None:
@@ -134,6 +141,7 @@ class LocalOptimizer:
         method, *args = pickle.loads(request)
         return getattr(self, method)(context_id, *args)
 
+    # `finishing`: a step that was cancelled in the middle would leave some parameters changed and others not.
     @finishing
     def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
         """Apply the gradients of a context, multiplied by `factor`.
@@ -156,6 +164,8 @@ class LocalOptimizer:
                     group.update(copy.deepcopy(changes.get(number, {})))
             if factor != 1:
                 scale((gradients[each] for each in self.parameters if each in gradients), factor)
+            # The optimizer reads `.grad`, but the gradients belong to the context. So `.grad` has them only for the
+            # step, and what the program keeps there is put back afterwards.
             before = [target.grad for target in self._targets]
             try:
                 for parameter, target in zip(self.parameters, self._targets, strict=True):
@@ -194,6 +204,7 @@ class LocalOptimizer:
         """Keep the gradients of a context for the next step. Return as `step`."""
         context = current.conductor().contexts.get(context_id)
         gradients = {} if context is None else context.gradients.as_dict()
+        # These are copies, because a later pass of the context adds to its gradients in place.
         found = [parameter for parameter in self.parameters if parameter in gradients]
         with holding(self._guards):
             for parameter in found:
@@ -212,6 +223,7 @@ class LocalOptimizer:
         kept = self._kept.as_dict()
         if not kept:
             return contexts.get(context_id)
+        # This worker may have taken no part in the context so far, and still has gradients for its step.
         context = contexts.join(context_id)
         if context is not None:
             for parameter, gradient in kept.items():
@@ -257,6 +269,8 @@ def add_group(
     """On an owner: add a group of its parameters. The first group creates the optimizer."""
     if local is None:
         local = RRef(LocalOptimizer(*maker))
+        # Passes find this part by the number. The table is weak: the part ends with the optimizer's last reference to
+        # it.
         current.conductor().riders[rider] = local.local_value()
     return (local, *local.local_value().add_group(number, own, options))
 
@@ -419,6 +433,8 @@ def _defer_import(wrapper: Any) -> None:
         vars(method).pop(_CACHE, None)  # the wrapper fills it
         return wrapper(*args, **kwargs)
 
+    # torch's wrapper calls the function that it finds here, and imports the tracer if there is none
+    # (torch/_compile.py).
     setattr(method, _CACHE, call)
 
 
@@ -429,6 +445,8 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     if not hasattr(kind.step, "hooked") or not _asks(guarded):
         return optimizer.step
 
+    # This does what torch's wrapper does around a step, without asking the tracer: it sets the grad mode, and
+    # `profile_hook_step` runs the hooks and records the profiler's event.
     @functools.wraps(guarded.__wrapped__)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if TRACER in sys.modules:

@@ -131,6 +131,7 @@ def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parame
 @known_as("RemoteModule.to")
 def apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
     there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    # A module without tensors does not show where `fn` moves them, so `fn` is applied to an empty one.
     return str(device_of(there) or fn(torch.empty(0)).device)
 
 
@@ -147,6 +148,8 @@ runs_as(call, lambda module, method, _: f"{type(module.local_value()).__qualname
 def load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
     """Load a state; return missing names, unexpected names, and an error text."""
     try:
+        # The load is not strict: the handle adds the names to those of the other parts of its model, and torch raises
+        # one error for all.
         missing, unexpected = module.local_value().load_state_dict(state, strict=False, assign=assign)
     except RuntimeError as error:  # e.g. a wrong shape
         return [], [], str(error)

@@ -29,6 +29,7 @@ class Recoverable:
         raise NotImplementedError
 
 
+# The attributes that each module has, such as its parameters and hooks. References are looked for in all others.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -89,6 +90,7 @@ def _walk(
     found: list[tuple[RemotePart, T]] = []
     seen = {branch.root._handle.id for branch in wave}
     while wave:
+        # `call_all` names these in errors. The number makes them unique: two branches may have one name.
         named = {
             f"{branch.name or 'the model'} on {branch.root.owner_name()}, {number} of {len(wave)}": branch
             for number, branch in enumerate(wave, 1)
@@ -99,6 +101,7 @@ def _walk(
         wave = []
         for branch, (value, further) in zip(named.values(), visited.values(), strict=True):
             found.append((branch, value))
+            # Two modules may refer to one part, and parts may refer to each other. Each is visited once.
             fresh = [each for each in further if each.root._handle.id not in seen]
             seen |= {each.root._handle.id for each in fresh}
             wave += fresh

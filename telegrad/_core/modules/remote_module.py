@@ -146,6 +146,7 @@ class RemoteModule(nn.Module):
         self.on = module.owner_name()
         self.device = device
         self.is_device_map_set = module._table.agent.maps_devices_to(self.on)
+        # This goes into the dictionary, because `__setattr__` would refuse the name when a module was made again.
         self.__dict__["training"] = training
         self._trains = trains
         self._kind = kind
@@ -190,6 +191,8 @@ class RemoteModule(nn.Module):
     def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             loses = self._hints and gradients_are_lost(self._trains and self.training, args, kwargs)
+            # A module on the CPU is called like any referenced value. For one on an accelerator, the owner moves
+            # arguments and results, and `result` waits for the future or returns it.
             if self.device == "cpu":
                 value = call("", DEFAULT, args, kwargs, self)
             else:
@@ -263,6 +266,7 @@ class RemoteModule(nn.Module):
         checks.text("prefix", prefix, empty=True)
         if args or keep_vars:
             raise UsageError("a RemoteModule's state is a copy: keep_vars and positional arguments are not supported")
+        # A checkpoint saves this module as a branch of its own, from its worker (module_tree.py).
         if destination is not None and _apart.get():
             return destination
         for before in self._state_dict_pre_hooks.values():

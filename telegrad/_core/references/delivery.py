@@ -43,6 +43,8 @@ class _PeerDelivery(Generic[L]):
         self.sent: dict[int, _Sent[L]] = {}  # without a receipt so far
         self.receipts: list[int] = []  # not yet sent
         self.owed_by = inf
+        # The numbers that have arrived. A batch is delivered when it arrives, and not held back for an earlier one, so
+        # there may be gaps. They close, because the sender repeats each number until it has a receipt.
         self.complete = 0  # all batches up to this number have arrived
         self.ahead: set[int] = set()  # later batches that have arrived
 
@@ -85,6 +87,8 @@ class ReliableDelivery(Generic[L]):
                 line.fresh = []
             for number, sent in line.sent.items():
                 if sent.due <= now:
+                    # An empty batch asks a worker that was declared dead for a sign of life. Most of these never
+                    # answer, so the interval has no limit.
                     sent.pause = min(2 * sent.pause, RESEND_AT_MOST) if sent.letters else 2 * sent.pause
                     sent.due = now + sent.pause
                     out.append((to, Batch(number, sent.letters, self._receipts(line))))
@@ -107,6 +111,8 @@ class ReliableDelivery(Generic[L]):
             line.sent.pop(number, None)
         if not batch.number:
             return []
+        # A number that is not new gets a receipt, too: the sender repeats it, so the earlier receipt was lost or is
+        # late.
         line.receipts.append(batch.number)
         line.owed_by = min(line.owed_by, now + ACKNOWLEDGE_WITHIN)
         return batch.letters if line.take(batch.number) else []
@@ -127,7 +133,7 @@ class ReliableDelivery(Generic[L]):
             sent.letters = []
         if not line.sent:
             line.enter([], now)
-        self._receipts(line)
+        self._receipts(line)  # dropped: if the worker is alive it repeats its batches, and gets receipts then
 
     def bury(self, worker: str) -> None:
         """Remove a worker that has left permanently. Keep the numbers for a while, for batches that arrive late."""
@@ -147,5 +153,7 @@ class ReliableDelivery(Generic[L]):
     def _line(self, worker: str) -> _PeerDelivery[L]:
         line = self._lines.get(worker)
         if line is None:
+            # Without the numbers of a worker that has left, its late batches would be taken for new ones, and their
+            # messages be processed twice.
             line = self._lines[worker] = self._buried.pop(worker) if worker in self._buried else _PeerDelivery()
         return line

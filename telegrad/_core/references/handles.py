@@ -1,7 +1,7 @@
 """The slots for values at their owner, the handles of references in a process, and the calls that create references.
 
-A value outlives its handles. In debug mode the places are recorded where references are created, to list references
-that outlive their group.
+A value lives as long as any worker holds a reference to it, also without a handle in its own process. In debug mode the
+places are recorded where references are created, to list references that outlive their group.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class ValueSlot(Signal):
         return box
 
     def fail(self, failure: bytes) -> None:
+        # The failure is stored first: readers look at `full` without a lock, and at the failure after that.
         self.failure = failure
         self.set_result()
 
@@ -90,7 +91,9 @@ class Handle:
         self.ended = ended
         self.id = id_
         self.owner = owner
-        self.box = box  # only on the owner
+        # Only on the owner. So a value outlives the table's record of it as long as this process has a handle: after
+        # `close`, values of this process can still be used.
+        self.box = box
         self.fault = fault  # why the handle is unusable; its end is then not counted
 
     def __del__(self) -> None:
@@ -125,6 +128,9 @@ class Creation:
         "used",
     )
 
+    # No code of the user runs when the call ends, so the thread that reads the answer completes it, and no reactor
+    # thread is woken. The caller does not wait either. So the answer has no reader at first: `Maker` notes the owner in
+    # `_expected`, and the thread of the table asks the reactor to read, once for all calls of a millisecond.
     quick = True
 
     def __init__(self, ref: Id, fork: Id, owner: str, told: Callable[[Creation], None]) -> None:
@@ -146,6 +152,8 @@ class Creation:
 
     def set_exception(self, result: BaseException) -> None:
         self.error = fresh(result)
+        # Such a call may still run and create the value, and its receipt is processed whenever it comes. So the owner
+        # is not asked about it before the connection breaks.
         self.cut_off = isinstance(result, CallCancelled | CallTimeout)
         self._told(self)
 
@@ -218,6 +226,7 @@ class Maker:
         self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
         self._thread = Background("telegrad-references", serve)
+        # Nothing is sent, no slot is filled and no value is freed under it.
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
         self._boxes: dict[Id, ValueSlot] = {}  # of owned references
@@ -280,7 +289,9 @@ class Maker:
         with self._lock:
             self._expected.update(handle.owner.name for handle, *_ in made)
             for _, each, _ in made:
-                if each.error is not None and not each.cut_off:  # the call may not have been sent
+                # The error was reported to the outcome of one call, and that call may not have been sent at all. If it
+                # has arrived, the owner ignores this, or confirms the fork.
+                if each.error is not None and not each.cut_off:
                     self._machine.stillborn(each.ref, each.fork, each.owner)
             self._wake()
         return [self._wrap(self, handle) for handle, *_ in made]
@@ -302,7 +313,7 @@ class Maker:
 
     def _unmake(self, handle: Handle, target: Target) -> None:
         """Undo `_begin`: the call was never sent."""
-        handle.fault = "never made"
+        handle.fault = "never made"  # `Handle.__del__` must not count an end: the record goes here
         with self._lock:
             del self._creations[handle.id]
             (self._machine.drop if target[0] == HERE else self._machine.cancel)(handle.id)
@@ -310,6 +321,9 @@ class Maker:
     def _on_created(self, creation: Creation) -> None:
         with self._lock:
             creation.done, future = True, creation.future
+            # `ReferenceTable.creation` stores the future under this lock. If none is stored now, it finds `done` later
+            # and completes its future itself. A call that has failed stays, so that uses of the reference raise its
+            # error.
             if creation.error is None and future is None:
                 self._creations.pop(creation.ref, None)
             elif isinstance(creation.error, PeerError):
@@ -317,9 +331,11 @@ class Maker:
                 self._wake()
         if future is None:
             return
+        # Completing the future runs callbacks of the user. A thread that reads for others must not do that, but a
+        # thread that waits for this very future may, which saves waking another one.
         if creation.helper == threading.get_ident():
             self._told(creation)
-        else:  # a thread that reads for others must not run callbacks
+        else:
             self.agent.later(self._told, creation)
 
     def _told(self, creation: Creation) -> None:

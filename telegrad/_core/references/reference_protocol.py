@@ -33,6 +33,15 @@ References that one side has released stay lost for its own handles. Handles of 
 report an error.
 """
 
+# Any order means that no rule may rely on one message being processed before another: a worker whose message must not
+# overtake an earlier one waits for an answer first. So a user sends DROPPED only for a fork that the owner has
+# confirmed. A DROPPED that overtook its CONFIRM would be ignored as unknown, and the owner would keep the fork.
+#
+# Nothing here does I/O or reads a clock, so simulations run it with many orders, losses and deaths
+# (tests/sim/test_references.py), and `spin` searches a model of it for three workers (tests/sim/references.pml). The
+# caller holds the lock of `ReferenceTable` during each method. Only `shares` and the fields of one share are also read
+# without it.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -115,7 +124,9 @@ class References:
         return ref, fork
 
     def expect(self, ref: Id, fork: Id, creator: str) -> bool:
-        """Handle a creating call on the owner; return False if it must not run."""
+        """Handle a creating call on the owner; return False if no worker can use its value any more."""
+        # This worker has given the reference up: the creator has said that the call is lost, or was declared dead. The
+        # call was in transit all the same.
         if ref in self._refused:
             self._post(creator, GONE, ref, fork)
             return False
@@ -128,6 +139,7 @@ class References:
 
     def created(self, ref: Id, fork: Id, owner: str) -> None:
         """Handle the answer to the creating call: the owner knows the fork."""
+        # The owner has asked WANTED during the call. If it has got the value since, it ignores this message.
         if self._creating.pop(ref, False):
             self._post(owner, STILLBORN, ref, ref)
         share = self.shares.get(ref)
@@ -161,6 +173,8 @@ class References:
 
     def arrive(self, ref: Id, fork: Id, owner: str, sender: str) -> str:
         """Add a handle for a received reference; return a fault if that is impossible."""
+        # The sender has been told that this fork is MISSING and has released it, so nothing would keep the value alive
+        # for this handle.
         if fork in self._refused:
             return CAME_LATE
         if owner == self.me:
@@ -175,6 +189,7 @@ class References:
     def _come_home(self, ref: Id, fork: Id, sender: str) -> None:
         owned = self.owned.get(ref)
         if owned is None:
+            # The handle gets a record even without a value: uses of it then find a failed slot and do not wait.
             if self._never_comes(ref):
                 owned = self.owned[ref] = Owned(made=True)
                 self._lose_hope(ref)
@@ -200,7 +215,10 @@ class References:
             if sender != owner:
                 self._post(sender, SETTLED, ref, fork)
             return
+        # A share with a fault was settled when it failed. The new fork makes it usable again, also for its old handles.
         share.fork, share.fault = fork, ""
+        # The owner knows a fork that it sends itself, unless it has sent the fork before it declared this worker dead.
+        # It numbers forks in ascending order, and FORGOT has the last number before that.
         share.confirmed = sender == owner and fork[1] > self._forgotten.get(owner, 0)
         if sender != owner:
             share.parents = added(share.parents, (sender, fork))
@@ -209,6 +227,8 @@ class References:
 
     def _merge(self, ref: Id, share: SharedFork, fork: Id, sender: str) -> None:
         if sender == share.owner:
+            # As long as the owner does not know this worker's own fork, only the parent keeps the value alive, and it
+            # may die. So the fork from the owner is kept until then: DROPPED for it might overtake CONFIRM.
             if share.confirmed:
                 self._post(sender, DROPPED, ref, fork)
             else:
@@ -230,6 +250,7 @@ class References:
 
     def _end_if_unused(self, ref: Id) -> None:
         share = self.shares[ref]
+        # An unconfirmed share stays without handles: see "any order" above. `_conclude` comes here again.
         if share.handles or share.children or not share.confirmed:
             return
         del self.shares[ref]
@@ -238,7 +259,8 @@ class References:
         self.freed.append(ref)
 
     def _free_if_unused(self, ref: Id, owned: Owned) -> None:
-        if owned.made and not owned.handles and not owned.forks:  # otherwise the call may still arrive, with waiters
+        # Without `made`, the creating call may still arrive, and uses that have overtaken it wait for its value.
+        if owned.made and not owned.handles and not owned.forks:
             del self.owned[ref]
             self.freed.append(ref)
 
@@ -341,6 +363,8 @@ class References:
 
     def ask(self, receiver: str) -> None:
         """Handle a broken connection to `receiver`: messages may be lost."""
+        # Two workers have a connection in each direction. A fork in an answer may be in transit over the other one, and
+        # ASK may overtake it. It is then refused as well, and its handle reports the loss: safe, but not necessary.
         for ref, fork in list(self._sent_to(receiver)):
             self._post(receiver, ASK, ref, fork)
 
@@ -358,9 +382,11 @@ class References:
             if sender != share.owner:  # otherwise DROPPED will follow
                 self._settle(sender, share, ref, fork)
             return
+        # The fork has not arrived, or it has arrived and ended. In both cases the sender may release it.
         self._refuse(fork)
         if share is not None and sender == share.owner and not share.confirmed:
-            share.extras = added(share.extras, fork)  # dropped once the owner knows the fork that replaced it
+            # The owner may count only this fork so far, so it is dropped once the owner knows the one that replaced it.
+            share.extras = added(share.extras, fork)
         else:
             self._post(sender, MISSING, ref, fork)
 
@@ -372,6 +398,8 @@ class References:
             share.parents = added(share.parents, (parent, fork))
 
     def _on_missing(self, sender: str, ref: Id, fork: Id) -> None:
+        # MISSING answers ASK, at the owner or at a parent. It also answers STILLBORN, at the creator, about its own
+        # fork.
         share = self.shares.get(ref)
         if ref in self.owned:
             self._on_dropped(sender, ref, fork)
@@ -382,6 +410,7 @@ class References:
 
     def _on_stillborn(self, sender: str, ref: Id, fork: Id) -> None:
         owned = self.owned.get(ref)
+        # A record that was given up is `made`, too, so that it can be freed. It is in `_refused` then.
         if owned is not None and owned.made and ref not in self._refused:
             if fork != ref:
                 self._post(sender, CONFIRMED, ref, fork)
@@ -407,6 +436,8 @@ class References:
 
     def dead(self, worker: str) -> None:
         """Handle the death or leaving of a worker: its own values are lost, and its forks are released."""
+        # The number goes into FORGOT: the other side then knows which forks from this worker were sent before the
+        # death, and were dropped here.
         remember(self._dead, worker, self._numbers, MOST_REMEMBERED)
         for ref, share in list(self.shares.items()):
             share.parents = [parent for parent in share.parents or () if parent[0] != worker]
@@ -438,6 +469,7 @@ class References:
         for ref, share in self.shares.items():
             if share.owner == sender and not share.fault:
                 self._confirm_anew(ref, share)
+        # The answer to an earlier WANTED may be among the messages that were dropped.
         for ref, owned in self.owned.items():
             if not owned.made and ref[0] == sender:
                 self._post(sender, WANTED, ref, ref)

@@ -2,6 +2,17 @@
 
 One thread processes messages and ended handles in groups, so that many together cost little. It pauses between groups,
 so that many thousands do not delay calls. It also frees values, without holding the lock.
+
+`References` (reference_protocol.py) decides, and `ReliableDelivery` (delivery.py) numbers and repeats; both are pure.
+This file feeds them events and carries out the results. The rules:
+
+- Every event of the protocol is processed under `_lock`. What follows from it is done without the lock: sending,
+  failing slots, freeing values. A free may run a user's `__del__`, which may use references itself.
+- References that come with a message are entered by the thread that reads the message, before the message is handled.
+  So the effects of a connection's messages happen in the order in which they were sent.
+- The end of a handle only puts an id into a queue, because the thread may be in a finalizer and hold any lock.
+- The thread is started before the first handle exists whose end it must process. It is started outside of the lock,
+  because a start may take long or fail.
 """
 
 from __future__ import annotations
@@ -85,6 +96,8 @@ class ReferenceTable(Maker):
         self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
+        # A loss is reported by the thread that reads or connects. `_on_lost` goes through all references and sends, so
+        # it runs on this table's thread instead.
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
 
     def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
@@ -115,6 +128,8 @@ class ReferenceTable(Maker):
         if creation is not None:
             creation.used, error = True, creation.error
         fault = handle.fault or self._machine.fault(handle.id)
+        # If the owner has died, the creating call has failed with a PeerError as well. That the owner is lost tells the
+        # user more than that the creation failed. An error of the function itself comes first, because it is the cause.
         says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
         if error is not None and not says_more:
             raise failed(error)
@@ -128,12 +143,16 @@ class ReferenceTable(Maker):
             if creation is None:
                 return None
             creation.used = True
+            # `_on_created` sets `done` and reads `future` in one hold of the lock. So either it sees the future that is
+            # stored here and completes it, or this thread sees `done` and has it completed. A call that has succeeded
+            # without a future is no longer in `_creations`, so a late creation always has an error.
             late = creation.done and creation.future is None
             if creation.future is None:
                 creation.future = Future()
                 creation.future.call = creation
         if late:
             self.agent.later(tell_user, creation)
+        # So far, no thread may have been asked to read the answer: see `Creation.quick`.
         with contextlib.suppress(TelegradError):  # the owner has left: the call gets that error
             self.agent.expect(handle.owner.name)
         return creation.future
@@ -163,6 +182,9 @@ class ReferenceTable(Maker):
         if known is not None:
             return known
         with self._lock:
+            # A use may overtake the creating call, which another worker sends over its own connection. `seek` then asks
+            # the creator whether that call will arrive, and the use waits at an empty slot. `_take_creation` has this
+            # slot filled, or `_step` fails it.
             unknown = ref not in self._machine.owned
             if unknown:
                 if ref in self._refused:
@@ -182,6 +204,8 @@ class ReferenceTable(Maker):
     def give_up(self, handle: Handle) -> None:
         """Release a handle that the program still holds."""
         with self._lock:
+            # The fault keeps `Handle.__del__` from counting the end again. Of two threads that give up one handle, only
+            # the first one counts it.
             first, handle.fault = not handle.fault, handle.fault or DELETED
         if first:
             self._events.put(handle.id)
@@ -191,6 +215,7 @@ class ReferenceTable(Maker):
     def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
         """Serialise references for a message, and the data of a creating call if there is one."""
         for handle in references:
+            # Each table has a queue of its own, so the queue tells the groups of one process apart.
             if handle.ended is not self._events:
                 raise UsageError(
                     f"the reference {number(handle.id)} belongs to a group that this worker has left; create it again "
@@ -204,7 +229,9 @@ class ReferenceTable(Maker):
             with self._lock:
                 forks = [(each.id, self._machine.fork(each.id, key), tuple(each.owner)) for each in references]
             return pickle.dumps((forks, creation), 5)
-        except BaseException:  # no memory; the forks will not be sent
+        except BaseException:
+            # Most likely there is no memory. Some forks may have been counted for a message that is never sent. The
+            # receiver answers the question about them with MISSING, which releases them.
             with self._lock:
                 self._machine.ask(key)
                 self._wake()
@@ -218,13 +245,19 @@ class ReferenceTable(Maker):
         if self._thread.thread is None:
             self._thread.want()
         with self._lock:
+            # This comes first, because it revives a sender that was declared dead. Its references would otherwise be
+            # taken for those of a dead owner.
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             if creation is not None and creation[0] == CREATED:
                 machine.created(creation[1], creation[2], key)
             elif creation is not None:
+                # HERE has no limit: a worker holds a value that it creates on itself by a handle, and the limit counts
+                # forks.
                 refusal = self.excess(sender) if creation[0] == CREATE else None
                 landing = self._take_creation(key, refusal, *creation)
+            # Usually there is nothing to do, and the thread sleeps on: a reference that its owner sends, and the answer
+            # to a creating call, need no control message.
             if machine.letters or machine.freed or machine.hopeless:
                 self._wake()
         return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
@@ -246,11 +279,14 @@ class ReferenceTable(Maker):
         return self._new_handle(ref, owner, box, fault)
 
     def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> ValueSlot:
+        # Uses that have overtaken this call wait at a slot that exists already.
         box = self._boxes.get(ref) or ValueSlot()
         if refusal is not None:
             remember(self._refused, ref, refusal, MOST_REFUSED)
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
+        # This receipt is sent with every outcome, also with an error or a refusal. It tells the creator that the call
+        # has arrived, so that nothing remains to be confirmed.
         box.answer = pickle.dumps(((), (CREATED, ref, fork)), 5)
         return box
 
@@ -258,6 +294,8 @@ class ReferenceTable(Maker):
 
     def _serve(self) -> None:
         wait = LONGEST_WAIT
+        # These live longer than one round. After an exception, the next round continues with the events that this one
+        # has taken from the queue and not processed.
         acts, ended = deque[Callable[[], None]](), deque[Id]()
         while not self.closed:
             try:
@@ -295,10 +333,14 @@ class ReferenceTable(Maker):
                 machine.drop(ref)
                 if (note := events.note) is not None:
                     note((events.FREED, moment := perf_counter(), moment, number(ref)))
+            # A message leaves the list after it was posted. So after an exception the rest is posted later, and no
+            # message twice. The next attempt reverses the rest again: the protocol allows any order.
             machine.letters.reverse()
             while machine.letters:
                 courier.post(*machine.letters[-1])
-                machine.letters.pop()  # one by one: messages that remain here after an error are posted again
+                machine.letters.pop()
+            # This comes before `freed`, which may contain the same reference. Threads wait at the slot in `_boxes`, so
+            # the failure must get that slot, and not a new one after it was removed.
             hopeless = [(ref, self._boxes.setdefault(ref, ValueSlot())) for ref in machine.hopeless]
             machine.hopeless.clear()
             freed = [(self._boxes.pop(ref, None), self._creations.pop(ref, None)) for ref in machine.freed]
@@ -309,8 +351,11 @@ class ReferenceTable(Maker):
             outgoing = courier.outgoing(now)
             expected, self._expected = self._expected, set()
             wait = min(max(courier.next() - now, 0.0), LONGEST_WAIT)
+        # The lock is not held from here on. If a send fails, `ReliableDelivery` repeats the batch.
         for to, batch in outgoing:
             self._send(to, batch)
+        # The threads that made creating calls have returned without reading the answers. The reactor is asked here to
+        # read them, once for all calls of a round to one owner.
         for owner in expected:
             with contextlib.suppress(TelegradError):
                 self.agent.expect(owner)
@@ -320,6 +365,8 @@ class ReferenceTable(Maker):
         for _, creation in freed:
             if creation is not None:
                 creation.dropped()
+        # The values end here. This is the last step, because it may run slow code of the user, and nothing waits for
+        # it.
         del freed
         return wait
 
@@ -329,12 +376,13 @@ class ReferenceTable(Maker):
         try:
             self.agent.notify(name, batch._replace(letters=letters), incarnation)
         except UnknownWorker:
+            # The group no longer has this incarnation. `_on_death` begins to ask for a sign of life, and `bury` ends
+            # that.
             self._on_death(to)
             with self._lock:
                 self._courier.bury(to)
-        except (
-            TelegradError
-        ) as error:  # this worker is leaving, or cannot look up the other; `ReliableDelivery` tries again
+        except TelegradError as error:
+            # This worker is leaving, or cannot look up the other; `ReliableDelivery` tries again.
             log.debug("telegrad: cannot send to %r yet: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
@@ -344,7 +392,7 @@ class ReferenceTable(Maker):
             self._heard_from(key)
             for letter in self._courier.receive(key, batch, monotonic()):
                 self._machine.receive(key, letter)
-            self._wake()
+            self._wake()  # even without messages, because the batch may need a receipt
 
     # Broken connections and dead workers
 
@@ -358,16 +406,23 @@ class ReferenceTable(Maker):
         key = key_of(who)
         if isinstance(reason, GenerationOver):
             return  # this worker moves on as well in a moment
+        # PeerLost means that a connection broke, or that the process is stopped: the worker may be alive. With any
+        # other reason it has left, or no connection to it could be made.
         if not isinstance(reason, PeerLost):
             self._on_death(key)
             return
         with self._lock:
+            # Messages of that connection may be lost, and with them forks and creating calls. The worker is asked about
+            # both. About a creating call that timed out or was cancelled it is asked only now: while its connection
+            # works, the receipt still comes.
             self._machine.ask(key)
             for ref, creation in self._creations.items():
                 if creation.cut_off and creation.owner == key:
                     self._machine.stillborn(ref, creation.fork, key)
             self._courier.hurry(key, monotonic())
-        self._send(key, Batch(0, [], []))  # a broken connection is no death, but a failed attempt to reconnect is
+        # The empty batch makes the agent connect again. If that fails, this method is called with another reason, and
+        # the worker counts as dead.
+        self._send(key, Batch(0, [], []))
 
     def _on_death(self, key: str) -> None:
         with self._lock:
@@ -381,8 +436,10 @@ class ReferenceTable(Maker):
         """Wait until everything that ended before this call is processed."""
         if self._thread.thread is None:  # nothing has ended yet
             return
+        # The function is queued twice. A round runs functions before it drops handles, so the first function runs
+        # before the handles of its own round are dropped. The second one runs in a later round.
         done = threading.Event()
-        self._events.put(lambda: self._events.put(done.set))  # queued twice: the first round drops the handles
+        self._events.put(lambda: self._events.put(done.set))
         if not self.closed:
             done.wait(timeout)
 
@@ -427,6 +484,7 @@ class ReferenceTable(Maker):
         self._events.put(None)
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
+        # The values end here and not under the lock, because that may run code of the user.
         del boxes
 
 

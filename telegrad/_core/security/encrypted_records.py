@@ -55,7 +55,11 @@ class RecordWriter:
     def add(self, data: bytes | memoryview) -> None:
         """Append a record of at most `room()` bytes to the unsent records, of which nothing may have been sent yet."""
         if self._buffer is None:
+            # A tensor follows the small record of its frame's header. The buffer holds both, so one write sends them.
+            # It is made at the first `add`: a connection with short records alone needs none.
             self._buffer = memoryview(bytearray(RECORD + JOINED + 2 * OVERHEAD))
+        # `unsent` becomes all of the buffer up to the end of this record. So records that were sent in part, or stored
+        # by `keep`, would be sent again or lost.
         start = self._end if self.unsent else 0
         self._end = end = start + OVERHEAD + len(data)
         _LENGTH.pack_into(self._buffer, start, len(data) + TAG)
@@ -64,6 +68,7 @@ class RecordWriter:
 
     def clear(self) -> None:
         """Drop the unsent records; no record may follow on this connection."""
+        # Their nonces are used up. The other end would decrypt a later record with a nonce that was dropped.
         self.unsent = _NOTHING
 
     def sent(self, count: int) -> None:
@@ -116,6 +121,8 @@ class RecordReader:
         """
         here = self._end = self._end + came
         start = self._start + _HEAD
+        # This is the short way for a record between two frames: it is returned as bytes and cut into frames without a
+        # copy. Everything else is left to `decrypt_into`, which the caller calls next.
         if start > here or self._content is not None:
             return b""
         (length,) = _unpack_length(self._buffer, self._start)
@@ -154,6 +161,8 @@ class RecordReader:
         self._start = end
         self.has_more = end != here
         size = length - TAG
+        # The record has more than fits, such as the end of one frame and the beginning of the next. The content is
+        # decrypted as a whole, because it can be trusted only after its tag was checked.
         if size > len(target):
             return self._copy(memoryview(self._cipher.decrypt(self._buffer[start:end])), target)
         self._cipher.decrypt_into(self._buffer[start:end], target[:size])

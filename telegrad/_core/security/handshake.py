@@ -146,9 +146,13 @@ class _End:
         size = int.from_bytes(self.leftover[:2], "little")
         if not 1 <= size <= LONGEST:
             raise self._refuse("stranger", "it sent an invalid message")
-        if self.leftover[:3] == HANDSHAKE + b"\x01":  # this protocol has no message kind 1
+        # A TLS client greets with the bytes 16 03 01. Here they read as a valid length, 790, and a kind that does not
+        # exist.
+        if self.leftover[:3] == HANDSHAKE + b"\x01":
             self.parting = ALERT_NO_TLS
             raise AuthenticationFailed(ONE_SIDED)
+        # This is checked before the rest of the message has arrived, so that another kind of program is refused at
+        # once. In each state one kind of message is allowed, so messages can be neither repeated nor reordered.
         if self.leftover[2:3] not in (self._state, _REFUSAL, b""):
             raise self._refuse("stranger", "it sent an unexpected message")
         if len(self.leftover) < 2 + size:
@@ -179,6 +183,8 @@ class _End:
         if len(body) != _OPENING.size or body[:4] != MAGIC:
             raise self._refuse("stranger", "it sent an invalid greeting")
         _, newest, _ = _OPENING.unpack(body)
+        # Both ends compute the same minimum. An attacker who lowers a version in transit changes the prologue, and so
+        # makes the Noise handshake fail.
         self.version = min(newest, self._spoken.newest)
         if self.version < self._spoken.oldest:
             raise self._refuse(
@@ -193,6 +199,8 @@ class _End:
             name, id_, incarnation, program, map_, *more = json.loads(text)
             devices = tuple((str(here), str(there)) for here, there in map_)
             return Hello(str(name), int(id_), str(incarnation), str(program), devices), more
+        # The sender holds the key, but may still be faulty. JSON can be nested too deeply (RecursionError), or have a
+        # number such as 1e999, which is infinite and no int (OverflowError).
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise self._refuse("stranger", "it holds the key, but sent an invalid claim") from None
 
@@ -234,6 +242,8 @@ class Initiator(_End):
     @property
     def has_other_key(self) -> bool:
         """Return True if another connection with the next key should be tried after a refusal."""
+        # The refusal is not authenticated. An attacker who forges it only makes this end authenticate with the other
+        # key of its ring, and tries no third one: attempts go through the ring once.
         return self._has_more and self.refusal == UNKNOWN_KEY
 
     def start(self) -> bytes:
@@ -249,12 +259,14 @@ class Initiator(_End):
             assert self._noise is not None
             text, self._ciphers = self._noise.read_second(body)
             peer, _ = self._read_claim(text)
+            # The address may have been given to another worker since. This end stops before it has sent its own claim.
             if peer.incarnation != self._wanted:
                 raise self._refuse("other", _REASONS["other"][1])
             self._acceptor = peer
             self._state = _ACCEPTED
             fields = [*self._mine, self._wanted, *self._stream_id]
             return self._say(_CLAIM, self._ciphers.sending.encrypt(json.dumps(fields).encode()))
+        # Only now is the peer known. An acceptor that has proved its identity may still refuse this worker.
         assert self._ciphers is not None
         self._ciphers.receiving.decrypt(body)
         self.peer = self._acceptor
@@ -296,6 +308,8 @@ class Acceptor(_End):
 
     def _meet(self, first: bytes) -> NoiseHandshake:
         """Find the key that the initiator used."""
+        # FIRST does not say which key it was made with. A key fits if the tag of the empty payload verifies. Each
+        # attempt needs a fresh state, because reading the message changes it.
         for key in self._keys.derive(PURPOSE):
             noise = NoiseHandshake(key, self._prologue + self.carrier, self._random)
             try:
@@ -341,6 +355,7 @@ class Refusals:
 
     def should_log(self, host: str, now: float) -> bool:
         """Count a refused connection of a host; return True if it should be logged."""
+        # Anyone may connect, so the memory for hosts has a limit.
         if host not in self._since and len(self._since) >= MOST_HOSTS:
             host = OTHERS
         self._since.setdefault(host, now)
@@ -358,6 +373,8 @@ class Refusals:
 
 def to_give_way(origins: Iterable[str]) -> int:
     """Return the index of the oldest connection of the host with the most, given the origins of all in order."""
+    # The oldest of all would let one host that opens connections without pause displace those of other hosts. This way
+    # it displaces its own.
     hosts: Sequence[str] = [host_of(origin) for origin in origins]
     most = Counter(hosts).most_common(1)[0][0]
     return hosts.index(most)

@@ -79,6 +79,7 @@ def check_key(key: object, source: str) -> bytes:
             f"not {type(key).__name__}"
         )
     key = key.strip()
+    # A key of random bytes may look like anything and contain line breaks, so only text is checked.
     if key.isascii() and _NO_KEY.match(key):
         raise UsageError(
             f"{source} looks like a comment, an assignment or a key within quotes: a key must be alone on its line"
@@ -114,12 +115,16 @@ class Keyring:
     def secrets(self) -> tuple[bytes, ...]:
         """Return 32 bytes for each key; the first authenticates this worker."""
         if self._path:
+            # Keys are replaced while the group runs, so each handshake looks whether the file has changed, without
+            # reading it. A file that is missing for a moment changes nothing. The version is taken before the content
+            # is read: if the file is replaced between the two, the next handshake reads it again. It is stored even if
+            # the content is refused, so that this is logged once for each change and not for each handshake.
             version = _version_of(self._path)
             if version is not None and version != self._version:
                 self._version = version
                 try:
                     self._secrets = tuple(map(_stretch, read_keys(self._path)))
-                # the file may be incomplete while it is written; do not stop a running group
+                # The file may be incomplete while it is written, which must not stop a running group.
                 except UsageError as error:
                     log.warning("telegrad: the previous keys stay in use until the key file changes again: %s", error)
         return self._secrets
@@ -175,6 +180,9 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
 def _stretch(key: bytes) -> bytes:
     if key.startswith(_MADE) and len(key) == _MADE_SIZE:
         return hashlib.sha256(key).digest()
+    # The salt is the same for all groups. One from the store would be under the control of an attacker who can write
+    # there, and the place of the store is no salt either, because workers name it in different ways
+    # (docs/decisions/keys.md).
     return hashlib.scrypt(key, salt=b"telegrad", n=1 << 14, r=8, p=1, dklen=32)
 
 

@@ -68,7 +68,8 @@ class CipherState:
         self._nonces = map(_pack_nonce, range(first, self._end))
 
     # Each of these four methods consumes a nonce before its use. The code is repeated for the latency of small
-    # messages.
+    # messages. A nonce has 12 bytes and is never false, so the right side of `or` runs only when the iterator is at its
+    # end.
 
     def encrypt(self, plaintext: bytes | memoryview, associated: bytes | None = None) -> bytes:
         """Return the ciphertext and tag of the next message."""
@@ -114,6 +115,8 @@ class CipherState:
 
     def rekey(self) -> None:
         """Derive the next key from the current one; the message number continues."""
+        # REKEY of the specification: 32 zeros, encrypted with the largest nonce, without the tag. Both ends do this at
+        # the same message, so nothing is sent for it.
         self._use(self._encrypt(_pack_nonce(MAX_NONCE), bytes(KEY), b"")[:KEY])
 
 
@@ -136,6 +139,7 @@ class NoiseHandshake:
         self._theirs = b""
         self.hash = NAME
         self._mix_hash(prologue)
+        # The token psk of the first message, processed here because it needs nothing of the message: MixKeyAndHash.
         self._chaining_key, mixed, key = _hkdf(NAME, psk, 3)
         self._mix_hash(mixed)
         self._cipher = CipherState(key)
@@ -162,6 +166,7 @@ class NoiseHandshake:
         public = self._make_ephemeral()
         self._mix_exchange()
         message = public + self._encrypt_and_hash(payload)
+        # The first key encrypts what the initiator sends, the second what the responder sends.
         there, here = _hkdf(self._chaining_key, b"", 2)
         return message, Ciphers(CipherState(here), CipherState(there))
 

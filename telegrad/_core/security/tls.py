@@ -84,6 +84,7 @@ def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
         return error
     if isinstance(sock, ssl.SSLSocket) and isinstance(error, (ConnectionError, ssl.SSLEOFError)):
         try:
+            # The alert was sent before the connection was closed, so it is in the receive buffer or about to arrive.
             sock.settimeout(ALERT_WAIT)
             sock.recv(1)
         except ssl.SSLError as alert:
@@ -129,6 +130,9 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
         UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
     """
     context = ssl.SSLContext(protocol)
+    # Any certificate of the authority is accepted, whatever name it has. The handshake inside of TLS decides whether
+    # the other end is the wanted worker. Its prologue has the digests of both certificates, so it cannot be relayed to
+    # another TLS connection.
     context.check_hostname = False
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED

@@ -87,6 +87,7 @@ def init_rpc(
         return
     meeting = meet(rpc_backend_options.rpc_timeout or float("inf"))
     store = meeting.store.raw
+    # A backend of the program expects a store of torch, and Telegrad's FileStore is none.
     if isinstance(store, FileStore):
         store = dist.FileStore(store.path, -1)
     _init_rpc_backend(backend, store, name, meeting.rank, meeting.world_size, rpc_backend_options)
@@ -131,6 +132,7 @@ def _init_rpc_backend(
 def _begin(
     backend: Any, store: Any, name: Any, rank: int, world_size: int | None, rpc_backend_options: Any, **more: Any
 ) -> None:
+    # torch's workers warn of an error that a caller gets. Telegrad's log it at level DEBUG.
     Answers.level = logging.WARNING
     api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(

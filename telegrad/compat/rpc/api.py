@@ -193,6 +193,9 @@ class Round(AllGatherStates):
             return sorted((self.expected or set()) - self.gathered_objects.keys())
 
 
+# A round is one gathering of one set of workers. Each worker counts the rounds of a set by itself. All of the set make
+# the same gatherings in the same order, so they arrive at the same key without a message. An object may arrive before
+# this worker begins the round, so either of the two makes the entry.
 _rounds_lock = renewed(threading.Lock())  # guards the next two, and the rounds
 _round_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _rounds: dict[str, Round] = {}
@@ -247,6 +250,8 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
                 worker=me,
                 level=logging.INFO,
             ) as wait:
+                # The result comes by a call from the leader. If the leader dies, that call never comes, and this one
+                # fails and ends the wait.
                 while not round_.proceed_signal.wait(PING):
                     wait.look()
                     rpc_sync(leader, _ping)
@@ -287,7 +292,8 @@ def _why_never(name: str) -> Exception | None:
     except CallTimeout:
         pass  # it is busy
     except PeerError as error:
-        if not isinstance(error.__cause__, TimeoutError):  # else it is too busy to accept a connection
+        # If it has a TimeoutError as its cause, the worker was too busy to accept the connection in time.
+        if not isinstance(error.__cause__, TimeoutError):
             return PeerLost(f"{name} will never come to this _all_gather: {error}")
     return None
 
@@ -296,6 +302,7 @@ def _tell_followers(
     key: str, objects: dict[str, Any], error: Exception | None, followers: set[str], limit: float
 ) -> None:
     args = (key, objects) if error is None else (key, {}, error)
+    # The followers are told of an error, too: otherwise they would wait until the leader has ended.
     told = {name: rpc_async(name, _broadcast_to_followers, args, timeout=limit) for name in sorted(followers)}
     failed: dict[str, Exception] = {}
     for name, future in told.items():
@@ -363,7 +370,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _delete_all_user_and_unforked_owner_rrefs()
             if not (_ignore_rref_leak or lost):
                 leaks = _count_leaks()
-                # All must count before any worker leaves, because its references end with it.
+                # All must count before any worker leaves, because the references that it holds end with it.
                 _wait_all_workers(timeout)
         ready = True
     finally:

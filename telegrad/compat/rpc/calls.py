@@ -75,6 +75,8 @@ class CallFuture(futures.Future[T]):
 def collect_all(futures: Sequence[torch.futures.Future[T]]) -> torch.futures.Future[list[torch.futures.Future[T]]]:
     """Return a future of all these. It is done when the last one is, or when the first one fails, like torch's."""
     collected: CallFuture[list[torch.futures.Future[T]]] = CallFuture()
+    # `left` is set to 0 by a failure, and later ends make it negative. So it reaches 0 by counting only once, without a
+    # failure.
     lock = threading.Lock()  # guards left
     left = len(futures)
 
@@ -209,6 +211,8 @@ def _profiled(
 ) -> Future[Any]:
     """Return a future that is done once the call is, and `session` has the callee's events."""
     name = remote_calls.event_of(kind, to, call.function).name
+    # The events cannot travel with the result: it may be a reference, or the value of a future that the function
+    # returned. So the callee keeps them under the token until a second call fetches them.
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
@@ -233,5 +237,6 @@ def _profiled(
         except Exception as error:
             complete.set_exception(error)
 
+    # The thread that completes the future runs `fetch`, which only starts a call and does not wait for it.
     future.add_done_callback(fetch)
     return complete

@@ -85,6 +85,7 @@ class RRef(references.RRef[T]):
 
     @not_compiled
     def _create_checked(self, method: str, timeout: float, args: Any, kwargs: Any) -> references.RRef[Any]:
+        # torch raises for a missing attribute when the proxy's method is called, and not when the result is used.
         if method:
             self._table.agent.call(
                 self._table.reach(self._handle), find_attribute, (*self._handle.id, method), None, timeout
