@@ -68,7 +68,8 @@ class Agent:
         self._timer = TimerThread(self._tick)
 
         def enter() -> None:
-            torch.get_num_threads()  # otherwise torch ignores set_num_threads and uses one thread per core
+            # Without this call, torch ignores `set_num_threads` on this thread and uses one thread per core.
+            torch.get_num_threads()
             entered(self)
 
         self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._timer)
@@ -114,6 +115,7 @@ class Agent:
         reason = reason or ShutDown(
             f"worker {self.name!r} shut down: calls and references of its group cannot be used after that"
         )
+        # First of all: from here on no call and no peer begins, and the ends of connections are not reported as losses.
         if not self._connections.begin_close(reason):
             return
         if self.layers.references is not None:
@@ -243,11 +245,15 @@ class Agent:
         """Complete the outcome of a call, which runs its callbacks."""
         outcome = pending.outcome
         assert outcome is not None
+        # Before the outcome is completed: a `Future` refuses a result while its call is set. The two also refer to each
+        # other, and the future may outlive the call for long.
         outcome.call = pending.outcome = pending.keep_alive = None
         if self.streams.used:
             with self.streams.aside():
                 self._tell(outcome, pending)
-        else:  # a context manager would cost each asynchronous call three more calls
+        # Without accelerators there is nothing to set aside, and a context manager would cost each asynchronous call
+        # three more calls of functions.
+        else:
             self._tell(outcome, pending)
 
     def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
@@ -264,6 +270,8 @@ class Agent:
     def _begin(self, peer: Peer, pending: PendingCall, call: PreparedCall, creation: Any = None) -> None:
         """Send a call."""
         parent = serving.get()
+        # `admit` comes first, since it may refuse the call. `hold` comes last, and cancels the call if the served call
+        # was cancelled meanwhile: before `Peer.call` the call is in no table, and `Peer.cancel` would not find it.
         if parent is not None:
             parent.admit(pending)
         if pending.outcome is not None:
@@ -393,6 +401,7 @@ class Agent:
         return self._reactor.watch(now)
 
     def _tick(self, now: float) -> float:
+        # For batches that no leader and no waiting thread has sent so far (`BATCH_WAIT` in peer.py).
         self._reactor.send_unsent()
         pause = BUSY_TICK if self._timer.is_watching else IDLE_TICK
         return min(now + pause, self._connections.tick(now), *results(self.ticking, now))

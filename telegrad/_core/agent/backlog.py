@@ -8,7 +8,7 @@ are higher and hold for any caller, so a well-behaved program never meets them:
 2. If AHEAD of its calls have not begun, its connection is not read until half of them have, or for READ_ON seconds.
    Quick calls end sooner than that, so few of them wait here at a time. Otherwise tens of thousands of calls would be
    created and freed repeatedly. Each time the garbage collector would visit all objects of the process (0.1 s), while
-   the other callers wait. Slow calls are read as they come: AHEAD more of them after each READ_ON.
+   the other callers wait. Slow calls are read on, about twice as many after each READ_ON.
 3. The connection may bring what the waiting calls need: a CANCEL, a control message, a call that opens a gate. So if
    none of its calls has begun or ended for STALLED_AFTER seconds, the connection is read once. At each check the caller
    also gets a PULSE, since its own requests for a sign of life are not read.
@@ -92,9 +92,11 @@ class BackPressure:
         if waits <= AHEAD // 2:
             caller.slow = 0
         if (waits >= caller.slow + AHEAD or self._has_too_much(caller)) and isinstance(link, Link):
+            # Other threads may have begun the counted works before they could find the caller in `stopped`. So the last
+            # step looks once more.
             stopped = self.stopped.setdefault(caller, _PausedCaller(link))
             link.reading.hold(True)
-            self.look(caller)  # meanwhile enough work may have begun
+            self.look(caller)
             self._reactor.timer.wake_by(stopped.since + READ_ON, rough=True)
 
     def look(self, caller: Caller) -> bool:
@@ -117,8 +119,11 @@ class BackPressure:
             if self.look(caller):
                 continue
             if not self._has_too_much(caller):
+                # Calls that are held up cannot begin, so their number says nothing about their duration. They are read
+                # more slowly.
                 due = stopped.since + (STALLED_AFTER if caller.queue.is_held_up else READ_ON)
                 if now >= due:
+                    # These calls are slow. Reading goes on until as many more and AHEAD wait.
                     caller.slow = 2 * _waiting(caller)
                     self.look(caller)
                 else:
@@ -135,6 +140,9 @@ class BackPressure:
     def sent(self, caller: Caller, link: Link | LoopEnd) -> None:
         """After each answer with memory: hold up a caller that does not read its answers."""
         if isinstance(link, Link) and link.sent - caller.read > MOST_UNREAD and not _has_read(caller, link):
+            # Hold up first, then store. `tick` and `lost` release only callers that they find in `_unread`: if one of
+            # them ran between the two in the opposite order, it would release the queue before it is held up, and no
+            # call would begin again.
             self._reactor.hold_up(caller.queue, True)
             self._unread[caller] = link
             self._reactor.timer.wake_by(monotonic() + LOOK_AGAIN)
@@ -187,6 +195,7 @@ def _waiting(caller: Caller) -> int:
 
 def _has_read(caller: Caller, link: Link) -> bool:
     """Return True if a caller has read everything sent to it, or will read no more."""
+    # Loaded before the socket is examined: bytes that another thread sends meanwhile were not read.
     sent = link.sent
     if link.is_sending or unread(link):
         return False

@@ -1,4 +1,10 @@
-"""Serves incoming calls: finds the function, restores the caller's context, sends the answer."""
+"""Serves incoming calls: finds the function, restores the caller's context, sends the answer.
+
+The reader thread only queues messages (`on_messages`): it is often the leader, and must not wait. A thread of the
+reactor runs the call (`_run`). Calls of actors are first opened and admitted, in the caller's order (`_run_in_order`).
+A call is in `Caller.calls` from its arrival until its answer was sent. Any error between the two must reach `_fail`,
+which sends it as the answer: the caller would wait forever otherwise.
+"""
 
 from __future__ import annotations
 
@@ -145,6 +151,8 @@ class Server:
                 caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
+            # A pull of a stream must run although the function of the stream holds the last slot. A caller that does
+            # not read its answers gets no exception: each of these calls makes an answer, too.
             elif head in self.at_once and not caller.queue.is_held_up:
                 self._reactor.submit(Work(self._runs, come, size=size), caller.control)
             else:
@@ -260,6 +268,8 @@ class Server:
             del kwargs
             if message.head:
                 known = self._short_in_order if ordered else self._short
+                # The time includes decoding, which keeps the leader from its connections, too. A function that is not
+                # known to be short has run after a hand-over of the lead, which may have added to its time.
                 limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
                 known[message.head] = self._reactor.worked_until() - start < limit
             if type(result) is CoroutineType:
@@ -328,8 +338,11 @@ class Server:
         self.name = self.answers.name = name
 
     def _run_in_order(self, caller: Caller) -> None:
+        # Each call in `ordered` has a work, and a work opens the first call there. If another thread is opening one, no
+        # call is lost: each call is appended before its work is submitted, and that thread looks at `ordered` after it
+        # has released `opening`.
         if not caller.opening.acquire(blocking=False):
-            return  # the thread that holds it checks for more calls after releasing it
+            return
         call = None
         try:
             if caller.ordered:
@@ -337,6 +350,8 @@ class Server:
                 may_run = self._admit(call)
         finally:
             caller.opening.release()
+        # Before this call runs, which may take long: the caller's next call may be for another actor. One work opens
+        # one call, so that the works of other callers have their turns between.
         if caller.ordered:
             self._reactor.submit(Work(self._run_in_order, caller, is_long=True), caller.queue)
         if call is not None and may_run:
@@ -347,6 +362,8 @@ class Server:
         try:
             with self._streams.turn():
                 call.opened(self._open(call))
+                # Before `admit`: another thread may run the call as soon as the doorkeeper knows it, and removes it
+                # from `in_turn` then.
                 self.in_turn.add(call)
                 return self.doorkeeper.admit(call)
         except BaseException as error:
@@ -389,6 +406,8 @@ class Server:
             except BaseException:
                 self._fail(call, user_name(function))
 
+        # `stop` is stored before `cancelled` is read. A thread that cancels the call stores `cancelled` and then reads
+        # `stop`, so one of the two stops the function.
         if isinstance(future, Future) and not finishes(function, ()):
             call.stop = future.cancel
         if call.cancelled and not future.done():
@@ -397,6 +416,8 @@ class Server:
 
     def _await(self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, ordered: bool) -> None:
         self.going_on.add(call)
+        # The turn of the actor ends with the coroutine, not with `_perform`. If the loop cannot start, `on_end` is put
+        # back, and `_perform` ends the turn.
         on_end = call.take_end() if ordered else None
 
         async def run() -> None:

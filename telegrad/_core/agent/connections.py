@@ -177,6 +177,8 @@ class Connections:
 
     def _peer_of(self, member: Member) -> Peer:
         with self._lock:
+            # Under the lock with which `begin_close` sets `closed`: a peer is made before that, so that `close` finds
+            # it, or it is refused.
             self.check_open()
             peer = self._peers.get(member.incarnation)
             if peer is None:
@@ -299,9 +301,13 @@ class Connections:
             self._accepted[link] = who.incarnation, stream_id.connection
         if len(same) >= MOST_CONNECTIONS:
             same[0].close(lost(who.name, f"it opened more than {MOST_CONNECTIONS} connections at a time"))
+        # `close` stores `_left` and takes its list of connections in one step, under the lock with which this one was
+        # added. If `_left` was set, that list lacks this connection. If this worker was closing without `_left`, the
+        # list will have it.
         if left is not None:
             part(link, *left)
-        elif not closed:  # otherwise `close` is about to end it
+        elif not closed:
+            # The leader may read the bytes that follow these only after they were processed.
             link.feed(channel.leftover)
             link.reading.watch()
             list(results(self.reached, who))

@@ -106,6 +106,7 @@ class _Watched:
         why = ""
         if silence and self._process.look(now, not self._stops.look()):
             why = f"for {silence:g} s {stopped(self._link.process)}"
+        # Unread bytes are a sign of life, too: the answer has come, and this worker is the slow one.
         elif heartbeat and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
             why = (
                 f"it has not answered for {heartbeat:g} s (option `heartbeat`): it was stopped, or a thread holds "
@@ -119,8 +120,11 @@ class _Watched:
     def _is_heard(self) -> bool:
         """Return True if the worker gave a sign of life since the last check; if so, request the next one."""
         link, taken = self._link, self._link.taken
+        # A worker that takes bytes of a large message is alive, although it cannot answer before the end of the
+        # message.
         heard = taken != self._taken or (self._sending and link.written != self._written)
         self._taken, self._sending = taken, link.is_sending
+        # One request for each sign of life: a quiet worker has one request to answer, however often it is looked at.
         if heard:
             link.ask()
         self._written = link.written

@@ -75,7 +75,7 @@ class Caller:
         self.queue: WorkQueue = WorkQueue()  # for its calls
         self.control: WorkQueue = WorkQueue(has_slots=False)  # for its control messages
         self.read = 0  # bytes sent to it when it was last seen to have read everything
-        self.slow = 0  # waiting calls when they were found to be slow; as many more may wait (`Intake`)
+        self.slow = 0  # twice the waiting calls when they were found to be slow; AHEAD more may wait (`BackPressure`)
         self.cancelled = 0  # cancelled calls since the queue was last searched for them
         # Unanswered calls by their ids; no lock: each use is one operation of a dict.
         self.calls: dict[int, Incoming] = {}
@@ -224,6 +224,8 @@ class Answers:
             self._streams.publish()  # code that learns of the end may use device results of the function
         caller, asked = call.caller, call.message
         destination = call.attachments.destination if call.attachments is not None else None
+        # The value stays here. It is stored also if the caller has cancelled the call: other workers may hold
+        # references to it.
         if destination is not None:
             destination.fulfil(result)
             return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING.body, destination.receipt()))
@@ -311,6 +313,8 @@ class Answers:
         if not call.cancelled or answer.flags & HAS_REFERENCES:
             link, queue = call.link, call.caller.queue
             later = False  # stays False if there is nothing to send it with, or no gain
+            # An answer is batched only if more calls of the same caller wait here, whose answers leave with it. If the
+            # caller waits for this answer alone, it must not wait for calls of others.
             if queue.works and len(answer.body) < SMALL:
                 later = self._reactor.batches()
             try:
@@ -322,6 +326,8 @@ class Answers:
             except Exception as error:
                 link.fail(error)
                 raise
+        # After the answer was sent: until then a CANCEL finds the call, and the limits count it. If the answer cannot
+        # be sent, the call must still be there, so that `fail` or `give_up` can end it.
         del call.caller.calls[answer.id]
 
     def _look_at_outbox(self, call: Incoming, answer: Message, later: bool) -> None:
@@ -331,7 +337,10 @@ class Answers:
             self._reactor.sent_later(link)
         if answer.blobs:
             self.sent_memory(call.caller, link)
-        if link.is_congested:  # the caller does not read: no further call of it begins until it does
+        # The caller does not read: no further call of it begins until it does. Hold up first: `when_drained` acts at
+        # once if the outbox was drained meanwhile, and a release before the hold-up would leave the queue held up
+        # forever.
+        if link.is_congested:
             self._reactor.hold_up(queue, True)
             link.when_drained(partial(self._reactor.hold_up, queue, False))
 

@@ -106,6 +106,8 @@ class Stands(NamedTuple):
 
 NOWHERE = Stands([], None, None)
 
+# The roles are read from local variables of these functions, by name. A new name for `self`, `call` or `future` there,
+# or for `awaitable` in `Server._await`, breaks `telegrad why`.
 _SERVES = {Server._serve.__code__, *(each for each in Server._await.__code__.co_consts if isinstance(each, CodeType))}
 _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
     PendingCall.wait.__code__: lambda names: names.get("self"),

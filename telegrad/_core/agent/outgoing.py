@@ -91,6 +91,9 @@ class EncodedCall:
 
     def message_to(self, pending: PendingCall, layers: Layers, creation: Any) -> Message:
         """Return the message of a call: append the call context, and the data of the layers above."""
+        # The order of the parts is part of the protocol, since the receiver cuts them off from the end: first the
+        # references, on the thread that reads, then the autograd record, when the tensors are taken, and last the call
+        # context.
         body, pending.weight, pending.underway = self.body, self.weight, self.underway
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         if flags and not layers.sends_modes:
@@ -218,6 +221,8 @@ class Fanout:
         general = next((why for _, why in failed if encodings.failed_for_all(why)), None)
         if general is not None and not ready:
             raise fresh(general)
+        # Only now is it known how many receivers are on this host. A copy into common memory pays off from the second
+        # on.
         for packed in encodings.packed:
             if packed.near > 1:
                 packed.blobs = list(map(self._in_common, packed.blobs))
@@ -226,6 +231,7 @@ class Fanout:
         self._send(list(compress(ready, has_room)), call, timeout)
         for each, why in failed:
             _fail(each, call, why)
+        # The workers with room have their calls already: a worker that is behind does not delay them.
         for one in compress(ready, map(not_, has_room)):
             one[1].wait_for_capacity()
             self._send([one], call, timeout)

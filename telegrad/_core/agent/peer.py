@@ -80,6 +80,8 @@ class Peer:
             if self.connection.closed is not None:
                 raise fresh(self.connection.closed)
             is_next = self.calls.add(call)
+            # Each BATCH-th message is written at once and takes the messages before it along. A thread that waits for
+            # its own call sends it at once.
             later = call.outcome is not None and len(self.calls.in_flight) > BATCH and call.id % BATCH > 0
         message.id = call.id
         try:
@@ -87,11 +89,15 @@ class Peer:
         except BaseException as error:
             with self.lock:
                 was_in_flight = self._pop(call.id) is not None
-            if call.link is not None and message.flags & HAS_REFERENCES:  # the callee would wait for them forever
+            # The references in the call count as sent. If the connection went on, the callee would wait for them
+            # forever.
+            if call.link is not None and message.flags & HAS_REFERENCES:
                 call.link.fail(error)
             if was_in_flight or not isinstance(error, Exception) or raised_by_handler(error):
                 raise
-        if call.abandoned:  # perhaps before it was sent
+        # The call was ended while it was being sent. Its CANCEL may have left before it, or not at all if there was no
+        # link (see `PendingCall.send_cancel`). A second CANCEL is ignored.
+        if call.abandoned:
             call.send_cancel()
         if is_next:
             self.reactor.timer.wake_by(call.deadline)
@@ -198,6 +204,9 @@ class Peer:
             if call is not None:
                 call.answer = message
                 call.attachments = attachments
+                # This thread reads the link. If it is also the thread that waits for this call, it completes the
+                # outcome itself in `PendingCall.help`, after it has given the right to read back: callbacks of the
+                # outcome are user code.
                 call.reader_completes = call.awaited
                 self._end(call)
 
@@ -205,6 +214,9 @@ class Peer:
         """Mark a call as done; complete its outcome by `complete`, or on a reactor thread if user code may run."""
         if (note := events.note) is not None:
             note(call.event("" if call.error is None else type(call.error).__name__))
+        # Everything that a waiting thread needs is stored before `done`. `done` is stored before `done_lock` and
+        # `parent` are read: a thread that makes the lock, or holds the call as nested, does that first and then reads
+        # `done`.
         call.done = True
         if call.parent is not None:
             call.parent.ended(call)
@@ -238,7 +250,9 @@ class Peer:
             self.connection.link_closed(link)
             failed = self.calls.pop_all(lambda call: call.link is link)
             for call in failed:
-                call.abandoned = True  # a thread that has just found the link closed must not use another one
+                # A thread that is about to send the call, and has just found the link closed, must not use another one
+                # (`LazyLink.send`).
+                call.abandoned = True
             self._capacity.notify_all()
         for call in failed:
             call.error = call.connection_lost_error(reason)

@@ -166,6 +166,7 @@ class PendingCall:
             self.wait()
         finally:
             if self.reader_completes:
+                # Two threads may wait for one future. The lock lets one of them complete it.
                 with self.peer.lock:
                     is_mine, self.reader_completes = self.reader_completes, False
                 if is_mine:
@@ -182,6 +183,7 @@ class PendingCall:
         if releases_slot and peer.reactor.here.own is not None:
             with peer.reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
                 return self.wait(releases_slot=False)
+        # The call may be in a batch, which would leave a moment later.
         if peer.reactor.unsent:
             peer.reactor.send_unsent()
         while not self.done:
@@ -205,11 +207,15 @@ class PendingCall:
     def _read(self, link: Link, held: list[Link]) -> None:
         """Read until the call is done, with the right to read, as long as `held` has the connection."""
         connection = self.peer.connection
+        # Set while this thread has the right to read: the thread that finds the answer is this one. A signal handler
+        # may release the right meanwhile, and another thread then finds it. The outcome is left to this thread in both
+        # cases (`help`).
         self.awaited = True
         start = perf_counter()
         # Within a nested call, the leader polls for the calls that this one causes, and two busy threads would compete.
         spin = Spin(start) if connection.is_prompt and self.peer.reactor.here.own is None else None
         try:
+            # If the next frame awaits lanes, `wait` passes the right on to them, and this thread waits like any other.
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):
                     continue
@@ -239,7 +245,9 @@ class PendingCall:
                 self.done_lock = threading.Lock()
                 self.done_lock.acquire()
             lock = self.done_lock
-        if self.done:  # set before there was a lock to release
+        # `Peer._end` sets `done` and then looks for a lock to release; this thread has stored the lock and now looks at
+        # `done`. One of them sees the other.
+        if self.done:
             return
         got: list[bool] = []
         try:
@@ -254,7 +262,10 @@ class PendingCall:
 
     def send_cancel(self) -> None:
         """Notify the callee that the call has ended, if it was sent."""
-        self.abandoned = True  # first: the sending thread checks this after the call, and then sends CANCEL itself
+        # Store, then look. The sending thread sets `link`, writes the call, and then reads `abandoned`. If this thread
+        # finds no link, the sending thread finds the mark and sends CANCEL itself. If it finds one, its CANCEL may
+        # still overtake the call and be ignored; then the sending thread sends another.
+        self.abandoned = True
         if self.link is not None:
             with contextlib.suppress(PeerError):  # the end of the link also notifies the callee
                 self.link.send(Message(CANCEL, self.id))

@@ -280,6 +280,7 @@ def setting(
     """Apply the caller's grad mode, autograd context and scene in the block; `came` is when the call arrived."""
     with ExitStack() as stack:
         if flags:
+            # In this order: entering `inference_mode` also sets the grad mode.
             stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
             stack.enter_context(torch.set_grad_enabled(not flags & NO_GRAD))
         if scene:
@@ -362,4 +363,5 @@ class CallerContext:
     def run(self, act: Callable[..., T], *args: Any) -> T:
         """Return `act(*args)`, called in that context. Any thread may do so, also several at once."""
         with self._modes.applied():
+            # A copy for each run: a context refuses to be entered by two threads at once.
             return self._variables.copy().run(act, *args)

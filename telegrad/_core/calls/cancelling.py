@@ -89,6 +89,9 @@ class Served:
                 if self.nested is None:
                     self.nested = set()
         call.parent = self
+        # Store, then look, on both sides. A thread that ends the call sets `done` and then removes it from here: one of
+        # the two removes it. A thread that cancels this call sets `cancelled` and then goes through the set: one of the
+        # two cancels it.
         self.nested.add(call)
         if call.done:
             self.nested.discard(call)
@@ -167,6 +170,8 @@ def finishing(function: F) -> F:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Run the block as if it served no call: without cancellation or deadline."""
+    # Without `stop`, a cancellation that comes during the block finds nothing to stop. It is made up for after the
+    # block.
     call, stop = serving.get(), None
     if call is not None:
         stop, call.stop = call.stop, None

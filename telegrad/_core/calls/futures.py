@@ -69,6 +69,7 @@ class UnretrievedError:
         _seen[key] = now
         return now - before >= QUIET
 
+    # The function is a default argument, since names of a module may be cleared before the last futures are freed.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not self.seen and not is_finalizing() and self._note():
             log.error(
@@ -201,7 +202,8 @@ class Future(torch.futures.Future[T]):
         try:
             if not self.done():
                 forks.check(self.depth)
-                call = self.call  # loaded once: another thread may clear it
+                # Loaded once: the thread that completes the call clears it.
+                call = self.call
                 if call is not None:
                     call.help()  # the waiting thread reads the response itself, where it can
                 else:
@@ -254,6 +256,8 @@ class Future(torch.futures.Future[T]):
             raise UsageError(_OF_A_CALL)
         assert isinstance(result, BaseException)
         failure = self.failure = UnretrievedError(getattr(self, "about", "the operation of a future"), result)
+        # torch calls this function in each wait, with the value of the future. A failure is a value for torch; the
+        # function raises it, and so marks it as retrieved.
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
         self.set_result(without_frames(result))  # type: ignore[arg-type]
         if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
@@ -392,6 +396,8 @@ class Signal:
         return self._happened
 
     def set_result(self, result: Any = None) -> None:
+        # Callbacks run without the lock, since they may add callbacks or complete other signals. A callback that is
+        # added meanwhile finds `_happened` and runs on the thread that adds it.
         self._value = result
         with self._lock:
             self._happened = True
@@ -423,6 +429,8 @@ class Signal:
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
     """Wait until `future` is done or the timeout expires; return True if it is done. Signals interrupt the wait."""
     if not future.done():
+        # A lock and not the future's own `wait`: torch waits in C++, where no signal handler runs before the future is
+        # done.
         begun = perf_counter()  # noqa: F841  # shown in stack dumps
         told = threading.Lock()
         told.acquire()

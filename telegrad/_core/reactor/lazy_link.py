@@ -126,7 +126,13 @@ class LazyLink:
             link = self.link
             if link is not None:
                 if call is not None:
-                    call.link = link  # set before the write: from now on the end of the link fails the call
+                    # Set before the write, so that the end of the link fails the call at any moment from here on: it
+                    # may have run. If the link ends between this line and the write, two things happen in either order.
+                    # `Peer.link_closed` fails the calls that carry this link and marks them as abandoned; the write
+                    # raises, and this thread looks at the mark. Not marked so far, the call goes to the next link, and
+                    # `_next_batch` looks again. A call that is marked after the last look is written, and `Peer.call`
+                    # then sends a CANCEL for it.
+                    call.link = link
                 try:
                     link.send(message, later)
                 except PeerError:  # the link had already ended: send the message over the next one
@@ -144,6 +150,8 @@ class LazyLink:
             with self._lock:
                 if self.closed is not None:
                     return
+                # Under the lock in which `_next_batch` sets `link`: the connecting thread either takes this message
+                # from the queue, or has set `link` already. A message that was queued after that would stay there.
                 if self.link is not None:
                     continue
                 self._queue.append((message, call))
@@ -177,7 +185,9 @@ class LazyLink:
             run_in_thread("telegrad-connect", self._connect)
         except (RuntimeError, MemoryError) as error:  # the process has no memory or no free thread
             unable = PeerUnreachable(f"worker {self._owner.name!r} was not called: {error}")
-            if self._abort((), unable, keeps_notices=True):  # calls may have carried references
+            # Control messages stay in the queue and leave with the next attempt. The calls fail, and the owner treats
+            # that as a loss: they may have carried references, of which the callee will not hear.
+            if self._abort((), unable, keeps_notices=True):
                 self._owner.lost(PeerLost(str(unable)))
 
     def _connect(self) -> None:
@@ -189,9 +199,12 @@ class LazyLink:
             return
         if not self._drain(link):
             return
+        # `close` ran while this thread was connecting, and found no link to end.
         if self.closed is not None:
             part(link, self.closed, self._how)
-        elif link.closed is not None:  # it ended before `link` was set
+        # The link ended before `link` was set. `Peer.link_closed` may have run before `_next_batch` gave its last calls
+        # to this link, and did not fail them. So it runs once more.
+        elif link.closed is not None:
             self._owner.link_closed(link, link.closed)
         else:
             self.read_in_background()
@@ -203,6 +216,8 @@ class LazyLink:
                 while batch:
                     message, call = batch[0]
                     link.send(message)
+                    # The caller gave up after `_next_batch` had set `call.link`. Its own CANCEL may have left before
+                    # this call, and the callee ignores a CANCEL of a call that it does not know.
                     if call is not None and call.abandoned:
                         link.send(Message(CANCEL, call.id))
                     batch.popleft()
@@ -219,6 +234,8 @@ class LazyLink:
             for _, call in batch:
                 if call is not None:
                     call.link = link
+            # In one step with the finding that the queue is empty (see the header). While `link` is None, other threads
+            # append.
             if not batch and self.closed is None:
                 self.link, self._is_connecting = link, False
         return batch

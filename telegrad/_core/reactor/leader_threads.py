@@ -97,6 +97,9 @@ class LeaderThreads:
         with self.lock:
             if self.leader is not runner or self.closed or (since is not None and runner.since != since):
                 return
+            # The new leader is chosen under the lock, and its thread is started outside of it: a start waits until the
+            # thread runs, which takes long if memory is short, and no thread of this package starts another one under a
+            # lock.
             new = None
             if self._standby:
                 self.leader = self._standby.pop()
@@ -136,6 +139,7 @@ class LeaderThreads:
         finally:
             with self.lock:
                 del self._threads[runner]
+                # The last thread closes the poller. Any earlier, a leader could still be asleep in its descriptors.
                 is_last = self.closed and not self._threads
             if is_last:
                 self._ended()
@@ -147,6 +151,8 @@ class LeaderThreads:
                 return True
             if self.closed or len(self._standby) >= STANDBY:
                 return False
+            # Under the same lock in which `hand_over` takes a thread from `_standby`: the release of `wakeup` cannot be
+            # missed, since `wakeup` is a lock that stays released until this thread acquires it.
             self._standby.append(runner)
         runner.wakeup.acquire()
         return not self.closed
@@ -182,6 +188,9 @@ class TimerThread:
 
     def wake_by(self, when: float, rough: bool = False) -> None:
         """Call `tick` at `when` at the latest; if `rough`, up to milliseconds later, which can save a wake-up."""
+        # Callers store their deadline where `tick` looks for it, and call this afterwards. If `_due` is read here just
+        # before a tick begins, `when` seems to be late enough, and nothing is stored: that tick finds the deadline.
+        # Likewise `_due` is stored before `is_watching` is read, and the timer reads `_due` after it stops watching.
         if when < self._due:
             with self._lock:
                 self._due = min(self._due, when)
@@ -207,7 +216,9 @@ class TimerThread:
             now = monotonic()
             if now >= self._due:
                 with self._lock:
-                    self._due = now + LONGEST_PAUSE  # lets `wake_by` set an earlier time while the tick runs
+                    # Set before the tick, and lowered after it: `wake_by` can store an earlier time while the tick
+                    # runs. If the tick fails, this is the time of the next one.
+                    self._due = now + LONGEST_PAUSE
                 try:
                     upcoming = self._tick(now)
                 except Exception:
@@ -282,6 +293,8 @@ class EventLoop:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
+        # Asked on the thread of the loop, not by the thread that cancels: until the loop gets here, the coroutine may
+        # have ended its part of the call, and the task must then run on.
         def stop() -> None:
             if may():
                 task.cancel()
@@ -293,6 +306,7 @@ class EventLoop:
         asyncio.set_event_loop(loop)
         while not self._has_run(loop):
             pass
+        # One round of the loop lets each task handle its cancellation. A task that needs more rounds is abandoned.
         for task in asyncio.all_tasks(loop):
             task.cancel()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):

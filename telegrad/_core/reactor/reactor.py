@@ -80,9 +80,15 @@ class Reactor:
                 self._add_submitted()
             finally:
                 self._lock.release()
-        if self._polling.asleep:  # read after the append: `Polling.poll` does both in the opposite order
+        # The leader sets `asleep` and then looks for submitted works; this thread appends its work and then reads
+        # `asleep`. So in every interleaving the leader finds the work, or this thread wakes the leader. If the flag was
+        # read before the append, the leader could look, find nothing and fall asleep between the two, and the work
+        # would wait for the next frame.
+        if self._polling.asleep:
             self.poller.wake()
-        if self._threads.closed:  # likewise
+        # The same order for the close, which sets `closed` and then runs the remaining works: one of the two threads
+        # finds this work, and `Scheduler.clear` hands it to one of them only.
+        if self._threads.closed:
             self._run_remaining()
 
     def _add_submitted(self) -> None:
@@ -104,6 +110,8 @@ class Reactor:
         """Remove the unwanted works from a queue and return them."""
         with self._lock:
             self._add_submitted()
+        # The search takes no lock: works may begin meanwhile, and `Scheduler.drop` removes those that are still in the
+        # queue.
         unwanted = {id(work) for work in queue.works.copy() if is_unwanted(work)}
         with self._lock:
             return self._scheduler.drop(queue, unwanted)
@@ -114,6 +122,8 @@ class Reactor:
 
     def sent_later(self, source: Source) -> None:
         """Send the outbox of `source` soon, by the leader or by the next tick."""
+        # Add first, then look at the lead. The timer may take the lead from this thread at any moment: if that happens
+        # after the look, the next leader finds the source, since it looks at `unsent` before it polls.
         self.unsent.add(source)
         runner = self.here.own
         if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
@@ -141,6 +151,7 @@ class Reactor:
                 self._scheduler.end(queue, is_over=False)
                 self._scheduler.retry()
                 runner.counted = None
+        # The next leader would also send these answers, but only after it has been woken.
         if self._threads.leader is runner:
             self.send_unsent()
             self._threads.hand_over(runner)
@@ -149,6 +160,11 @@ class Reactor:
         try:
             yield
         finally:
+            # The slot is taken back at once, also if that makes more than `count`. A thread that waited for a slot here
+            # could deadlock: the call that holds the slot may wait for a lock of the program that this thread's
+            # function holds. `resume` may make works of other queues ready (rule 3 of the scheduler), and a sleeping
+            # leader must hear of them. Without the wake-up, a call to a worker with one thread could stand until its
+            # timeout.
             if queue is not None:
                 with self._lock:
                     self._scheduler.resume(queue)
@@ -178,6 +194,8 @@ class Reactor:
 
         Return a value that changes if anything has happened since the last call.
         """
+        # Read without the lock. `hand_over` compares `since` again under the lock: the work may have ended meanwhile,
+        # and a leader that sleeps in the poller must not be replaced, since then two threads would poll.
         leader = self._threads.leader
         if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
             self._threads.hand_over(leader, leader.since)
@@ -200,7 +218,9 @@ class Reactor:
     def _lead(self, runner: ReactorThread) -> None:
         try:
             self._run(runner)
-        except MemoryError:  # even logging fails. The lead must continue; the work that had begun is lost
+        # Raised where even logging an error fails. The exception must not end this thread, which may be the leader: no
+        # other thread would take the lead. The work that had begun is lost, but its slot is released.
+        except MemoryError:
             time.sleep(NO_MEMORY_PAUSE)
             with self._lock:
                 runner.since = 0.0
@@ -242,18 +262,24 @@ class Reactor:
         slot to a call that waits for one.
         """
         threads, scheduler = self._threads, self._scheduler
+        # Before the work, not by the timer after 4 ms: connections need not wait for a function that is long or not
+        # known. The batched answers are sent first, because the next leader sends them only after it has been woken.
         if work.is_long and threads.leader is runner:
             self.send_unsent()
             threads.hand_over(runner)
         runner.since = runner.began = perf_counter()
         runner.waited = 0.0
+        # After `since` was set, at which the timer looks when it wakes.
         if not self.timer.is_watching:
             self.timer.wake()
         try:
             work.run(work.argument)
         except BaseException:
             log.exception("telegrad: work of the agent failed")
-        work.argument = None  # the frame below refers to the work while the next one runs
+        # Release the call, its arguments and its value: they must not live on while this thread runs the next work.
+        work.argument = None
+        # `since` is cleared and the lead is looked at in one step. `hand_over` compares both under this lock, so the
+        # timer cannot take the lead from a thread that goes on to poll.
         with self._lock:
             runner.since = 0.0
             queue, runner.counted = runner.counted, None
@@ -264,6 +290,9 @@ class Reactor:
                 scheduler.end(queue)
                 if leads and scheduler.waiting:
                     scheduler.retry()
+            # Only the leader takes from `ready`. A thread that has lost the lead passes the slot that it has just
+            # released on to a call that waits for one, so that no thread must be woken for it. If it had no slot, it
+            # has none to pass on.
             queues = scheduler.ready if leads else scheduler.waiting
             following = None
             if queues and (runner.began <= until if leads else queue is not None):
@@ -314,7 +343,9 @@ class Polling:
         if not events:
             self.asleep = True
             try:
-                # `_submitted` first: `_add_submitted` adds a work to `ready` before it removes it there.
+                # `asleep` is set before this look, see `submit`. `_submitted` is read first: `_add_submitted` adds a
+                # work to `ready` before it removes it from `_submitted`. In the opposite order this thread could read
+                # `ready` before the addition and `_submitted` after the removal, and sleep with a work in `ready`.
                 events = self.poller.poll(0 if self._submitted or ready or self._closed else None)
             finally:
                 self.asleep = False
@@ -336,7 +367,10 @@ class Polling:
         """
         spin, recent = Spin(start, gives_way=True), self._recent
         while True:
-            # The time limit matters: the calls of a caller that sends without end must run between two reads of it.
+            # The next frame of a conversation mostly comes from the source that was ready last. Reading it directly
+            # takes one system call; a poll and a read take two. The time limit matters: the calls of a caller that
+            # sends without end must run between two reads of it. A limit of 64 reads in place of a time kept the other
+            # callers waiting for up to 64 turns.
             if recent is not None and start - self.looked < TURN and _read(recent):
                 return None
             if self._scheduler.ready or self._submitted:

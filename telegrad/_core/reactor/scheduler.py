@@ -130,6 +130,8 @@ class Scheduler:
 
     def retry(self) -> None:
         """Let waiting queues try again, as many as may get a slot."""
+        # `next` moves a queue that gets no slot back to `waiting`, so only as many are tried as may get one: if a queue
+        # holds several slots, possibly all (rule 3). They go to the front of `ready`, since they have waited.
         most = len(self.waiting) if self._holders_of_several else min(self.count - self.busy, len(self.waiting))
         self.ready.extendleft(reversed([self.waiting.popleft() for _ in range(most)]))
 
@@ -148,6 +150,8 @@ class Scheduler:
         dropped = [work for work in queue.works if id(work) in unwanted]
         queue.works = deque(work for work in queue.works if id(work) not in unwanted)
         queue.size -= sum(work.size for work in dropped)
+        # An empty queue in `ready` or `held_up` does no harm, since `next` skips it. In `waiting` it would use up one
+        # of the attempts of `retry`, and a queue behind it would not get the free slot.
         if not queue.works and queue in self.waiting:
             self.waiting.remove(queue)
             queue.is_listed = False
@@ -166,6 +170,8 @@ class Scheduler:
         `used` is the processor time of the threads that run them, or None if unknown.
         """
         since, ended_then, used_then = self._progress
+        # Where the platform does not report the processor time of threads, no slot is lent: calls that compute could
+        # not be told from calls that sleep.
         if used is None or self._ended != ended_then or used - used_then > ASLEEP_BELOW * (now - since):
             self._progress = now, self._ended, used or 0.0
             return False

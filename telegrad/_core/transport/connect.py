@@ -87,6 +87,8 @@ def connect(
             return OpenedChannel.behind(sock, end)
         except (HandshakeError, PeerUnreachable) as error:
             sock.close()
+            # While a key is being replaced, the two workers may know different keys. A refusal ends the connection, so
+            # the next key needs a new one.
             if not end.has_other_key:
                 raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
             attempt += 1
@@ -200,7 +202,10 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
     """Complete the handshake; raise PeerSilent if the other process `pid` is stopped for `silence` seconds."""
     sock.sendall(end.start())
     silent, process, begun = Silence(silence), Stops(pid), monotonic()
-    stands = bool(silence) and process.look()  # while the process is stopped, `silence` is the limit
+    # The first look comes at once: the time of a handshake may end just before a stopped process is known to be silent,
+    # and the call would then fail as one whose handshake was broken off. While the process is stopped, `silence` is the
+    # limit.
+    stands = bool(silence) and process.look()
     silent.look(begun, not stands)
     while not end.done:
         now = monotonic()

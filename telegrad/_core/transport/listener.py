@@ -36,7 +36,8 @@ from telegrad._core.transport.poller import Poller, Source
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 
 PATIENCE = 5.0  # seconds that a handshake may take
-HELD = 2.0  # seconds between two ticks in which a worker did not run: they come once a second
+# Seconds. Ticks come at least once a second, so two that are further apart show that this worker did not run meanwhile.
+HELD = 2.0
 MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
 MOST_FOREIGN = 256  # refused processes of other users that are remembered
 HERE = "this host"
@@ -114,6 +115,8 @@ class Listener:
             crowded = len(self._strangers) >= self.most_strangers
             waiting = list(self._strangers) if crowded else []
             oldest = waiting[to_give_way(each.origin for each in waiting)] if crowded else None
+            # Registered and watched in one step. `_dismiss` undoes both under this lock, so a connection that was
+            # dismissed is not watched again afterwards.
             self._strangers[stranger] = None
             self._poller.watch(stranger, read=True)
         if oldest is not None:  # a member finishes in milliseconds: it is rarely the oldest
@@ -165,6 +168,8 @@ class Listener:
             if stranger not in self._strangers:
                 return False
             del self._strangers[stranger]
+            # The poller may have returned an event of this connection already, to a leader that has not come to it so
+            # far. `on_readable` then finds `dismissed`: the socket has another owner, or is closed.
             self._poller.forget(stranger)
             stranger.dismissed = True
             return True
@@ -176,6 +181,8 @@ class Listener:
 
     def tick(self, now: float) -> None:
         """Refuse connections whose handshake takes too long."""
+        # `shut` stopped watching because no descriptor was free. The poller is level-triggered: while it watched, it
+        # would report the waiting connection again and again, and the leader would do nothing else.
         if self._shut:
             self._shut = False
             for door in self._doors:
@@ -183,7 +190,9 @@ class Listener:
         was_held, self._ticked = now - self._ticked > HELD, now
         with self._lock:
             for stranger in self._strangers if was_held else ():
-                stranger.since = now  # a held interpreter, or a stopped process, has not read its messages
+                # This worker was stopped, or its interpreter was held, and has not read their messages. That time is
+                # not theirs.
+                stranger.since = now
             left_out = self._refusals.left_out(now)
             late = [stranger for stranger in self._strangers if now - stranger.since > self.patience]
         for host, count in left_out:

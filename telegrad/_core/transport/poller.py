@@ -66,6 +66,9 @@ class _Epoll:
     def select(self, timeout: float | None) -> list[tuple[Any, int]]:
         ready = []
         for fd, mask in self._epoll.poll(timeout, AT_ONCE):
+            # The set is level-triggered, and a registration may change or end after the kernel has collected these
+            # events. So they are limited to what is wanted now. EPOLLERR and EPOLLHUP count as both directions: the
+            # read or the write that follows reports the error.
             events, source = self._sources.get(fd, (0, None))
             events &= (READ if mask & ~select.EPOLLOUT else 0) | (WRITE if mask & ~select.EPOLLIN else 0)
             if events:
@@ -109,6 +112,8 @@ class Poller:
     def watch(self, source: Source, *, read: bool | None = None, write: bool | None = None) -> None:
         """Change the events to wait for; None leaves that direction unchanged."""
         with self._lock:
+            # The descriptor is remembered from the first `watch`. A socket that was closed meanwhile has none, and
+            # could otherwise not be removed.
             fd, events = self._interest.get(source, (source.fileno(), 0))
             wanted = events
             if read is not None:
@@ -127,6 +132,8 @@ class Poller:
                 self._interest[source] = fd, wanted
             else:
                 del self._interest[source]
+            # `select` and `poll` have copied their descriptors when they fell asleep; epoll and kqueue see changes at
+            # once.
             if not self._selector.sees_changes:
                 self.wake()
 
@@ -170,7 +177,9 @@ class Waker:
         voice.setblocking(False)
         ear.setblocking(False)
         self._voice, self._ear = voice, ear
-        self._woken = False  # set after the byte was sent
+        # Set after the byte was sent, so `rest` never waits for a byte. If it runs between the two, the byte stays, and
+        # the next sleep returns at once.
+        self._woken = False
 
     def fileno(self) -> int:
         return self._ear.fileno()

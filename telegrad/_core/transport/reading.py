@@ -11,6 +11,10 @@ At most one thread reads. While a response is expected, the right always has an 
 
 A thread that expects a response records that first and then calls `watch`. A thread that gives the right back checks
 for such records. Both hold the lock, so one of them sees the other. Only this class changes what the poller watches.
+
+The waiting thread reads because waking another thread costs more than most calls. So no thread is the reader for good:
+a thread that waits for one answer may read those of others, and a thread that finds the right taken relies on the owner
+to read on, or to pass the right on.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class ReadRight:
             if owner is ReadOwner.LEADER:
                 if self._at_it:
                     return False
+                # The poller stops watching, or the leader would wake up for each answer that the waiting thread is
+                # about to read.
                 self._arm(False)
             elif owner is not ReadOwner.NOBODY or self._ended:
                 return False
@@ -80,6 +86,8 @@ class ReadRight:
             ended = self._ended
             if ended:
                 self.owner = ReadOwner.NOBODY
+            # The leader keeps the right, also if no response is expected: data may arrive on an idle connection, and
+            # its end.
             elif self.owner is ReadOwner.LEADER:
                 self._at_it = False
             elif self._expected():
@@ -114,6 +122,8 @@ class ReadRight:
         """Mark the connection as ended. `finish` is called now, or when the reading thread gives the right back."""
         with self._lock:
             self._ended = True
+            # A thread that reads now, or a lane, gives the right back later and finds `_ended`. Exactly one thread
+            # calls `finish`.
             free = self.owner is ReadOwner.NOBODY or (self.owner is ReadOwner.LEADER and not self._at_it)
             if free:
                 self._put_down()

@@ -57,6 +57,7 @@ class Writer:
 
     def flush(self, is_writable: bool = False) -> None:
         """Write as much as the socket accepts. The poller, or the thread that watches devices, continues later."""
+        # The socket was full, and the poller has not reported otherwise: another write would only cost a system call.
         if self.waits and not is_writable:
             return
         records = self._records
@@ -148,6 +149,8 @@ class Writer:
         first = self.outbox[0]
         if not isinstance(first, StagedCopy):
             return True
+        # The device still copies the next piece. The entries behind this one wait too, since frames keep their order; a
+        # device thread calls `resume` when the piece is there.
         if first is self._watched and not first.ready:
             return False
         piece = first.next()
@@ -182,11 +185,14 @@ class Writer:
     def _write(self) -> int:
         first = self.outbox[0]
         assert isinstance(first, Chunk)
+        # TLS sockets have no `sendmsg`.
         if self._tls:
             with self._tls_lock:
                 return self._sock.send(first.data)
         if not GATHERS or (len(self.outbox) == 1 and not first.fds):
             return self._sock.send(first.data)
+        # Descriptors are attached to the first byte of a write, and the receiver takes them in the order of the frames
+        # that name them. So a chunk with descriptors begins a write of its own.
         buffers = [first.data]
         for chunk in itertools.islice(self.outbox, 1, BUFFERS_AT_ONCE):
             if isinstance(chunk, StagedCopy) or chunk.fds:
