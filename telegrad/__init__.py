@@ -49,6 +49,7 @@ logging.getLogger("telegrad").addFilter(SafeRecords())
 # A torch that is imported later warns that NumPy, which is optional, is not installed; each worker would do so.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
+# Not imported here: programs that only start workers, such as `telegrad run`, do without torch.
 _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
 
 
