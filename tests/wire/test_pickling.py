@@ -31,7 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import errors, rpc
-from telegrad._core.pickling import by_value, function_names, pickling
+from telegrad._core.pickling import by_value, function_names, main_modules, pickling
+from telegrad._core.pickling.main_modules import MainNamespace
+from telegrad._core.pickling.main_program import Program
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.unpacking import unpack
@@ -654,6 +656,7 @@ class Record:
 
 MAIN = """
 import enum
+import functools
 import torch
 weight = torch.ones(5000)
 class Color(enum.Enum):
@@ -665,6 +668,8 @@ class Heir(Base):
 def factorial(n): return 1 if n < 2 else n * factorial(n - 1)
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)
+@functools.cache
+def cached(n): return n
 """
 
 
@@ -769,6 +774,29 @@ def test_the_main_program_by_name_and_by_value(main: ModuleType, same_program: b
     factorial, even, heir, red = journey([main.factorial, main.even, heir, main.Color.RED], same_program)
     assert factorial is main.factorial  # the receiver is the same program in both cases
     assert (factorial(5), even(4), heir.value(), red.name) == (120, True, 5001, "RED")
+
+
+@pytest.mark.parametrize("step", ["lacks_state", "fill"])
+@pytest.mark.parametrize("name", ["factorial", "cached"])
+def test_threads_that_decode_the_same_function_make_one(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, step: str
+) -> None:
+    sent = encode(getattr(main, name), same_program=False)
+    receiver = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", receiver)
+    monkeypatch.setattr(main_modules, "_own", [MainNamespace(Program("another"), vars(receiver), own=True)])
+    found: list[Any] = []
+    take_step: Any = getattr(MainNamespace, step)
+
+    def interrupted(scope: MainNamespace, told: Any, *more: Any, **options: Any) -> Any:
+        if told and not found:  # another thread decodes the same just before this step of the first one
+            found.append(None)
+            found[0] = decode(sent.body, [])
+        return take_step(scope, told, *more, **options)
+
+    monkeypatch.setattr(MainNamespace, step, interrupted)
+    assert decode(sent.body, []) is found[0]
+    assert decode(sent.body, []) is found[0]
 
 
 class Refusing:

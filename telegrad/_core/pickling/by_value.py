@@ -179,11 +179,10 @@ def _keep_class(scope: main_modules.MainNamespace, path: str, version: int, make
 def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_modules.Item], Any]) -> None:
     """Set the state of a function or class, unless the receiver had it already, then the globals that it reads."""
     scope, path, version, items, state = told
-    if scope.lacks_state(path, version, obj):
-        if state is not None:
-            (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
-        scope.has_state(path, version)
-    scope.fill(items)
+    lacks = scope.lacks_state(path, version, obj)
+    if lacks and state is not None:
+        (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
+    scope.fill(items, complete=(path, version) if lacks else None)
 
 
 def dump_by_value(obj: Any) -> bytes:

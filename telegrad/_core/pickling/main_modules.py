@@ -132,11 +132,10 @@ class MainNamespace:
         """Return True if a function or class needs the received state."""
         return not path or self._made.get((path, version)) is thing
 
-    def has_state(self, path: str, version: int) -> None:
-        self._made.pop((path, version), None)
-
-    def fill(self, items: Iterable[Item]) -> None:
+    def fill(self, items: Iterable[Item], complete: tuple[str, int] | None = None) -> None:
         """Bind the globals that are missing here, and bind or delete those received in a newer version.
+
+        `complete`: path and version of a function or class whose state is set now.
 
         Raises:
             CannotDecode: a global is missing here and could not be sent.
@@ -169,6 +168,10 @@ class MainNamespace:
                     self._versions[name] = version
                     if type(value) in ATOMS:
                         self._first[name] = value
+            # Under the same lock as the binding: `make` always finds the object, either in `_made` or bound. Else
+            # another thread would make a second one in between.
+            if complete is not None:
+                self._made.pop(complete, None)
         # Logging calls handlers, which are the user's code. So it is done without the lock.
         for name in changed:
             warn_of_change(name, self.names.get(name))
