@@ -16,13 +16,16 @@ import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory import lending
 from telegrad._core.memory.blobs import Outgoing, Prepared, SharedMaps
+from telegrad._core.memory.lending import SharedLender
 from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, ReceiveBufferPool, SharedBlockPool, size_class
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, agents, wait_until
 
 MB = 1 << 20
+needs_forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no forks")
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
 
@@ -175,6 +178,27 @@ def test_memory_that_a_forked_child_has_is_not_reused(transport: str) -> None:
         ours.send(False)
         child.join(PATIENCE)
         wait_until(lambda: pool.lent == 0)  # once no child has it
+
+
+@needs_forks
+def test_two_threads_may_take_back_memory_of_an_ended_child_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    lender, fork = SharedLender(ended.append), lending._Fork()
+    tensors = [lender.lend(memoryview(bytearray(8)), 8, number) for number in range(2)]
+    lender.fork(fork)
+    fork.only_read()  # there is no child
+    tensors.clear()
+    is_over, entered = lending._Fork.is_over, []
+
+    def interrupted(fork: lending._Fork) -> bool:
+        if not entered:  # another thread takes back memory while the first one looks at a lease
+            entered.append(True)
+            lender.tick()
+        return is_over(fork)
+
+    monkeypatch.setattr(lending._Fork, "is_over", interrupted)
+    lender.tick()
+    assert sorted(ended) == [0, 1]
 
 
 def test_blocks_that_were_never_passed_are_refused() -> None:

@@ -73,9 +73,12 @@ class SharedLender(Lender):
             super()._end(lease)
 
     def tick(self) -> None:
-        """Take back the memory that no child has any more. Not for concurrent calls."""
+        """Take back the memory that no child has any more."""
         for _ in range(len(self._inherited)):
-            lease = self._inherited.popleft()
+            try:
+                lease = self._inherited.popleft()
+            except IndexError:  # another thread does the same, and looks at the rest
+                return
             lease.forks = tuple(fork for fork in lease.forks if not fork.is_over())
             self._end(lease)
 
