@@ -7,10 +7,12 @@ import gc
 import mmap
 import multiprocessing
 import os
+import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -199,6 +201,71 @@ def test_two_threads_may_take_back_memory_of_an_ended_child_at_once(monkeypatch:
     monkeypatch.setattr(lending._Fork, "is_over", interrupted)
     lender.tick()
     assert sorted(ended) == [0, 1]
+
+
+def call_with(hook: Callable[[], None], number: int, act: Callable[[], object]) -> bool:
+    """Call `hook`, and `act` before its line of that number, as another thread may. Return False if it has less."""
+    left = number
+
+    def trace(*_: object) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        hook()
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@needs_forks
+@pytest.mark.parametrize("moment", ["arrives before a fork", "ends after a fork", "ends after two forks at once"])
+def test_a_tensor_of_another_thread_at_the_moment_of_a_fork_is_recorded(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "_forking", {})
+    step, is_reached = 0, True
+    while is_reached:
+        step += 1
+        monkeypatch.setattr(lending, "_shared", type(lending._shared)())
+        ended: list[int] = []
+        lenders = [SharedLender(ended.append) for _ in range(3)]
+        tensors: list[torch.Tensor] = []
+
+        def arrive(ended: Any = ended, lenders: Any = lenders, tensors: Any = tensors) -> None:
+            lenders.append(SharedLender(ended.append))  # of a connection that is made just now
+            tensors.append(lenders[-1].lend(memoryview(bytearray(8)), 8, 1))
+
+        if moment == "arrives before a fork":
+            is_reached = call_with(lending._before_fork, step, arrive)
+            fork = lending._forking[threading.get_ident()]
+            child = os.dup(fork._writing)
+            tensors.clear()
+            lending._after_fork()
+        else:
+            arrive()
+            lending._before_fork()
+            fork = lending._forking[threading.get_ident()]
+            if moment == "ends after two forks at once":
+                fork = lending._forking[0] = lending._Fork()  # of another thread
+            child = os.dup(fork._writing)
+            is_reached = call_with(lending._after_fork, step, tensors.clear)
+            tensors.clear()
+            if lending._forking.pop(0, None):
+                fork.only_read()
+        for lender in lenders:
+            lender.tick()
+        assert not ended  # the child has the tensor
+        os.close(child)
+        for lender in lenders:
+            lender.tick()
+        assert len(ended) == len(lenders) - 3
+    assert step > 3
 
 
 def test_blocks_that_were_never_passed_are_refused() -> None:

@@ -27,7 +27,11 @@ from telegrad._core.forks import in_child
 class _Lease(weakref.ref[memoryview]):
     __slots__ = ("forks", "token")
     token: Any
-    forks: tuple[_Fork, ...]  # of this process while the tensor was alive
+    forks: set[_Fork]  # of this process while the tensor was alive
+
+    def drop_ended_forks(self) -> None:
+        # Other threads add forks meanwhile, so the set is not replaced, and its copy is made in one step.
+        self.forks.difference_update([fork for fork in self.forks.copy() if fork.is_over()])
 
 
 class Lender:
@@ -41,7 +45,7 @@ class Lender:
         # Only the tensor's storage holds this slice, so the slice dies with the last tensor on that storage.
         buffer = base[:size]
         lease = _Lease(buffer, self._end)
-        lease.token, lease.forks = token, ()
+        lease.token, lease.forks = token, set()
         self._leases[id(lease)] = lease
         with torch.inference_mode(False):
             return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -57,20 +61,23 @@ class SharedLender(Lender):
     def __init__(self, ended: Callable[[Any], None]) -> None:
         super().__init__(ended)
         self._inherited: deque[_Lease] = deque()  # of tensors that are gone here, but perhaps not in a child
-        _shared.add(self)
+        _shared[id(self)] = self
 
     def fork(self, fork: _Fork) -> None:
-        # Other threads lend and end leases meanwhile: `list` copies the values in one step, and each tuple is replaced
-        # as a whole.
-        for lease in list(self._leases.values()):
-            lease.forks = (*(each for each in lease.forks if each is not fork and not each.is_over()), fork)
+        for lease in list(self._leases.values()):  # other threads lend and end leases meanwhile
+            lease.drop_ended_forks()
+            lease.forks.add(fork)
 
     def _end(self, lease: _Lease) -> None:
+        self._leases.pop(id(lease), None)
+        lease.forks.update(_forking.copy().values())  # a child that is made just now may have the tensor
+        self._keep(lease)
+
+    def _keep(self, lease: _Lease) -> None:
         if lease.forks:
-            self._leases.pop(id(lease), None)
             self._inherited.append(lease)
         else:
-            super()._end(lease)
+            self._ended(lease.token)
 
     def tick(self) -> None:
         """Take back the memory that no child has any more."""
@@ -79,8 +86,8 @@ class SharedLender(Lender):
                 lease = self._inherited.popleft()
             except IndexError:  # another thread does the same, and looks at the rest
                 return
-            lease.forks = tuple(fork for fork in lease.forks if not fork.is_over())
-            self._end(lease)
+            lease.drop_ended_forks()
+            self._keep(lease)
 
 
 class _Fork:
@@ -115,27 +122,24 @@ class _Fork:
             close(self._reading)
 
 
-_shared: weakref.WeakSet[SharedLender] = weakref.WeakSet()
-_forking: dict[int, _Fork] = {}  # by thread
+_shared: weakref.WeakValueDictionary[int, SharedLender] = weakref.WeakValueDictionary()  # by id
+_forking: dict[int, _Fork] = {}  # forks under way, by thread
 
 
-# The pipe must exist before the fork, so that the child inherits its writing end. The leases get the fork before it
-# happens, since another thread may drop a tensor right after it.
+# The pipe must exist before the fork, so that the child inherits its writing end. The leases get the fork afterwards,
+# since other threads receive tensors until then. The lease of a tensor that ends in between gets it from `_forking`.
 def _before_fork() -> None:
-    if any(lender._leases for lender in list(_shared)):
-        _forking[threading.get_ident()] = fork = _Fork()
-        _note_fork(fork)
-
-
-def _note_fork(fork: _Fork) -> None:
-    for lender in list(_shared):
-        lender.fork(fork)
+    if _shared:
+        _forking[threading.get_ident()] = _Fork()
 
 
 def _after_fork() -> None:
-    if (fork := _forking.pop(threading.get_ident(), None)) is not None:
+    if (fork := _forking.get(threading.get_ident())) is not None:
         fork.only_read()
-        _note_fork(fork)  # another thread may have received a tensor just before the fork
+        for reference in _shared.valuerefs():  # a list, made in one step: other threads add lenders meanwhile
+            if (lender := reference()) is not None:
+                lender.fork(fork)
+        del _forking[threading.get_ident()]
 
 
 if hasattr(os, "register_at_fork"):
