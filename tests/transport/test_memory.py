@@ -10,18 +10,29 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic
+from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.memory import lending
+from telegrad._core.memory import lending, warm_memory
 from telegrad._core.memory.blobs import Outgoing, Prepared, SharedMaps
 from telegrad._core.memory.lending import SharedLender
-from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, ReceiveBufferPool, SharedBlockPool, size_class
+from telegrad._core.memory.warm_memory import (
+    KEEP,
+    MOST_MAPS,
+    SHARING,
+    WARM_FROM,
+    LastingMaps,
+    ReceiveBufferPool,
+    SharedBlockPool,
+    size_class,
+)
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, agents, wait_until
@@ -203,21 +214,22 @@ def test_two_threads_may_take_back_memory_of_an_ended_child_at_once(monkeypatch:
     assert sorted(ended) == [0, 1]
 
 
-def call_with(hook: Callable[[], None], number: int, act: Callable[[], object]) -> bool:
-    """Call `hook`, and `act` before its line of that number, as another thread may. Return False if it has less."""
-    left = number
+def call_with(called: Callable[[], object], step: int, act: Callable[[], object]) -> bool:
+    """Call a function, and `act` before its instruction `step`, as another thread may. Return False if it has less."""
+    left = step
 
-    def trace(*_: object) -> Any:
+    def trace(frame: FrameType, what: str, _: object) -> Any:
         nonlocal left
-        left -= 1
-        if left == 0:
+        frame.f_trace_opcodes = True
+        left -= what == "opcode"
+        if left == 0 and what == "opcode":
             act()
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        hook()
+        called()
     finally:
         sys.settrace(before)
     return left <= 0
@@ -265,7 +277,26 @@ def test_a_tensor_of_another_thread_at_the_moment_of_a_fork_is_recorded(
         for lender in lenders:
             lender.tick()
         assert len(ended) == len(lenders) - 3
-    assert step > 3
+    assert step > 10
+
+
+@needs_sharing
+def test_mappings_for_later_loans_may_expire_while_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [os.memfd_create("test") for _ in range(MOST_MAPS + 1)]
+    for fd in files:
+        os.ftruncate(fd, mmap.PAGESIZE)
+    step, is_reached = 0, True
+    while is_reached:
+        step += 1
+        maps = LastingMaps()
+        monkeypatch.setattr(warm_memory, "monotonic", lambda: 0.0)
+        for fd in files[1:]:
+            maps.of(fd)
+        monkeypatch.setattr(warm_memory, "monotonic", lambda: KEEP)
+        is_reached = call_with(partial(maps.of, files[0]), step, maps.trim)
+        assert 0 < len(maps._maps) <= MOST_MAPS
+    for fd in files:
+        os.close(fd)
 
 
 def test_blocks_that_were_never_passed_are_refused() -> None:

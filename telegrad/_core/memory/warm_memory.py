@@ -127,8 +127,8 @@ class LastingMaps:
             except (OSError, MemoryError):
                 return None
         self._maps[key] = monotonic(), memory
-        if len(self._maps) > MOST_MAPS:
-            self._maps.pop(next(iter(self._maps)), None)
+        for oldest in list(self._maps)[:-MOST_MAPS]:  # a list, made in one step: `trim` removes entries meanwhile
+            self._maps.pop(oldest, None)
         return memory
 
     def trim(self, unused: float = KEEP) -> None:
