@@ -7,9 +7,12 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
+from telegrad._core.pickling.global_names import SentGlobals
 from telegrad._core.pickling.main_modules import Item, MainNamespace
 from telegrad._core.pickling.main_program import Program
 from tests.cluster import PATIENCE, free_port
@@ -495,6 +498,32 @@ def test_a_global_number_that_differs_between_runs_is_logged_once(caplog: pytest
     del scope.names["rate"]  # as a function might do
     scope.fill([Item("rate", 2, 0.7)])
     assert scope.names == {}
+
+
+class Watching(dict[str, int]):
+    def values(self) -> Any:
+        seen.append(sent._lock.locked())
+        return super().values()
+
+
+class WatchingTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(sent._lock.locked())
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+seen: list[bool] = []
+sent = SentGlobals()
+
+
+@pytest.mark.parametrize("value", [Watching(), torch.ones(1).as_subclass(WatchingTensor)], ids=["dict", "tensor"])
+def test_code_of_a_global_runs_without_the_lock_that_each_sent_function_takes(value: Any) -> None:
+    seen.clear()
+    sent.complete({"value"}, {"value": value}, frozenset())
+    sent.note_sent([("value", 1, value)])
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.nightly

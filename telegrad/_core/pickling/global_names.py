@@ -187,10 +187,11 @@ class SentGlobals:
     """The globals of one program that are sent with its functions."""
 
     def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())  # guards all attributes below; no user code runs under it
+        # Guards all attributes below. No user code runs under it, since that may send a function, which takes it.
+        self._lock = renewed(threading.Lock())
         self._last: dict[str, Any] = {}  # by name: the value of the current version
         self.versions: dict[str, int] = {}  # by name; its keys are read without the lock
-        self._looked: dict[str, Any] = {}  # values whose objects were examined
+        self._looked: dict[str, Any] = {}  # values whose objects were examined; also read without the lock
         self._owners: dict[int, str] = {}  # by id of an object: the first global that contains it
         self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
         self._sent: set[str] = set()
@@ -213,13 +214,14 @@ class SentGlobals:
     def note_sent(self, items: Iterable[tuple[str, int, Any]]) -> None:
         """Record names, versions and values that were sent. Warn once of each that was changed in place since then."""
         changed = []
+        # Without the lock, since it may call methods of the values.
+        states = [(name, isinstance(value, NO_DATA), (version, _state_of(value))) for name, version, value in items]
         with self._lock:
-            for name, version, value in items:
-                if not isinstance(value, NO_DATA):
+            for name, is_code, state in states:
+                if not is_code:
                     self._sent.add(name)
-                state = version, _state_of(value)
                 before = self._states.setdefault(name, state)
-                if before[0] < version:
+                if before[0] < state[0]:
                     self._states[name] = state
                 elif before != state and name not in self._warned:
                     self._warned.add(name)
@@ -259,8 +261,9 @@ class SentGlobals:
         Raises:
             CannotEncode: one of them shares an object with one that was sent before, or that receivers have.
         """
+        fresh = self._look(scope)
         with self._lock:
-            self._look(scope, has)
+            self._note_parts(fresh, scope, has)
             found = {other for name in names for other in self._group.get(name, (name,)) if other in scope}
             for name in sorted(found - has):
                 if name in self._conflicts:
@@ -271,12 +274,15 @@ class SentGlobals:
                     )
         return found
 
-    def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
-        """Search the globals bound since the last call for shared objects."""
+    def _look(self, scope: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
+        """Return the globals bound since the last call, with the parts that they may share.
+
+        Not under the lock: this may call methods of the values, such as a property `__class__`.
+        """
         shell = getattr(scope.get("get_ipython"), "__self__", None)
         hidden = getattr(shell, "user_ns_hidden", {})  # IPython adds these: `In`, `Out`, `exit` and others
-        fresh = [
-            (name, value)
+        return [
+            (name, value, _shared_parts(value, scope))
             for name, value in list(scope.items())
             if self._looked.get(name, self) is not value
             and type(value) not in ATOMS
@@ -284,21 +290,26 @@ class SentGlobals:
             and not name.startswith("_")
             and hidden.get(name, self) is not value
         ]
+
+    def _note_parts(self, found: list[tuple[str, Any, list[Any]]], scope: dict[str, Any], has: frozenset[str]) -> None:
+        """Record which globals share objects."""
+        # Another thread may have bound or recorded some meanwhile.
+        fresh = [each for each in found if scope.get(each[0]) is each[1] and self._looked.get(each[0]) is not each[1]]
         # The first global with an object becomes its owner. Those that receivers have come first: in the other order, a
         # global to be sent would own the shared object, and the conflict with a global that receivers already have
         # would not be found.
-        fresh.sort(key=lambda pair: pair[0] not in has)
+        fresh.sort(key=lambda each: each[0] not in has)
         # A name that was bound to another object gives up the objects that it owned, and no longer counts as sent.
-        again = {name for name, _ in fresh}
+        again = {name for name, _, _ in fresh}
         if again & self._looked.keys():
             self._owners = {key: name for key, name in self._owners.items() if name not in again}
-        for name, value in fresh:
+        for name, value, _ in fresh:
             self._looked[name] = value
             self._group[name] = {name}
             self._conflicts.pop(name, None)
             self._sent.discard(name)
-        for name, value in fresh:
-            for part in _shared_parts(value, scope):
+        for name, _, parts in fresh:
+            for part in parts:
                 other = self._owners.setdefault(id(part), name)
                 if other == name:
                     continue
