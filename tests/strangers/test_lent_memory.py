@@ -6,12 +6,14 @@ import array
 import errno
 import fcntl
 import gc
+import logging
 import os
 import pathlib
 import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,11 +21,23 @@ import torch
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources
+from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.transport import link as links
 from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
-from telegrad._core.wire.messages import CALL, COMMON, ENTRY, RELEASE, RETIRE, Message, Unreceived, encode, pack_numbers
+from telegrad._core.wire.messages import (
+    CALL,
+    COMMON,
+    ENTRY,
+    OPENED,
+    RELEASE,
+    RETIRE,
+    Message,
+    Unreceived,
+    encode,
+    pack_numbers,
+)
 from telegrad._core.wire.tensors import HOST
 from telegrad.errors import PeerLost
 from tests.strangers.door import descriptors
@@ -232,3 +246,30 @@ def test_received_descriptors_are_not_inheritable(receiver: Receiver) -> None:
     with null(1) as fds:
         receiver.pass_on(encode(Message(RELEASE)), fds)
     assert [os.get_inheritable(fd) for fd in receiver.link._maps.arrived] == [False]
+
+
+@pytest.mark.parametrize("way", ["from device to device", "through the host"])
+def test_the_way_of_device_memory_is_logged_without_the_lock_of_the_link(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A handler of the program may send the line to the same worker."""
+    link, commit, lines = receiver.link, Outgoing.commit, []
+
+    def offers(outgoing: Outgoing, prepared: list[Prepared]) -> Any:
+        outgoing.opened("it has no handle")
+        return commit(outgoing, prepared)
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append((link._lock.locked(), record.getMessage()))
+        return False
+
+    monkeypatch.setattr(links, "log", logged := logging.Logger("telegrad", logging.INFO))
+    logged.addFilter(note)
+    if way == "through the host":
+        monkeypatch.setattr(Outgoing, "commit", offers)
+        link.send(Message(CALL, 1, blobs=[torch.ones(8)]))
+    else:
+        receiver.pass_on(encode(Message(OPENED, 1)), [])
+    ((is_locked, line),) = lines
+    assert way in line
+    assert not is_locked

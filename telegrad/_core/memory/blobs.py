@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import array
 import errno
-import logging
 import mmap
 import os
 import socket
@@ -209,8 +208,6 @@ def _map(fd: int, number: int, size: int) -> memoryview:
 
 SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
 
-log = logging.getLogger("telegrad")
-
 
 class MemorySources(NamedTuple):
     """The sources of memory for blobs."""
@@ -244,13 +241,13 @@ class Outgoing:
     the connection's lock.
     """
 
-    def __init__(self, peer: str, stores: MemorySources, lanes: ExtraStreams) -> None:
-        self._peer = peer
+    def __init__(self, stores: MemorySources, lanes: ExtraStreams) -> None:
         self._lanes = lanes
         self._pool = stores.pool
         self._staging = stores.staging
         self._known: set[int] = set()  # blocks that the peer has mapped or opened
         self._lent: set[int] = set()  # blocks that the peer uses now
+        self.way = ""  # of tensors on accelerators, to be logged
         self._trial: DeviceBlock | None = None
         self._shares_devices: bool | None = None if stores.pool is not None else False  # None: not known yet
 
@@ -342,8 +339,7 @@ class Outgoing:
             self._lent.discard(block.number)
             self.reclaim([block.number])
         self._shares_devices = not fault
-        way = f"through the host ({fault})" if fault else "from device to device"
-        log.info("telegrad: tensors on accelerators go to worker %r %s", self._peer, way)
+        self.way = f"through the host ({fault})" if fault else "from device to device"
 
     def rollback(self, prepared: Iterable[Prepared]) -> None:
         """Take back the blocks of blobs that were not sent."""

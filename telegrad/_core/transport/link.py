@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import socket
 import ssl
 import threading
@@ -30,6 +31,7 @@ from telegrad._core.wire import messages
 from telegrad._core.wire.messages import FrameReader, Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
+log = logging.getLogger("telegrad")
 _new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
 READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
 # Bytes of frames per turn, and the rest of the last one, if the peer makes calls: each may cost a short call.
@@ -95,7 +97,7 @@ class Link:
         # socket never blocks.
         self._lock = threading.Lock()
         self.sent = 0  # bytes of messages and of their tensors
-        self._outgoing = Outgoing(peer, stores, self.lanes_out)
+        self._outgoing = Outgoing(stores, self.lanes_out)
         watch = lambda write: poller.watch(self, write=write)  # noqa: E731
         self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, self._records)
         self._outbox = self._writer.outbox
@@ -219,6 +221,14 @@ class Link:
             self._outbox.extend(behind)
             self._writer.flush()
         self.lanes_out.make_wanted()
+        if self._outgoing.way:
+            self._log_way()
+
+    def _log_way(self) -> None:
+        with self._lock:
+            way, self._outgoing.way = self._outgoing.way, ""
+        if way:  # without the lock: a handler of the program may send the line to the same worker
+            log.info("telegrad: tensors on accelerators go to worker %r %s", self.peer, way)
 
     def _queue_release(self) -> None:
         released = self._maps.released
@@ -405,6 +415,7 @@ class Link:
         elif frame.kind == messages.OPENED:
             with self._lock:
                 self._outgoing.opened(bytes(frame.body).decode())
+            self._log_way()
         elif frame.kind == messages.BYE:
             self._over = bytes(frame.body).decode()
         elif frame.kind != messages.PULSE:
