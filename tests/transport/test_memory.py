@@ -201,7 +201,8 @@ def test_two_threads_may_take_back_memory_of_an_ended_child_at_once(monkeypatch:
     lender.fork(fork)
     fork.only_read()  # there is no child
     tensors.clear()
-    is_over, entered = lending._Fork.is_over, []
+    is_over = lending._Fork.is_over
+    entered: list[bool] = []
 
     def interrupted(fork: lending._Fork) -> bool:
         if not entered:  # another thread takes back memory while the first one looks at a lease
