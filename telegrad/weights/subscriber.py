@@ -176,10 +176,8 @@ class Subscriber:
             self._endpoint.taken(self.version, False)
 
     def _after(self, number: int, timeout: float) -> Version:
-        """Return the version after that one, or the oldest later one that is kept.
-
-        From now on, all new versions are kept for this reader.
-        """
+        """Return the version after that one, or the oldest later one that is kept."""
+        # From now on, all new versions are kept for this reader.
         self._endpoint.every = True
         store = self._endpoint.machine.store
         return self._obtain("iteration", lambda: max(number + 1, store.oldest), True, timeout)
@@ -277,6 +275,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         self._joining = False
         self._layout: Layout | None = None
         self._common: set[int] = set()  # versions whose memory is shared with others on the host
+        self._storing: set[tuple[int, int]] = set()  # pieces that threads write now, by the memory of their version
         self.last: Version | None = None  # the last one that the user has read
         self.reported = 0  # its number, as last reported to the publisher
         self.every = False  # the user reads every version
@@ -372,8 +371,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
         # The joining call has not returned. The publisher knows this endpoint before any other does, so the sender of
         # the first message is taken for the publisher.
-        if self.machine.publisher is None:
-            self.machine.publisher = sender
+        self.machine.publisher = self.machine.publisher or sender
         if sender == self.machine.publisher and isinstance(message, transfer.JoinAgain):
             self.join()
         elif isinstance(message, transfer.Closed):
@@ -404,21 +402,33 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def _store(self, sender: EndpointAddress, message: transfer.WeightPiece, content: Sequence[Tensor]) -> None:
         with self.changed:
             new, old = self.memory.get(message.number), self.memory.get(message.base)
-            if new is None or not self.machine.expects(message):
+            # A piece that was requested again may arrive twice. A second thread would write old bytes, where a delta
+            # begins, after the first has ended and the version is complete. A version that is dropped and opened again
+            # has other memory, into which the piece must be stored again.
+            storing = id(new), message.piece
+            if new is None or storing in self._storing or not self.machine.expects(message):
                 return
+            self._storing.add(storing)
             # The copy below is made without the lock, which other messages and readers need.
             place, info = self.piece(message), self.machine.store.info[message.number]
-        deltas = deltas_of(message.heads, content)
         try:
+            deltas = deltas_of(message.heads, content)
             if message.base:
                 apply_deltas(self._layout_of(info), info, old, new, message.piece, deltas)
             else:
                 place.copy_(content[0])
-        except DeltaRefused:
+        except BaseException as error:
+            # Before the piece is requested again: its answer must not be ignored.
+            self._storing.discard(storing)
+            if not isinstance(error, DeltaRefused):
+                raise
             self.update(lambda: self.machine.distrust(message.number))
             return
 
         def stored() -> Outgoing:
+            self._storing.discard(storing)
+            if self.memory.get(message.number) is not new:
+                return []
             # The machine learns of the piece when its bytes are here: it then forwards them, and may declare the
             # version complete. The deltas are kept for the hosts that fetch from here.
             for number, delta in enumerate(deltas, message.base + 1):

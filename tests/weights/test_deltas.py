@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
-from telegrad.weights import Publisher, Subscriber, publisher, weight_service
+from telegrad.weights import Publisher, Subscriber, publisher, subscriber, weight_service
 from telegrad.weights.deltas import (
     MAX_SKIPPED,
     PLANES,
@@ -25,9 +28,9 @@ from telegrad.weights.deltas import (
     apply_deltas,
     encode,
 )
-from telegrad.weights.transfer import VersionInfo, WeightPiece
+from telegrad.weights.transfer import Refused, VersionInfo, WeightPiece
 from telegrad.weights.tree_layout import Layout, Snapshots
-from tests.cluster import wait_until
+from tests.cluster import PATIENCE, wait_until
 from tests.seeds import run_each
 from tests.weights.test_weights import on, on_hosts
 
@@ -298,6 +301,103 @@ def test_a_piece_whose_delta_does_not_fit_is_fetched_whole(monkeypatch: pytest.M
         assert_is(reader.at_least(2), state)
         assert 1 in {base for base, _ in sent}
         assert 0 in {base for base, _ in sent}
+
+
+@contextlib.contextmanager
+def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Publisher, Subscriber, dict[str, Tensor]]]:
+    """Publish a version that is one piece, and change the state; the next version is sent as a delta."""
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        monkeypatch.setattr(publisher, "PIECE", 1 << 20)
+        policy, (reader,) = begin(workers, state)
+        state |= nudged(state)
+        yield policy, reader, state
+
+
+def test_a_complete_version_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece arrives again while a thread stores it, and another thread handles the second one."""
+    arrived: list[tuple[Any, ...]] = []
+    complete: list[bool] = []
+    with in_one_piece(monkeypatch) as (policy, reader, state):
+        endpoint = reader._endpoint
+        take = endpoint.take
+
+        def noted(*message: Any) -> None:
+            if isinstance(message[1], WeightPiece):
+                arrived.append(message)
+            take(*message)
+
+        def twice(*args: Any) -> None:
+            if len(arrived) == 1:
+                endpoint.take(*arrived[0])
+            complete.append(endpoint.machine.store.is_complete(2))
+            apply_deltas(*args)
+
+        monkeypatch.setattr(endpoint, "take", noted)
+        monkeypatch.setattr(subscriber, "apply_deltas", twice)
+        policy.publish()
+        assert_is(reader.at_least(2), state)
+    assert not any(complete)
+
+
+def test_a_piece_of_memory_that_was_dropped_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is opened again while a thread still stores a piece of its former memory."""
+    arrived: list[tuple[Any, ...]] = []
+    stored = threading.Event()
+    with in_one_piece(monkeypatch) as (policy, reader, state):
+        endpoint = reader._endpoint
+        take = endpoint.take
+
+        def first(*message: Any) -> None:
+            if not isinstance(message[1], WeightPiece):
+                take(*message)
+                return
+            arrived.append(message)
+            if len(arrived) == 1:
+                take(*message)
+                stored.set()
+
+        def opened_again(*args: Any) -> None:
+            if len(arrived) == 1:
+                take(arrived[0][0], Refused(2, 2, 2), ())
+                wait_until(lambda: len(arrived) > 1)
+            apply_deltas(*args)
+
+        monkeypatch.setattr(endpoint, "take", first)
+        monkeypatch.setattr(subscriber, "apply_deltas", opened_again)
+        policy.publish()
+        assert stored.wait(PATIENCE)
+        assert not endpoint.machine.store.is_complete(2)
+        take(*arrived[-1])
+        assert_is(reader.at_least(2), state)
+
+
+def test_a_piece_that_could_not_be_stored_may_arrive_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[tuple[Any, ...]] = []
+    with in_one_piece(monkeypatch) as (policy, reader, state):
+        endpoint = reader._endpoint
+        take = endpoint.take
+
+        def again(*message: Any) -> None:
+            if not isinstance(message[1], WeightPiece):
+                take(*message)
+                return
+            arrived.append(message)
+            with pytest.raises(MemoryError) if len(arrived) == 1 else contextlib.nullcontext():
+                take(*message)
+            if len(arrived) == 1:
+                endpoint.take(*message)
+
+        def fails_once(*args: Any) -> None:
+            if len(arrived) == 1:
+                raise MemoryError
+            apply_deltas(*args)
+
+        monkeypatch.setattr(endpoint, "take", again)
+        monkeypatch.setattr(subscriber, "apply_deltas", fails_once)
+        policy.publish()
+        assert_is(reader.at_least(2), state)
+        assert len(arrived) == 2
 
 
 def test_a_new_layout_is_sent_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
