@@ -233,7 +233,7 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
         return base + 1
 
     def close(self) -> None:
-        # Remove the name first: a subscriber that joined after Closed was sent would not hear of the end.
+        # Remove the name first: no later call to join finds this publisher, and each waits for one that works.
         self._service.remove(self, self._name)
         self.update(self.machine.close)
 

@@ -35,6 +35,7 @@ class PublisherProtocol:
         self._absent: dict[EndpointAddress, tuple[int, int]] = {}
         self.chain = RelayChain(me, host)
         self._keep = keep
+        self._closed = False
 
     def publish(self, info: VersionInfo) -> Outgoing:
         """Add a version. Its number is then `store.newest`."""
@@ -63,6 +64,9 @@ class PublisherProtocol:
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
+        # Its call found this publisher before the name was removed, and the others have been told of the end.
+        if self._closed:
+            return [(party, transfer.Closed())]
         self.taken[party] = TransferProgress(taken, every)
         self._absent.pop(party, None)
         available: Outgoing = [(party, transfer.Available(self.store.newest, self.store.oldest))]
@@ -85,6 +89,7 @@ class PublisherProtocol:
         return self._announce(self.store.newest)
 
     def close(self) -> Outgoing:
+        self._closed = True
         return [(party, transfer.Closed()) for party in self.taken]
 
     def behind(self, number: int) -> list[EndpointAddress]:

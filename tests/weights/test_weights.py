@@ -435,6 +435,26 @@ def test_a_reader_ends_once_another_publisher_has_the_name() -> None:
         assert number_in(on(actor, Subscriber, "w0", "p").newest()) == 2
 
 
+def test_a_subscriber_that_joins_while_the_publisher_closes_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = publishing.PublisherEndpoint.update
+
+    def closed_before(endpoint: publishing.PublisherEndpoint, act: Callable[[], Any]) -> None:
+        monkeypatch.setattr(publishing.PublisherEndpoint, "update", update)
+        publisher.close()
+        endpoint.update(act)
+
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        monkeypatch.setattr(publishing.PublisherEndpoint, "update", closed_before)
+        reader = on(actor, Subscriber, "w0", "p")
+        with pytest.raises(PublisherLost, match="it was closed"):
+            reader.newest(timeout=5)
+        successor = on(learner, Publisher, "p", state(2))
+        with pytest.raises(PublisherLost, match="another one has its name"):
+            reader.newest()
+        successor.close()
+
+
 def test_a_reader_ends_once_the_worker_of_its_publisher_was_started_again(crowd: Crowd) -> None:
     publisher = crowd.on("w1", Publisher, "p", state(1))
     publisher.publish()
