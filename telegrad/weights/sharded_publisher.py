@@ -9,7 +9,9 @@ readers of older contents. A reader that still comes too late continues with new
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from math import prod
 from time import monotonic
 from typing import Any, NamedTuple, Self
@@ -88,6 +90,7 @@ class ShardedPublisher:
         self._contents: dict[str, list[Content]] = {}
         self._editions = dict.fromkeys(self._owners, 0)  # edition of each owner's contents that is known here
         self._manifest: dict[str, Any] = {}
+        self._publishing = threading.Lock()  # guards the three above
         self._publisher = Publisher(name, self._manifest)
 
     def publish(self, wait: float | None = None) -> int:
@@ -104,16 +107,25 @@ class ShardedPublisher:
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         check_wait(wait)
-        self._publisher._agent.check_open()
-        # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails, the
-        # others have a version that no contents name.
-        published = self._call_all("publish", lambda worker: (self._editions[worker],))
-        for worker, (_, edition, contents) in published.items():
-            if contents is not None:
-                self._editions[worker], self._contents[worker] = edition, contents
-        self._manifest["contents"] = self._contents
-        self._manifest["numbers"] = torch.tensor([number for number, *_ in published.values()])
-        return self._publisher.publish(wait)
+        agent = self._publisher._agent
+        agent.check_open()
+        with ExitStack() as stack:
+            # One thread at a time: later contents must name later versions, since owners drop older ones. The thread
+            # before may need the slot of this one, if an owner is here.
+            with agent.waiting():
+                stack.enter_context(self._publishing)
+            # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails,
+            # the others have a version that no contents name.
+            published = self._call_all("publish", lambda worker: (self._editions[worker],))
+            for worker, (_, edition, contents) in published.items():
+                if contents is not None:
+                    self._editions[worker], self._contents[worker] = edition, contents
+            self._manifest["contents"] = self._contents
+            self._manifest["numbers"] = torch.tensor([number for number, *_ in published.values()])
+            number = self._publisher.publish()
+        if wait is not None:
+            self._publisher._wait_for_readers(number, wait)
+        return number
 
     @property
     def version(self) -> int:
@@ -146,6 +158,7 @@ class ShardOwner:
         self._state: dict[str, Tensor] = {}
         self._contents: list[Content] = []
         self._edition = 0  # of the contents
+        self._publishing = threading.Lock()  # guards the three above
         self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
 
     def _telegrad_runs(self, method: str) -> str:
@@ -158,18 +171,22 @@ class ShardOwner:
         """
         share = self._share
         found = share() if callable(share) else {name: each for part in share for name, each in state_of(part).items()}
-        contents = []
-        self._state.clear()
+        contents: list[Content] = []
+        state: dict[str, Tensor] = {}
         for name, value in found.items():
             content, tensor = _described(name, value)
             contents.append(content)
-            self._state[str(len(self._state))] = tensor
-        number = self._publisher.publish()
-        # The contents have an entry for each tensor and rarely change. So the driver names the edition that it has, and
-        # gets the contents only if they differ.
-        if contents != self._contents or not self._edition:
-            self._contents, self._edition = contents, self._edition + 1
-        return number, self._edition, contents if known != self._edition else None
+            state[str(len(state))] = tensor
+        # A call that the driver has given up may still run when the next one arrives.
+        with self._publishing:
+            self._state.clear()
+            self._state.update(state)
+            number = self._publisher.publish()
+            # The contents have an entry for each tensor and rarely change. So the driver names the edition that it has,
+            # and gets the contents only if they differ.
+            if contents != self._contents or not self._edition:
+                self._contents, self._edition = contents, self._edition + 1
+            return number, self._edition, contents if known != self._edition else None
 
     def close(self) -> None:
         self._publisher.close()

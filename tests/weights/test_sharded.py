@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.ext.calls import call_all
 from telegrad.nn import RemoteModule
-from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
+from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, sharded_publisher
 from telegrad.weights.sharded_publisher import _described
 from tests.cluster import PATIENCE, agents
 from tests.weights.test_weights import on
@@ -178,6 +180,50 @@ def test_a_reader_never_sees_a_mix_of_versions(four: list[Worker]) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert failures == []
+
+
+def test_an_owner_may_be_called_again_while_it_publishes(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the driver gave up may still run when the next one arrives."""
+    later: list[Any] = []
+
+    def described(name: str, value: Any) -> Any:
+        found = _described(name, value)
+        if not later:
+            later.append(True)
+            later.append(owner.publish(0))
+        return found
+
+    owner = on(four[1], sharded_publisher.ShardOwner, "parts", upper, None, "fast")
+    monkeypatch.setattr(sharded_publisher, "_described", described)
+    assert [owner.publish(0)[0], later[1][0]] == [2, 1]
+    state = on(four[3], Subscriber, "w1", "parts").newest().state
+    assert {name: tuple(value.shape) for name, value in state.items()} == {"0": (2, 4), "1": (3,)}
+
+
+def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the newest contents could name versions that the owners have dropped."""
+    over = threading.Event()
+
+    def second() -> int:
+        number = on(four[0], policy.publish)
+        over.set()
+        return number
+
+    def called(*args: Any) -> Any:
+        monkeypatch.setattr(sharded_publisher, "call_all", call_all)
+        found = call_all(*args)
+        numbers.append(pool.submit(second))
+        over.wait(0.2)  # without a lock, the other thread would publish now
+        return found
+
+    policy = ShardedPublisher("policy", SOURCE)
+    numbers: list[Future[int]] = []
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(sharded_publisher, "call_all", called)
+        assert policy.publish() == 1
+        assert numbers[0].result(PATIENCE) == 2
+    contents = on(four[3], Subscriber, "w0", "policy").newest().state
+    assert contents["numbers"].tolist() == [2, 2]
 
 
 def test_values_that_cannot_be_published_in_parts(four: list[Worker]) -> None:
