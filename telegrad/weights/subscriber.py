@@ -150,7 +150,8 @@ class Subscriber:
                     f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
                     "not handled all messages that arrived"
                 )
-        return self.at_least(max(1, endpoint.known - max_behind), timeout)
+        # What is left, rounded for the text of an error, but not 0, which means no limit.
+        return self.at_least(max(1, endpoint.known - max_behind), limit and max(round(until - monotonic(), 3), 1e-3))
 
     def __iter__(self) -> Iterator[Version]:
         """Iterate over every version from now on, in order, until the publisher closes.

@@ -208,6 +208,35 @@ def test_refresh_waits_for_pending_messages() -> None:
         assert on(actor, reader.refresh).number == 2
 
 
+def test_refresh_takes_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for pending messages counts."""
+    late = 0.0
+
+    def now() -> float:
+        return time.monotonic() + late
+
+    def handle_slowly(_: float) -> bool:
+        nonlocal late
+        late += 9.95
+        return True
+
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        reader = on(actor, Subscriber, "w0", "p")
+        for module in ("subscriber", "weight_service"):
+            monkeypatch.setattr(f"telegrad.weights.{module}.monotonic", now)
+        monkeypatch.setattr(actor.agent, "handle_notices", handle_slowly)
+        begun = now()
+        with pytest.raises(CallTimeout, match="version 1 of 'p' on worker 'w0' did not arrive"):
+            reader.refresh(timeout=10)
+        assert now() - begun < 15
+        monkeypatch.undo()
+        monkeypatch.setattr("telegrad.weights.subscriber.monotonic", itertools.count(0, 1e-5).__next__)
+        with pytest.raises(CallTimeout, match=r"did not arrive within 0\.1 s"):
+            reader.refresh(timeout=0.1)
+        publisher.close()
+
+
 def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     arrange, mine, begun, over = Snapshots._arrange, threading.local(), threading.Event(), threading.Event()
 
