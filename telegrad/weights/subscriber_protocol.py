@@ -13,6 +13,7 @@ loss (a broken connection, a source that changes, an unknown layout, a wrong del
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from telegrad.weights import transfer
@@ -206,11 +207,12 @@ class SubscriberProtocol:
         """Request the next pieces, or begin with the next version."""
         assert self.source is not None
         missing = self.store.missing(self._number)
-        self._requested.intersection_update(missing)
+        self._requested &= missing
         if not missing:
             self._request = None
             return self._pursue()
-        fresh = [piece for piece in missing if piece not in self._requested][: WINDOW - len(self._requested)]
+        unasked = (piece for piece in missing if piece not in self._requested)
+        fresh = [*islice(unasked, WINDOW - len(self._requested))]
         self._requested.update(fresh)
         base = self._base()
         return [(self.source, transfer.PieceRequest(self._number, piece, base)) for piece in fresh]

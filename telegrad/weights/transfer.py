@@ -14,7 +14,8 @@ endpoint that becomes the source of others drops such versions, and fetches thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, KeysView
 from typing import Any, NamedTuple
 
 
@@ -161,7 +162,9 @@ class VersionStore:
         self.pinned = 0  # the version that this endpoint's user is about to read
         self.info: dict[int, VersionInfo] = {}
         self._lent: set[int] = set()  # lent to this endpoint, for its user only
-        self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
+        # Pieces of incomplete versions, in order. An OrderedDict finds its first key at once. A set has no order, and
+        # `iter` of a dict passes over all that were deleted.
+        self._missing: dict[int, OrderedDict[int, None]] = {}
         self._requests: dict[EndpointAddress, VersionRequest] = {}  # requests that cannot be answered yet
         # By reader: the version whose pieces it fetches, and by requested piece that is not here yet its base.
         self._reads: dict[EndpointAddress, tuple[int, dict[int, int]]] = {}
@@ -173,8 +176,8 @@ class VersionStore:
         """Return the number of the newest complete version, or 0."""
         return max(filter(self.is_complete, self.info), default=0)
 
-    def missing(self, number: int) -> list[int]:
-        return sorted(self._missing.get(number, ()))
+    def missing(self, number: int) -> KeysView[int]:
+        return self._missing.get(number, OrderedDict[int, None]()).keys()
 
     # Versions
 
@@ -186,7 +189,7 @@ class VersionStore:
             self.info[number] = info
             self._lent |= {number} if lent else set()
             if pieces:
-                self._missing[number] = set(range(pieces))
+                self._missing[number] = OrderedDict.fromkeys(range(pieces))
         return self._settle()
 
     def drop_lent(self) -> None:
@@ -199,7 +202,7 @@ class VersionStore:
         missing = self._missing.get(number)
         if missing is None or piece not in missing:
             return []
-        missing.remove(piece)
+        del missing[piece]
         # Readers get the piece now, not once the version is complete. So all hosts of a chain transfer the version at
         # the same time.
         out: Outgoing = [

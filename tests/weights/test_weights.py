@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +24,16 @@ from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, ShutDow
 from telegrad.weights import Publisher, ShardedPublisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscriber import SubscriberEndpoint
-from telegrad.weights.transfer import EndpointAddress, PieceRequest
+from telegrad.weights.subscriber_protocol import WINDOW, SubscriberProtocol
+from telegrad.weights.transfer import (
+    Available,
+    EndpointAddress,
+    FetchFrom,
+    PieceRequest,
+    VersionInfo,
+    VersionOpened,
+    WeightPiece,
+)
 from telegrad.weights.tree_layout import Snapshots
 from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
@@ -519,6 +529,28 @@ def test_zeros_without_memory_are_published_as_zeros() -> None:
 
 
 # Hosts
+
+
+def test_a_piece_of_many_costs_no_more_than_one_of_few() -> None:
+    """A list of all missing pieces would show in the memory that is used while a piece arrives."""
+
+    def used(pieces: int) -> int:
+        machine = SubscriberProtocol(source)
+        machine.receive(source, FetchFrom(1, source, False))
+        machine.receive(source, Available(1, 1))
+        machine.receive(source, VersionOpened(1, VersionInfo(1, b"layout", pieces, 1), False))
+        most = 0
+        for piece in range(10):
+            arrived = WeightPiece(1, piece)
+            tracemalloc.start()
+            assert machine.expects(arrived)
+            assert [request.piece for _, request in machine.receive(source, arrived)] == [piece + WINDOW]
+            most = max(most, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return most
+
+    source = EndpointAddress("w0", "w0", -1)
+    assert used(20_000) < used(100) + 10_000
 
 
 def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
