@@ -441,9 +441,10 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self.wake_waiters()
 
     def _layout_of(self, info: VersionInfo) -> Layout:
-        if self._layout is None or self._layout.number != info.layout:
-            self._layout = Layout(info.layout, info.description)
-        return self._layout
+        # Read once, and without the lock: another thread may store the layout of another version meanwhile.
+        if (layout := self._layout) is None or layout.number != info.layout:
+            self._layout = layout = Layout(info.layout, info.description)
+        return layout
 
     # Called by the subscriber
 

@@ -34,7 +34,7 @@ from telegrad.weights.transfer import (
     VersionOpened,
     WeightPiece,
 )
-from telegrad.weights.tree_layout import Snapshots
+from telegrad.weights.tree_layout import Layout, Snapshots
 from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 from tests.rpc.test_publishing import Crowd
@@ -525,6 +525,27 @@ def test_zeros_without_memory_are_published_as_zeros() -> None:
         publisher = on(here, Publisher, "p", {"z": torch._efficientzerotensor(5)})
         publisher.publish()
         assert torch.equal(on(here, Subscriber, "w0", "p").newest().state["z"], torch.zeros(5))
+        publisher.close()
+
+
+def test_threads_may_read_versions_of_different_layouts() -> None:
+    class Interrupted(Layout):
+        """Another thread needs another layout while the number of this one is read."""
+
+        @property
+        def number(self) -> int:
+            endpoint._layout = other
+            return one.number
+
+        @number.setter
+        def number(self, number: int) -> None: ...
+
+    with agents(1) as (here,):
+        publisher = on(here, Publisher, "p", state(1))
+        endpoint = on(here, Subscriber, "w0", "p")._endpoint
+        one, other = (Snapshots(None).of(tree).layout for tree in ({"a": torch.ones(2)}, {"b": torch.ones(3)}))
+        endpoint._layout = mine = Interrupted(one.number, one.description)
+        assert endpoint._layout_of(VersionInfo(one.number, one.description, one.size, 1)) is mine
         publisher.close()
 
 
