@@ -450,6 +450,20 @@ def test_the_timeout_is_for_each_item() -> None:
     assert [*stream] == [2]
 
 
+@here_w0
+def test_a_stream_that_was_late_stays_open_when_other_calls_time_out() -> None:
+    stream = rpc_stream("w1", gated, (1,), timeout=0.01)
+    with pytest.raises(errors.CallTimeout, match="The stream is still open"):
+        next(stream)
+    peer = stream._pulls[0].call.peer
+    with peer.lock:
+        peer.calls.next_due = 0.0  # as set by a call with a timeout of its own
+    peer.expire(time.monotonic())
+    event("gate 0").set()
+    stream._timeout = PATIENCE  # only the first wait is short
+    assert [*stream] == [0]
+
+
 def test_a_stream_ends_with_its_group(five: list[Worker]) -> None:
     with agents_here(2):
         stream = rpc_stream("w1", noted, (100,), window=1)

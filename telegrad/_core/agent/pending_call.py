@@ -160,10 +160,13 @@ class PendingCall:
 
     # Waiting
 
-    def help(self) -> None:
-        """Wait until the outcome is complete; this thread reads the answer if it can."""
+    def help(self, until: float = inf) -> None:
+        """Wait until the outcome is complete; this thread reads the answer if it can.
+
+        A Signal may still be incomplete after this, at the time `until` or at the deadline of the call.
+        """
         try:
-            self.wait()
+            self.wait(until=until)
         finally:
             if self.reader_completes:
                 # Two threads may wait for one future. The lock lets one of them complete it.
@@ -177,22 +180,26 @@ class PendingCall:
                 wait_for(outcome)
 
     @waiting_loop
-    def wait(self, releases_slot: bool = True) -> bool:
-        """Wait until the call is done, without a reactor thread's slot; return False if its deadline passed before."""
+    def wait(self, releases_slot: bool = True, until: float = inf) -> bool:
+        """Wait until the call is done, without a reactor thread's slot; return False if its deadline passed before.
+
+        `until` is an earlier end of this wait, which leaves the call as it is.
+        """
         peer = self.peer
         if releases_slot and peer.reactor.here.own is not None:
             with peer.reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
-                return self.wait(releases_slot=False)
+                return self.wait(releases_slot=False, until=until)
+        until = min(until, self.deadline)
         # The call may be in a batch, which would leave a moment later.
         if peer.reactor.unsent:
             peer.reactor.send_unsent()
         while not self.done:
-            if (remaining := self.deadline - monotonic()) <= 0:
+            if (remaining := until - monotonic()) <= 0:
                 return False
             if isinstance(link := peer.connection.link, Link) and link.reading.take():
                 held = [link]
                 try:  # around the call, since a signal may come at any instruction of it
-                    self._read(link, held)
+                    self._read(link, held, until)
                 except Resumed:
                     pass
                 finally:
@@ -204,8 +211,8 @@ class PendingCall:
 
     @releases_before_handler(give_back_read)
     @waiting_loop
-    def _read(self, link: Link, held: list[Link]) -> None:
-        """Read until the call is done, with the right to read, as long as `held` has the connection."""
+    def _read(self, link: Link, held: list[Link], until: float) -> None:
+        """Read until the call is done or that time, with the right to read, as long as `held` has the connection."""
         connection = self.peer.connection
         # Set while this thread has the right to read: the thread that finds the answer is this one. A signal handler
         # may release the right meanwhile, and another thread then finds it. The outcome is left to this thread in both
@@ -219,7 +226,7 @@ class PendingCall:
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):
                     continue
-                if (remaining := self.deadline - monotonic()) <= 0:
+                if (remaining := until - monotonic()) <= 0:
                     return
                 if self._use_waker():
                     continue

@@ -253,9 +253,8 @@ class Stream(Generic[T]):
         with self._waiting():
             if call is not None:
                 # The pull itself has no timeout, since it may be in flight long before a reader waits for it. The
-                # deadline is that of this wait.
-                call.deadline = deadline
-                call.help()
+                # deadline is that of this wait only: stored in the call, it would let the timer thread end the pull.
+                call.help(deadline)
             left = max(0.0, deadline - monotonic()) if self._timeout else -1
             if not self._agent.wait_for(awaited, left):
                 raise self._too_late()
