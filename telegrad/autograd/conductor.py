@@ -180,6 +180,11 @@ class Conductor:
         # may arrive on another thread before `_give` returns, and an unknown pass counts as failed.
         driven = DrivenPass(context, spec, timeout, keeps, outcome)
         self._driven[spec] = driven
+        # Another thread may have ended the context since the caller found it. That thread sets `ended` and then looks
+        # for passes in `_driven`: one of the two sees the other.
+        if context.ended:
+            self._fail(driven, _too_early(context.id))
+            return driven
         if timeout:
             self._agent.wake_at(driven.deadline)
         self._give(driven, driven.start(roots.items()), type(outcome) is Signal)
@@ -290,9 +295,7 @@ class Conductor:
     def _context_ended(self, id_: int) -> None:
         for driven in self._driven.copy().values():
             if driven.context.id == id_:
-                self._fail(
-                    driven, ContextEnded(f"the context {id_} ended before its backward pass did: wait for the pass")
-                )
+                self._fail(driven, _too_early(id_))
 
     def _tick(self, now: float) -> float:
         upcoming = self._parts.send_gathered(now)
@@ -302,6 +305,10 @@ class Conductor:
             else:
                 upcoming = min(upcoming, driven.deadline)
         return upcoming
+
+
+def _too_early(id_: int) -> ContextEnded:
+    return ContextEnded(f"the context {id_} ended before its backward pass did: wait for the pass")
 
 
 def _unused(left_out: LeftOut) -> UnusedSends:

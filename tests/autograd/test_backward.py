@@ -90,6 +90,23 @@ def test_a_context_that_ends_during_its_pass() -> None:
     GATE.set()
 
 
+def test_a_context_that_ends_as_its_pass_begins(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    conductor = trio[0].conductor
+    numbers = conductor._numbers
+
+    def number() -> Iterator[int]:
+        conductor.contexts.release(context)  # as another thread that leaves the block
+        yield next(numbers)
+
+    for run in (autograd.backward, lambda *args, **named: autograd.backward_async(*args, **named).wait()):
+        with autograd.context() as context:
+            loss = rpc_sync("w1", torch.mul, (leaf(), 2)).sum()
+            monkeypatch.setattr(conductor, "_numbers", number())
+            with pytest.raises(ContextEnded, match="wait for the pass"):
+                run(context, loss, timeout=1.0)
+    assert not conductor.running
+
+
 GATE = threading.Event()
 
 
