@@ -7,8 +7,9 @@ over which the release might have come. Contexts that end soon, which is the usu
 
 Messages of a context may arrive after its end. They must not begin it anew, since its owner would never release that
 one. So a worker remembers ended contexts, and decides under one lock: `release` moves the id from the open to the ended
-ones, and `join` makes a context only for an id that is in neither. An ended context is remembered as lost if this
-worker gave up its owner: then a later use is an error, because a call that ran without a record would lose gradients.
+ones, and `join` makes a context only for an id that is in neither, and whose owner has another rank. An ended context
+is remembered as lost if this worker gave up its owner: then a later use is an error, because a call that ran without a
+record would lose gradients.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Contexts:
     def join(self, id_: int) -> AutogradContext | None:
         """Return the context that another worker refers to, and create it here if needed. Return None if it has ended.
 
+        One of this worker's rank that is unknown here counts as ended.
+
         Raises:
             LimitReached: its owner has MOST_OPEN contexts open here.
         """
@@ -126,7 +129,11 @@ class Contexts:
             # may have joined it. `made` is dropped in both cases.
             if id_ in self._ended:
                 return None
-            if id_ not in self._contexts and made.owner != self._agent.me.id:
+            if id_ not in self._contexts:
+                # Only `begin` makes contexts of this worker's own. This one is of a former worker of its rank, or has
+                # ended long ago and is forgotten: no owner would end it.
+                if made.owner == self._agent.me.id:
+                    return None
                 if (others := self._open.get(made.owner, 0)) >= MOST_OPEN:
                     raise LimitReached(
                         f"worker {self._agent.name!r} takes part in {MOST_OPEN:,} autograd contexts of the worker of "

@@ -92,6 +92,13 @@ def test_a_context_whose_owner_seems_dead_is_lost(contexts: Contexts) -> None:
         contexts.check_kept(FOREIGN)
 
 
+def test_the_context_of_a_former_holder_of_the_own_rank_is_not_joined(contexts: Contexts) -> None:
+    own = contexts.begin()
+    assert contexts.join(own.id) is own
+    assert contexts.join(own.id ^ 1) is None
+    assert contexts.all() == [own]
+
+
 def test_the_loss_of_a_previous_holder_of_the_rank_ends_no_context(contexts: Contexts) -> None:
     context = contexts.join(FOREIGN)
     assert context is not None
