@@ -107,6 +107,7 @@ class Stage:
         """Copy the owner's value to a replica."""
         self._check_shape(name, value)
         weight = self.weight(name)
+        value = value.to(weight.device)  # it comes by the host if no map connects the two workers
         if not torch.equal(weight, value):  # avoid a write: another pending batch may have saved the tensor
             with torch.no_grad():
                 weight.copy_(value)

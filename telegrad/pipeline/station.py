@@ -314,8 +314,9 @@ class BatchRun:
         elif action.kind == schedule.SEND_GRADIENT:
             gradient = gradients.take(stage.weight(tie.name_there))
             self._send_tensors((schedule.ADD_GRADIENT, tie.owner, number), [gradient])
-        elif given[0] is not None and stage.weight(tie.name).requires_grad:
-            gradients.add(stage.weight(tie.name), given[0], False)
+        elif given[0] is not None and (weight := stage.weight(tie.name)).requires_grad:
+            # Like the weight, the gradient comes by the host if no map connects the two workers.
+            gradients.add(weight, given[0].to(weight.device), False)
 
     # The end
 

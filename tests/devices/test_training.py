@@ -324,6 +324,31 @@ def test_a_pipeline(kind: str, schedule: str) -> None:
         assert close(pipeline(data(5, here)), model(data(5)))
 
 
+@on_devices
+def test_tied_weights_of_stages_without_a_map_between_them(kind: str) -> None:
+    here, there = places(kind)
+    map_ = {here: there, there: here}
+    mapped = [("w1", "w2", "w3"), ("w2",), ("w3",), ()]  # as docs/pipelines.md asks for
+    with group(kind, 4, device_maps={}, of_rank=lambda rank: {"device_maps": dict.fromkeys(mapped[rank], map_)}):
+        devices = [there, here, there]
+        stages = [RemoteModule(f"w{rank}/{device}", layer, (rank,)) for rank, device in enumerate(devices, 1)]
+        pipeline = Pipeline(stages, chunks=4, tied=[("0.0.weight", "2.0.weight")])
+        model = nn.Sequential(*map(layer, (1, 2, 3)))
+        model.get_submodule("2.0").weight = model.get_parameter("0.0.weight")
+        optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.2, momentum=0.9)
+        reference = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        for seed in range(3):
+            with autograd.context() as context:
+                pipeline.forward_backward(context, data(seed, here), data(seed + 9, here), mse_loss)
+                optimizer.step(context)
+            reference.zero_grad()
+            mse_loss(model(data(seed)), data(seed + 9)).backward()
+            reference.step()
+        state = pipeline.state_dict()
+        assert all(close(state[f"stages.{name}"], value) for name, value in model.state_dict().items())
+        assert close(pipeline(data(5, here)), model(data(5)))
+
+
 def moved(seed: int, device: str | torch.device) -> nn.Sequential:
     return layer(seed).to(device)
 
