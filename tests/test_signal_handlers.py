@@ -258,6 +258,31 @@ def test_a_handler_runs_once_for_a_signal_that_waited_long() -> None:
         assert count == 1
 
 
+class KickedAtRelease:
+    """The lock of the deferrals; a kick arrives as the main thread releases it for the first time."""
+
+    def __init__(self) -> None:
+        self.lock = interrupts._lock
+        self.kicks = [_thread.interrupt_main]
+
+    @of_package
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    @of_package
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.kicks and threading.current_thread() is threading.main_thread():
+            self.kicks.pop()()
+
+
+def test_a_handler_runs_once_if_a_kick_arrives_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = KickedAtRelease()
+    monkeypatch.setattr(interrupts, "_lock", lock)
+    assert interrupts_of(changes_in_steps) == 1
+    assert not lock.kicks
+
+
 @of_package
 def runs_on(count: int) -> None:
     _thread.interrupt_main()

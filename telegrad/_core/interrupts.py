@@ -197,13 +197,13 @@ class _Handler:
             if look is not _Look.RUN:
                 return self.again() if look is _Look.WAIT else None
         if deferred is not None:
-            with _lock:
-                _deferred.pop(signum, None)
-            # A kick may have been sent since this call began. It is discarded here, else the handler would run twice. A
-            # signal that another thread sent may not have reached this processor yet; after a system call it has been
-            # delivered.
+            # A kick may have been sent since this call began. It is discarded here, else the handler would run twice.
+            # It may also come while the entry is removed, and would add another one. A signal that another thread sent
+            # may not have reached this processor yet; after a system call it has been delivered.
             try:
                 self._discards = True
+                with _lock:
+                    _deferred.pop(signum, None)
                 os.getppid()
                 _look_for_signals()
             finally:
