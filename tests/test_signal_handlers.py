@@ -283,6 +283,37 @@ def test_a_handler_runs_once_if_a_kick_arrives_as_it_begins(monkeypatch: pytest.
     assert not lock.kicks
 
 
+class AddedBetween(dict[int, Any]):
+    """The deferrals; the main thread adds one between the two looks of the kicking thread."""
+
+    def __init__(self, add: Callable[[], None]) -> None:
+        self.looks: Iterator[Callable[[], None] | None] = iter((None, add))
+
+    def __bool__(self) -> bool:
+        add = next(self.looks, lambda: None)
+        if add is not None:
+            add()
+        return add is not None
+
+
+def test_one_thread_at_most_sends_kicks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kicks, begun = interrupts._Kicks(), list[Callable[[], object]]()
+    monkeypatch.setattr(_thread, "start_new_thread", lambda run, args: begun.append(lambda: run(*args)))
+    monkeypatch.setattr(interrupts, "_deferred", AddedBetween(kicks.begin))
+
+    def goes_on(run: Callable[[], object]) -> bool:
+        sleeps = iter(range(2))
+        monkeypatch.setattr(interrupts, "sleep", lambda _: next(sleeps))
+        try:
+            run()
+        except StopIteration:  # it sleeps a third time
+            return True
+        return False
+
+    kicks.begin()
+    assert [goes_on(run) for run in begun] == [True, False]
+
+
 @of_package
 def runs_on(count: int) -> None:
     _thread.interrupt_main()

@@ -142,7 +142,7 @@ class _Deferred:
         """Decide what to do with the signal at this frame of this package."""
         # An import passes 100,000 points, far more than MOST. So the signal is not marked pending again at each of
         # them, but checked at each kick. Without the thread of the kicks it would be lost.
-        if _kicks.running and _is_importing(frame):
+        if _kicks.running is not None and _is_importing(frame):
             return _Look.WAIT_FOR_KICK
         now = monotonic()
         self.runs += 1
@@ -331,34 +331,39 @@ class _Kicks:
     """A thread that sends deferred signals to the blocked main thread again and again."""
 
     def __init__(self) -> None:
-        self.running = False  # read without a lock
+        # An object of the thread that sends kicks. Stored without a lock: the main thread stores it in a handler, which
+        # may have interrupted a function of that thread that holds `_lock`.
+        self.running: object = None
 
     def begin(self) -> None:
         """Start the thread, by `_thread`, because a handler may interrupt `threading`."""
-        if self.running or not hasattr(signal, "pthread_kill"):
+        if self.running is not None or not hasattr(signal, "pthread_kill"):
             return
-        self.running = True
+        self.running = own = object()
         try:
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._run, (own,))
         except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
-            self.running = False
+            self.running = None
 
-    def _run(self) -> None:
+    def _run(self, own: object) -> None:
         main = threading.main_thread().ident
         assert main is not None
         while True:
             sleep(KICK)
+            # Another thread was begun, see below. With the kicks of two threads, a call would never count as blocked.
+            if self.running is not own:
+                return
             with _lock:
                 for signum in list(_deferred):
                     signal.pthread_kill(main, signum)
             # The main thread adds an entry and then reads `running`; this thread clears `running` and then looks for
-            # entries. So at least one of them sees the other. If both do, two threads send kicks until no entry is
-            # left.
+            # entries. So at least one of them sees the other. If both do, there are two threads, and the one that was
+            # stored last goes on.
             if not _deferred:
-                self.running = False
+                self.running = None
                 if not _deferred:
                     return
-                self.running = True
+                self.running = own
 
 
 _kicks = _Kicks()
@@ -459,6 +464,6 @@ def install() -> None:
 @in_child
 def _forget_after_fork() -> None:
     """Reset the state in a forked child: it has no kicking thread, and may have another main thread."""
-    _kicks.running = False
+    _kicks.running = None
     _deferred.clear()
     _postponed.clear()
