@@ -216,7 +216,9 @@ class Contexts:
         if now >= self._next_ask:
             self._next_ask = now + ASK_EVERY
             foreign = self._foreign()
-            self._ask([context for context in foreign if context.id in self._old])
+            # On another thread: the lookup of an owner may wait for the directory, and timeouts for this thread.
+            if doubtful := [context for context in foreign if context.id in self._old]:
+                self._agent.later(self._ask, doubtful)
             self._old = {context.id for context in foreign}
         return self._next_ask
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,17 +27,32 @@ class Agent:
 
     def __init__(self) -> None:
         self.name = ME.name
+        self.ticks = False
         self.me = SimpleNamespace(id=ME.id, identity=ME)
         self.lost: list[object] = []
         self.ticking: list[object] = []
         self.sent: list[tuple[str, object]] = []
+        self.submitted: list[Callable[[], None]] = []
 
     def on(self, message: type, handler: object) -> None:
         pass
 
     def identify(self, rank: int) -> Identity:
+        """Look up a worker, which may block."""
         assert rank == OWNER.id
+        assert not self.ticks
         return OWNER
+
+    def later(self, act: Callable[[Any], None], argument: Any) -> None:
+        self.submitted.append(partial(act, argument))
+
+    def tick(self, contexts: Contexts, now: float) -> None:
+        """Run the timer thread, and then what it has submitted."""
+        self.ticks = True
+        contexts._tick(now)
+        self.ticks = False
+        while self.submitted:
+            self.submitted.pop()()
 
     def notify(self, to: str, message: object, incarnation: str = "", patient: bool = False) -> None:
         self.sent.append((to, message))
@@ -64,7 +81,7 @@ def test_owners_are_asked_every_two_seconds_but_not_at_the_first_tick(contexts: 
     asked = []
     for now in range(8):
         agent.sent.clear()
-        contexts._tick(float(now))
+        agent.tick(contexts, float(now))
         if agent.sent:
             assert agent.sent == [("owner", ContextQuestion((FOREIGN,)))]
             asked.append(now)
