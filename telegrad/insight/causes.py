@@ -161,10 +161,13 @@ class Causes:
         for name in missing:
             if name in graph.sight.silent:
                 details.append(f"{name} does not answer: {graph.sight.silent[name]}")
-            elif name not in graph.accounts:
-                details.append(f"{name} is no longer in the group: {graph.gone[name]}")
-            else:
+            elif name in graph.accounts:
                 details += self._main_of(name) or [f"{name} runs no line of the program: it is idle"]
+            elif name in graph.gone:
+                details.append(f"{name} is no longer in the group: {graph.gone[name]}")
+            # The waiting thread names it. No worker that has answered has it as a member any more, or yet.
+            else:
+                details.append(f"nothing is known about {name}")
         return self._finding("barrier", missing, title, details, nodes, weight)
 
     # Slots, and limits of calls in flight

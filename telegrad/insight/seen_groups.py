@@ -118,6 +118,9 @@ class HostGroup:
                 others: list[WorkerState] = [each for each in group["accounts"] if each["worker"] in beyond]
                 accounts |= {each["worker"]: each for each in others}
                 silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
+            # It may have stopped since its first answer. Its group is not smaller because of that.
+            else:
+                silent |= dict.fromkeys(sorted(beyond), f"{answering.worker} was asked about it, and gave no answer")
         accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
         return _sight(accounts_told, silent, [place.worker for place in told])
 

@@ -106,6 +106,16 @@ def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
     assert "worker3 is no longer in the group: its process ended" in told
 
 
+def test_a_barrier_that_an_unknown_worker_does_not_reach() -> None:
+    scene = Scene("worker0", "worker1")
+    for name in ("worker0", "worker1"):
+        scene.thread(
+            name, "train.py:40 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9)
+        )
+    _, told = only(scene, "barrier", "worker2")
+    assert "nothing is known about worker2" in told
+
+
 def test_a_backward_pass_that_no_worker_runs() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward"))

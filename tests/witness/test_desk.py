@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from telegrad._core.sockets import HAS_UNIX
 from telegrad.insight.history import GroupHistory, GroupSnapshot, snapshot
 from telegrad.insight.report import Report
-from telegrad.insight.seen_groups import groups_here
+from telegrad.insight.seen_groups import HostGroup, groups_here
 from telegrad.insight.top import TopView, detail
 from telegrad.reporting import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
@@ -407,6 +407,20 @@ def test_no_control_character_is_shown() -> None:
         assert controls(text) == []
         assert r"\x1b[31m" in text
         text.encode()
+
+
+def test_members_of_other_hosts_are_silent_if_the_worker_that_was_asked_about_them_is() -> None:
+    def talk(sock: socket.socket) -> None:
+        if json.loads(sock.recv(1 << 16))["topic"] == ACCOUNT:
+            sock.sendall(json.dumps(told).encode() + b"\n")
+
+    meets = {"what": "barrier", "on": ["w8"], "about": "barrier of all", "age": 50.0}
+    told = {**TOLD, "members": {**TOLD["members"], "w6": "h", "w7": "h"}, "threads": [{**THREAD, "wait": meets}]}
+    with worker(talk) as (place, _):
+        sight = HostGroup([place]).look()
+    why = "w9 was asked about it, and gave no answer"
+    assert sight.silent == {"w6": why, "w8": why}  # w7 has been declared lost
+    assert f"w8 does not answer: {why}" in " ".join(Report(sight).text().split())
 
 
 PLAIN = st.recursive(
