@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import telegrad
 from telegrad import errors
 from telegrad.launch import local, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
+from tests.test_forked import in_child
 
 PATIENT = 4 * PATIENCE  # time for several imports of torch on a busy machine
 
@@ -330,6 +332,45 @@ def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(tmp_path: p
 def test_groups_that_cannot_be_started(names: Any) -> None:
     with pytest.raises(errors.UsageError):
         telegrad.local(names)
+
+
+# Workers that are shell scripts
+
+
+class Enough(Exception):
+    """Ends the start of a group."""
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def use(text: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return use
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+UNTIL_ITS_INPUT_ENDS = "exec cat > /dev/null"
+
+
+@needs_fork
+def test_a_child_forked_while_the_group_starts_has_no_inputs_of_workers(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def forks(group: local.LocalGroup, *_: object) -> None:
+        found.extend(in_child(lambda: [worker.process.stdin.closed for worker in group._workers]))
+        raise Enough
+
+    script(UNTIL_ITS_INPUT_ENDS)
+    monkeypatch.setattr(local.LocalGroup, "_join", forks)
+    with pytest.raises(Enough):
+        telegrad.local(2)
+    assert found == [True, True]
 
 
 # By hand

@@ -101,6 +101,8 @@ class LocalGroup:
             options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
             options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]
             options += ["--main", programs.to_text(main)] if main.guarded else []
+            # Before the first worker is started: any thread may fork a child while this one imports torch.
+            _groups.add(self)
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
                     self._workers.append(_Worker(name, ["--role", role, "--rank", str(rank), *options], self))
@@ -110,7 +112,6 @@ class LocalGroup:
                 raise
         _wake_at_interrupts()
         atexit.register(self._at_exit)
-        _groups.add(self)
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
