@@ -12,12 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import telegrad
 from telegrad import errors
+from telegrad.ext import starting, workers
 from telegrad.launch import local, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 from tests.test_forked import in_child
@@ -371,6 +373,46 @@ def test_a_child_forked_while_the_group_starts_has_no_inputs_of_workers(
     with pytest.raises(Enough):
         telegrad.local(2)
     assert found == [True, True]
+
+
+def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[local.LocalGroup] = []
+    logged: list[str] = []
+    agent = SimpleNamespace(
+        closed=False,
+        find=lambda name: SimpleNamespace(identity=name),
+        warn_lost=lambda _, why: logged.append(why),
+        word_losses=lambda _: None,
+    )
+
+    def joins(group: local.LocalGroup, *args: Any) -> None:
+        made.append(group)
+        join(group, *args)
+
+    def kill(worker: Any) -> None:
+        worker.process.kill()
+        worker._watcher.join(PATIENCE)
+
+    def enter(*_: object) -> None:  # the group has formed, and its start does not know yet
+        for worker in made[0]._workers[:2]:
+            kill(worker)
+
+    script(UNTIL_ITS_INPUT_ENDS)
+    join = local.LocalGroup._join
+    monkeypatch.setattr(local.LocalGroup, "_join", joins)
+    monkeypatch.setattr(starting, "enter_group", enter)
+    monkeypatch.setattr(workers, "current", SimpleNamespace(worker=SimpleNamespace(agent=agent)))
+    group = telegrad.local(3)
+    lost = [f"worker 'worker{number}' ended with signal SIGKILL" for number in range(3)]
+    try:
+        assert logged == lost[:2]
+        kill(group._workers[2])
+        assert logged == lost
+    finally:
+        agent.closed = True
+        group.shutdown()
 
 
 # By hand

@@ -80,8 +80,9 @@ class LocalGroup:
             check_free()
         self.names: list[str] = list(roles)
         self.driver = driver
-        self._lock = threading.Lock()  # guards _called_off, _store and _formed
-        self._called_off = ""
+        self._lock = threading.Lock()  # guards _early, _store and _formed
+        # Workers that ended before `_formed` was set, and their exit codes. No end is added after that.
+        self._early: list[tuple[_Worker, int]] = []
         self._store: Any = None
         self._formed = self._closed = False
         self.key: bytes = new_key()
@@ -117,20 +118,20 @@ class LocalGroup:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
         with self._wait(lambda: f"telegrad.local: starting {quoted(self.names)}"):
             from telegrad import rpc
-            from telegrad.ext.joining import SealedStore, call_off
+            from telegrad.ext.joining import SealedStore
             from telegrad.ext.starting import RendezvousStore, enter_group, serve_on
             from telegrad.ext.workers import current
 
         size = 1 + len(self.names)
         store = SealedStore(serve_on(listener)[0], Keyring([self.key]))
         # A worker may have ended before there was a store. Its thread (`_ended`) and this one take the same lock:
-        # either that thread finds the store and calls the group off there, or this thread finds `_called_off` and does
-        # it. Otherwise `enter_group` below would wait for the dead worker until its timeout. `call_off` waits for the
-        # answer of a store in this process while the lock is held.
+        # either that thread finds the store and calls the group off there, or this thread finds the worker in `_early`
+        # and does it. Otherwise `enter_group` below would wait for the dead worker until its timeout. `_call_off` waits
+        # for the answer of a store in this process while the lock is held.
         with self._lock:
             self._store = store
-            if self._called_off:
-                call_off(store, size, self._called_off)
+            if self._early:
+                self._call_off()
         enter_group(
             self.driver,
             rpc.TelegradOptions(rpc_timeout=rpc_timeout),
@@ -145,28 +146,35 @@ class LocalGroup:
         with self._lock:
             self._agent, self._formed, self._store = current.worker.agent, True, None
         self._agent.word_losses(self._loss)
+        # A worker may end between its join and the store to `_formed`. That does not make `enter_group` fail.
+        for worker, code in self._early:
+            self._ended(worker, code)
+
+    def _call_off(self) -> None:
+        """Make the start of the group fail because of the first worker that ended; call it with the lock held."""
+        from telegrad.ext.joining import call_off
+
+        worker, code = self._early[0]
+        lines = "".join(f"\n    {line}" for line in worker.unprinted)
+        said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
+        why = f"worker {worker.name!r} ended with {describe_exit(code)} before the group had formed. {said}"
+        call_off(self._store, 1 + len(self.names), why)
 
     def _ended(self, worker: _Worker, code: int) -> None:
-        # Called by the thread that waits for this worker.
+        # Called by the thread that waits for this worker, and by `_join` again for early ends.
         # `_closed` is stored before the first worker is asked to end, so an intended end is no loss.
         if self._closed:
             return
-        how = f"ended with {describe_exit(code)}"
         with self._lock:
-            # Only the first end is reported: workers that join fail once the group is called off, and end as well.
-            if self._called_off:
-                return
             if not self._formed:
-                lines = "".join(f"\n    {line}" for line in worker.unprinted)
-                said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
-                self._called_off = f"worker {worker.name!r} {how} before the group had formed. {said}"
-                if self._store is not None:
-                    from telegrad.ext.joining import call_off
-
-                    call_off(self._store, 1 + len(self.names), self._called_off)
+                self._early.append((worker, code))
+                # Only the first end is reported: workers that join fail once the group is called off, and end as well.
+                if self._store is not None and len(self._early) == 1:
+                    self._call_off()
                 return
         if not self._agent.closed:
-            self._agent.warn_lost(self._agent.find(worker.name).identity, f"worker {worker.name!r} {how}")
+            why = f"worker {worker.name!r} ended with {describe_exit(code)}"
+            self._agent.warn_lost(self._agent.find(worker.name).identity, why)
 
     def _loss(self, who: Any, why: str) -> str:
         """Return how the process of a lost worker has ended; `why` if it goes on."""
