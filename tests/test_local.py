@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import telegrad
 from telegrad import errors
 from telegrad.ext import starting, workers
+from telegrad.ext.processes import state_of
 from telegrad.launch import local, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 from tests.test_forked import in_child
@@ -413,6 +415,29 @@ def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
     finally:
         agent.closed = True
         group.shutdown()
+
+
+@needs_fork
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
+def test_a_fork_does_not_resume_a_stopped_worker(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forks(group: local.LocalGroup, *_: object) -> None:
+        process: Any = group._workers[0].process
+        state = partial(state_of, process.pid)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: (state() or "?")[0] == "T")
+        wait_until(process._waitpid_lock.locked)  # the thread that waits for its end
+        in_child(int)
+        found.append(state())
+        raise Enough
+
+    found: list[Any] = []
+    script(UNTIL_ITS_INPUT_ENDS)
+    monkeypatch.setattr(local.LocalGroup, "_join", forks)
+    with pytest.raises(Enough):
+        telegrad.local(1)
+    assert found[0][0] == "T"
 
 
 # By hand

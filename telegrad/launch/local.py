@@ -269,7 +269,7 @@ def _disown_workers() -> None:
         atexit.unregister(group._at_exit)
         group._closed = True
         for worker in group._workers:
-            worker.begin_end()
+            worker.close_input()
 
 
 class _Worker:
@@ -312,11 +312,14 @@ class _Worker:
         for thread in (*self._pumps, self._watcher):
             thread.start()
 
-    def begin_end(self) -> None:
-        """Ask the process to end, and resume it if it is stopped."""
+    def close_input(self) -> None:
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+
+    def begin_end(self) -> None:
+        """Ask the process to end, and resume it if it is stopped."""
+        self.close_input()
         # A stopped process would not read the end of its input. By default the signal has no effect on one that runs.
         if hasattr(signal, "SIGCONT"):
             self.process.send_signal(signal.SIGCONT)
