@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -438,6 +438,28 @@ def test_a_fork_does_not_resume_a_stopped_worker(
     with pytest.raises(Enough):
         telegrad.local(1)
     assert found[0][0] == "T"
+
+
+def test_workers_that_do_not_end_share_the_time_of_each_step(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise Enough
+
+    def kills(process: subprocess.Popen[bytes]) -> None:
+        asked.append("kill")
+        kill(process)
+
+    asked: list[str] = []
+    kill = subprocess.Popen.kill
+    script("exec sleep 60")
+    monkeypatch.setattr(local, "GRACE", 0.02)
+    monkeypatch.setattr(local.LocalGroup, "_join", refuse)
+    monkeypatch.setattr(subprocess.Popen, "terminate", lambda _: asked.append("terminate"))
+    monkeypatch.setattr(subprocess.Popen, "kill", kills)
+    with pytest.raises(Enough):
+        telegrad.local(3)
+    assert asked == 3 * ["terminate"] + 3 * ["kill"]
 
 
 # By hand

@@ -216,8 +216,17 @@ class LocalGroup:
         for worker in self._workers:
             worker.begin_end()
         with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
+            # All workers share the time of each step, so the end takes limited time whatever their number.
+            for ask in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
+                until = monotonic() + GRACE
+                if ask is not None:  # first the workers may end by themselves
+                    for worker in self._workers:
+                        ask(worker.process)
+                for worker in self._workers:
+                    worker.await_end(until, wait)
+            until = monotonic() + GRACE
             for worker in self._workers:
-                worker.end(wait)
+                worker._watcher.join(max(0.0, until - monotonic()))
 
     def _living(self) -> list[str]:
         # The thread that waits for the end of a process sets its `returncode`.
@@ -324,22 +333,12 @@ class _Worker:
         if hasattr(signal, "SIGCONT"):
             self.process.send_signal(signal.SIGCONT)
 
-    def end(self, wait: Wait) -> None:
-        for ask in (None, self.process.terminate, self.process.kill):
-            if ask is not None:  # first the worker may end by itself
-                ask()
-            if self._ends_within(GRACE, wait):
-                break
-        self._watcher.join(GRACE)
-
-    def _ends_within(self, seconds: float, wait: Wait) -> bool:
-        until = monotonic() + seconds
-        while (left := until - monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+    def await_end(self, until: float, wait: Wait) -> None:
+        while self.process.returncode is None and (left := until - monotonic()) > 0:
+            try:
                 self.process.wait(min(left, wait.left))
-                return True
-            wait.look()
-        return False
+            except subprocess.TimeoutExpired:
+                wait.look()
 
     def _pump(self, pipe: int, stream: str) -> None:
         """Print what the process writes until it ends; nothing that its children write later."""
