@@ -24,7 +24,7 @@ import socket
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from errno import EMFILE, EMSGSIZE
+from errno import EBADF, EINVAL, EMFILE, EMSGSIZE, ENOTSOCK
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ END = 0.5  # seconds for the thread to end
 MOST_WAITING = 64  # connections to a worker that have not sent their question
 AT_ONCE = 512  # workers that are queried concurrently
 AGAIN = 0.005  # seconds until a retry, if a worker's accept queue is full
+PAUSE = 0.1  # seconds until the server accepts again, if a connection could not be accepted
 FINDING = 5.0  # maximum seconds to determine the users of all sockets that are named like workers
 SOCKETS = "/proc/net/unix"
 _NAME = re.compile(
@@ -98,7 +99,7 @@ class DebugServer:
 
     def _serve(self, listening: socket.socket) -> None:
         """Answer questions until the server is closed. A connection without a question delays no other."""
-        # An OSError of `accept` ends it: the server is closed, or the process has no descriptors left.
+        # An OSError that reaches this `with` means that the listening socket has gone.
         with listening, selectors.PollSelector() as selector, contextlib.suppress(OSError):
             selector.register(listening, selectors.EVENT_READ)
             asking: dict[socket.socket, float] = {}  # connections without a question so far, and when they end
@@ -114,7 +115,15 @@ class DebugServer:
                         with sock:
                             self._tell(sock)
                 if listening in ready:
-                    sock, _ = listening.accept()
+                    try:
+                        sock, _ = listening.accept()
+                    except OSError as error:
+                        # `close` has shut it down, or the program has closed all descriptors.
+                        if error.errno in (EBADF, EINVAL, ENOTSOCK):
+                            raise
+                        # As a rule no descriptor is free. The connection still waits, so an immediate retry would fail.
+                        time.sleep(PAUSE)
+                        continue
                     if credentials(sock)[1] in (os.geteuid(), 0):
                         selector.register(sock, selectors.EVENT_READ)
                         asking[sock] = monotonic() + PATIENCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import itertools
 import json
 import logging
@@ -279,6 +280,21 @@ def test_connections_without_a_question_delay_no_other() -> None:
         assert time.monotonic() - began < debug_server.PATIENCE
         sock.settimeout(PATIENCE)
         assert sock.recv(1) == b""  # such a connection is closed
+
+
+def test_a_server_goes_on_after_a_connection_that_cannot_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "no descriptors"), ConnectionAbortedError()]
+
+    def fails(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if failures:
+            raise failures.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(debug_server, "PAUSE", 1e-3)
+    monkeypatch.setattr(socket.socket, "accept", fails)
+    with served(lambda *_: "served") as place:
+        assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
+    assert failures == []
 
 
 def test_names_of_workers_are_unpredictable() -> None:
