@@ -13,14 +13,17 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
 READY = b"ready\n"  # written to standard output once the store is served
+AGAIN = 0.5  # seconds between two notes to the members that the group has ended
 
 # The store and the `DirectoryMonitor`, once served. The thread `telegrad-serve` adds both in one step, which is atomic
 # in the interpreter. So the main thread, which reads the list without a lock, sees none of them or both.
 _served: list[Any] = []
+_over = threading.Event()  # "over" was read
 
 
 def main(arguments: list[str]) -> None:
@@ -40,10 +43,12 @@ def main(arguments: list[str]) -> None:
             started.discard(-int(word))
         elif word.startswith("key "):
             key_folder = word[len("key ") :].rstrip("\n")
-        # "over". Without a store no worker has joined, and there is no member to notify. The supervisor sends SIGTERM
-        # to a serving worker that joins later (`Policy._end_serving`).
-        elif _served:
-            _end_group()
+        # "over". Without a store no worker has joined, and there is no member to notify yet: `_serve` does it later.
+        # With one this thread does it, since the input may end now, and the process with it.
+        else:
+            _over.set()
+            if _served:
+                _end_group()
     for group in started:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
@@ -88,6 +93,11 @@ def _serve(listener: str, host: str) -> None:
         traceback.print_exc()
         os._exit(1)
     _say_ready()
+    # A note reaches only members that have joined. A program may end while the serving workers still import torch.
+    _over.wait()
+    while True:
+        _end_group()
+        time.sleep(AGAIN)
 
 
 def _end_group() -> None:

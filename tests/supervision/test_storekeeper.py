@@ -6,9 +6,16 @@ import os
 import pathlib
 import re
 import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
+from telegrad.ext import joining, starting
+from telegrad.launch import storekeeper
 from tests.cluster import PATIENCE, wait_until
 from tests.supervision.test_run import Launch, Run, launch
 
@@ -78,3 +85,40 @@ def test_a_killed_keeper_is_restarted_and_workers_find_their_group_again(
     assert len(pids_joined(run, 4)) == 4
     run.send(signal.SIGTERM)
     run.end(PATIENT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_members_that_join_after_the_end_of_the_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    threads: list[threading.Thread] = []
+    served, twice = threading.Event(), threading.Event()
+
+    def serve_on(_: object) -> tuple[object, int]:
+        served.wait(PATIENCE)
+        return object(), 0
+
+    def end_group() -> None:
+        told.append(bool(storekeeper._served))
+        if len(told) == 2:
+            threads.append(threading.current_thread())
+            twice.set()
+            sys.exit()  # ends that thread
+
+    def lines() -> Iterator[str]:
+        yield "over\n"  # before the store is served
+        served.set()
+        twice.wait(PATIENCE)
+
+    for name in ("find_directory", "find_keys", "KeyValueStore", "SealedStore", "SealRenewal"):
+        monkeypatch.setattr(joining, name, MagicMock())
+    monkeypatch.setattr(starting, "serve_on", serve_on)
+    monkeypatch.setattr(storekeeper, "_say_ready", lambda: None)
+    monkeypatch.setattr(storekeeper, "_end_group", end_group)
+    monkeypatch.setattr(storekeeper, "_served", [])
+    monkeypatch.setattr(storekeeper, "_over", threading.Event(), raising=False)
+    monkeypatch.setattr(storekeeper, "AGAIN", 1e-3, raising=False)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    monkeypatch.setattr(sys, "stdin", lines())
+    storekeeper.main([str(socket.create_server(("127.0.0.1", 0)).detach()), "127.0.0.1"])
+    assert told == [True, True]
+    threads[0].join(PATIENCE)
