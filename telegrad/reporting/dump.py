@@ -133,13 +133,13 @@ class Signalled:
     thread."""
 
     def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
+        self._act: Callable[[], object] | None = act  # None: closed
         self._depth = forks.process.depth
         self.file = -1  # the descriptor of that file; -1: none
         if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
             return
         found = signal.getsignal(signal.SIGUSR2)
-        if found is not signal.SIG_DFL and not _is_inherited(found):
+        if found is not signal.SIG_DFL and not _is_left_over(found):
             return
         # Two handlers: that of faulthandler runs in C at once, also while a thread holds the interpreter, and then
         # chains to the one that was installed before it, which is Python's. So Python's is set first. On another thread
@@ -156,8 +156,9 @@ class Signalled:
         interrupts.replaced[signal.SIGUSR2] = self._release
 
     def _came(self, *_: object) -> None:
-        if self._depth == forks.process.depth:  # else this is a forked child without a worker
-            Thread(target=self._act, name="telegrad-dump").start()
+        act = self._act
+        if act is not None and self._depth == forks.process.depth:  # else this is a forked child without a worker
+            Thread(target=act, name="telegrad-dump").start()
 
     def _release(self) -> None:
         """Stop writing stacks. Other processes send the signal only if the file exists."""
@@ -166,20 +167,21 @@ class Signalled:
         self.file = -1
 
     def close(self) -> None:
-        """Restore the default action, unless the program has set its own handler meanwhile."""
+        """Leave a handler that does nothing, unless the program has set its own meanwhile."""
+        # Not the default action, which ends the process: another process may have seen the file just before it is
+        # closed, and send the signal just after that. Only a worker that joined on another thread than the main one has
+        # no handler to leave.
+        self._act = None
         # If the program sets a handler, `interrupts` calls `_release` on the main thread. The thread that removes the
-        # entry is the one that releases the file, so it is released once. The file is closed before the default action
-        # is restored, since the default action of a signal that comes later would end this process.
+        # entry is the one that releases the file, so it is released once.
         if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
             self._release()
-            with contextlib.suppress(ValueError):
-                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def _is_inherited(handler: Any) -> bool:
-    """Return True if this process was forked from a worker that set this handler."""
+def _is_left_over(handler: Any) -> bool:
+    """Return True if a worker set this handler that has left, or from which this process was forked."""
     owner = getattr(handler, "__self__", None)
-    return isinstance(owner, Signalled) and owner._depth != forks.process.depth
+    return isinstance(owner, Signalled) and (owner._act is None or owner._depth != forks.process.depth)
 
 
 class Recorder:

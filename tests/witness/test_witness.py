@@ -364,6 +364,16 @@ def test_a_handler_that_the_program_sets_later_is_left_alone(on_a_thread: bool) 
         program.run(_heard)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
+def test_a_signal_to_a_program_that_has_left_does_not_end_it() -> None:
+    with processes(1) as (program,):
+        program.run(_join, free_port())
+        program.run(rpc.shutdown)
+        program.kill(signal.SIGUSR2)
+        program.run(_join, free_port())  # the next worker handles it again
+        program.run(_write_stacks_to_self)
+
+
 def _join(port: int) -> None:
     init(0, 1, port)
 
