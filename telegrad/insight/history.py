@@ -22,6 +22,7 @@ Events = Mapping[str, Sequence[Event]]  # by worker
 SECONDS = 60.0  # the longest span that can be shown
 KEPT = 6000  # events of a kind per worker; the limit is per kind, because many calls must not evict few steps
 MOST = 16_000  # events of a kind that `recent` returns for all workers together; it is called every second
+LATE = 0.1  # seconds after its end within which an event is recorded; the thread may lose the interpreter in between
 OWN = "telegrad.insight."  # calls of the observers, which are left out
 
 # Upper bounds of the histogram's buckets, in seconds.
@@ -95,7 +96,10 @@ class GroupHistory:
         self.trouble = ""  # why the latest query failed; "" if it did not
         self._events: dict[str, dict[str, deque[Event]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
         self._shifts: dict[str, tuple[object, float]] = {}  # by worker: its process, and its clock's zero on our clock
-        self._after: dict[str, float] = {}  # the end of the latest event, on the workers' clocks
+        # LATE before the end of the latest event, on the workers' clocks, and the events since then, which the next
+        # query returns again. Without that an event would be missed if one with a later end is recorded before it.
+        self._after: dict[str, float] = {}
+        self._seen: dict[str, set[Event]] = {}
 
     def update(self, source: Source) -> None:
         """Query a group and store the result, or the error."""
@@ -132,7 +136,8 @@ class GroupHistory:
 
     def add_events(self, events: Events) -> None:
         """Add new events, oldest first; ignore those of unknown workers."""
-        for worker, own in events.items():
+        for worker, found in events.items():
+            own = [event for event in found if event not in self._seen.get(worker, ())]
             if own and worker in self._shifts:
                 _, shift = self._shifts[worker]
                 kept, failed = self._events[worker], 0
@@ -145,7 +150,8 @@ class GroupHistory:
                     failed += kind == CALLED and bool(rest[-1]) and ended + shift > self.now - self._pause
                 if self._pause > 0 and worker in self._series:
                     self._series[worker].newest[FAILED] += failed / self._pause
-                self._after[worker] = max(event[2] for event in own)
+                self._after[worker] = max(event[2] for event in found) - LATE
+                self._seen[worker] = {event for event in found if event[2] > self._after[worker]}
 
     def recent(self, seconds: float) -> Recent:
         """Return the events that ended in the last `seconds`, the latest of each kind first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from telegrad.insight import top
 from telegrad.insight.history import (
     BOUNDS,
     KEPT,
+    LATE,
     MOST,
     SECONDS,
     Flow,
@@ -66,10 +68,29 @@ def test_events_are_converted_to_one_clock() -> None:
     assert history.recent(5) == ({"a": [ran(-1.0)], "b": [ran(-1.0)]}, 5)
 
 
-def test_each_event_is_requested_once() -> None:
+def test_an_event_that_is_recorded_after_later_ones_is_found_once() -> None:
+    class Ring:
+        events_now: tuple[Event, ...] = ()
+
+        def look(self) -> GroupSnapshot:
+            return GroupSnapshot([account("a")], {})
+
+        def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+            return {"a": [event for event in self.events_now if event[2] > after["a"]]}
+
+    ring, history = Ring(), GroupHistory()
+    ended = START, START - 0.01, START, START - 0.02, START + 1, START + 0.99
+    recorded = [called(START - 5, each, f"f{number}") for number, each in enumerate(ended)]
+    for upto in (1, 2, 3, 3, 4, 5, 6, 6):
+        ring.events_now = tuple(recorded[:upto])
+        history.update(ring)
+        assert [event[5] for event in history.recent(60.0).events["a"][::-1]] == [f"f{n}" for n in range(upto)]
+
+
+def test_each_event_is_stored_once() -> None:
     history = history_of(GroupSnapshot([account("a")], {}))
     history.add_events({"a": [ran(START - 1), ran(START)]})
-    assert history.add(GroupSnapshot([account("a", START + 1)], {})) == {"a": START}
+    assert history.add(GroupSnapshot([account("a", START + 1)], {})) == {"a": START - LATE}
     history.add_events({"a": []})
     another = account("a", 50.0, pid=9) | {"time": DAY + 2}  # another process, with another clock
     assert history.add(GroupSnapshot([another], {})) == {"a": 50.0 - SECONDS}
