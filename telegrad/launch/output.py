@@ -87,7 +87,9 @@ class Output:
             if file is None:
                 # Unbuffered, so that the file has all that was read also if this process is killed.
                 file = self._files[name] = create(self.path(name)).detach()
-            file.write(data)
+            # A disk that is nearly full, or a quota, may take only a part. The next attempt raises if that was all.
+            while data:
+                data = data[file.write(data) or len(data) :]
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
         """Write a worker's lines, if any, to this program's stream."""

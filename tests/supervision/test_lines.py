@@ -1,10 +1,13 @@
-"""Tests of how printed output is divided into lines."""
+"""Tests of how printed output is divided into lines, and written to files."""
 
 from __future__ import annotations
 
+import io
+import pathlib
 from math import inf
+from typing import Any
 
-from telegrad.launch.output import LONGEST, PATIENCE, LineBuffer
+from telegrad.launch.output import LONGEST, PATIENCE, LineBuffer, Output
 
 
 def test_a_line_is_shown_when_it_is_complete() -> None:
@@ -45,3 +48,17 @@ def test_a_line_without_an_end_is_divided_at_the_limit() -> None:
     lines = LineBuffer()
     assert lines.feed(b"x" * LONGEST, 0.0) == [b"x" * LONGEST]
     assert lines.due == inf
+
+
+def test_a_file_that_takes_a_part_at_a_time_gets_all(tmp_path: pathlib.Path) -> None:
+    class Nearly(io.RawIOBase):
+        text = b""
+
+        def write(self, data: Any) -> int:
+            self.text += bytes(data[:3])
+            return min(3, len(data))
+
+    output, file = Output(str(tmp_path)), Nearly()
+    output._files["w"] = file
+    output.raw("w", b"one line\n")
+    assert file.text == b"one line\n"
