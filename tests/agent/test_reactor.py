@@ -240,6 +240,37 @@ def test_works_begin_after_another_resumes_while_the_leader_sleeps() -> None:
         reactor.close()
 
 
+def test_works_run_after_a_new_leader_could_not_start_while_the_old_one_fell_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reactor = reactor_of()
+    threads = reactor._threads
+    begun, goes_on, ran = (threading.Event() for _ in range(3))
+
+    def hold(_: object) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+
+    def fail(_: object) -> NoReturn:
+        goes_on.set()
+        wait_until(lambda: stuck in threads._standby)
+        raise RuntimeError("can't start new thread")
+
+    reactor.start()
+    try:
+        reactor.submit(Work(hold, None))
+        assert begun.wait(PATIENCE)
+        stuck = threads.leader
+        assert stuck is not None
+        monkeypatch.setattr(threads, "_spawn", fail)
+        threads.hand_over(stuck)
+        reactor.submit(Work(lambda _: ran.set(), None))
+        assert ran.wait(5.0)
+    finally:
+        goes_on.set()
+        reactor.close()
+
+
 # The timer's thread
 
 

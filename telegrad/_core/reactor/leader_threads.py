@@ -100,24 +100,31 @@ class LeaderThreads:
             # The new leader is chosen under the lock, and its thread is started outside of it: a start waits until the
             # thread runs, which takes long if memory is short, and no thread of this package starts another one under a
             # lock.
-            new = None
-            if self._standby:
-                self.leader = self._standby.pop()
-                self.leader.wakeup.release()
-            else:
-                new = self.leader = ReactorThread()
-        if new is None:
-            return
+            if self._wake_standby():
+                return
+            new = self.leader = ReactorThread()
         try:
             self._spawn(new)
             self._lacks_threads = False
         except (RuntimeError, MemoryError) as error:
             with self.lock:
                 if self.leader is new:
+                    # The start may have taken long. If `runner` has ended its work meanwhile, it stands by, or has
+                    # ended because enough others do; it must then not get the lead in its sleep.
+                    if self._wake_standby():
+                        return
                     self.leader = runner
             level = logging.DEBUG if program_has_ended() or self._lacks_threads else logging.WARNING
             self._lacks_threads = True
             log.log(level, "telegrad: %s; a busy thread remains the leader, and the timer tries again", error)
+
+    def _wake_standby(self) -> bool:
+        """Give the lead to a thread that stands by, with the lock held; return False if there is none."""
+        if not self._standby:
+            return False
+        self.leader = self._standby.pop()
+        self.leader.wakeup.release()
+        return True
 
     def _spawn(self, runner: ReactorThread) -> None:
         thread = Thread(target=self._main, args=(runner,), name="telegrad-worker")
