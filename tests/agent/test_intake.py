@@ -185,6 +185,30 @@ def test_a_connection_is_read_again_after_quick_calls(two: Simulation) -> None:
         assert len(flooder.queue) == 0
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_connection_is_read_on_if_its_calls_begin_as_it_is_stopped(two: Simulation, is_late: bool) -> None:
+    """Another thread looks just before, or just after, the connection is no longer read."""
+    flooder = two.callers[0]
+    link = two.links[flooder]
+    hold = link.hold
+
+    def hold_amid(is_held: bool) -> None:
+        link.hold = hold  # type: ignore[method-assign]
+        if is_late:
+            hold(is_held)
+        flooder.queue.works.clear()
+        two.intake.look(flooder)
+        if not is_late:
+            hold(is_held)
+
+    link.hold = hold_amid  # type: ignore[method-assign]
+    two.sends[flooder] = READ
+    two.read()
+    assert link.hold == hold
+    assert not link.is_held
+    assert not two.intake.stopped
+
+
 def test_calls_that_are_held_up_are_read_slowly(two: Simulation) -> None:
     flooder = two.callers[0]
     flooder.queue.is_held_up = True

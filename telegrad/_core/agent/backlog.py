@@ -92,10 +92,11 @@ class BackPressure:
         if waits <= AHEAD // 2:
             caller.slow = 0
         if (waits >= caller.slow + AHEAD or self._has_too_much(caller)) and isinstance(link, Link):
-            # Other threads may have begun the counted works before they could find the caller in `stopped`. So the last
-            # step looks once more.
-            stopped = self.stopped.setdefault(caller, _PausedCaller(link))
+            # Hold first, then store, as in `sent`: a thread that finds the caller in `stopped` undoes both. Other
+            # threads may have begun the counted works before they could find the caller there. So the last step looks
+            # once more.
             link.reading.hold(True)
+            stopped = self.stopped.setdefault(caller, _PausedCaller(link))
             self.look(caller)
             self._reactor.timer.wake_by(stopped.since + READ_ON, rough=True)
 
