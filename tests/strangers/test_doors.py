@@ -137,6 +137,24 @@ def test_a_listener_that_stopped_accepting_resumes(doors: Doors, monkeypatch: py
     assert doors.failures == []
 
 
+def test_the_timer_does_not_leave_the_listener_shut(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer ticks at each step of the leader that stops accepting."""
+    forget = doors.poller.forget
+
+    def forget_late(source: listener._ListeningSocket) -> None:
+        doors.tick()
+        forget(source)
+        doors.tick()
+
+    monkeypatch.setattr(doors.poller, "forget", forget_late)
+    doors.listener.shut()
+    monkeypatch.undo()
+    doors.tick()
+    with doors.knock():
+        assert doors.look(2.0)
+    assert doors.failures == []
+
+
 def test_time_in_which_this_worker_did_not_run_is_not_counted(doors: Doors) -> None:
     began = time.monotonic()
     doors.listener.tick(began)

@@ -175,9 +175,11 @@ class Listener:
             return True
 
     def shut(self) -> None:
-        self._shut = True
         for door in self._doors:
             self._poller.forget(door)
+        # Set last: a tick before that watches nothing, and the next one watches all doors again. If it were set first,
+        # a tick could clear it before the doors are forgotten, and no tick would watch them again.
+        self._shut = True
 
     def tick(self, now: float) -> None:
         """Refuse connections whose handshake takes too long."""
