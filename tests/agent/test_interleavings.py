@@ -158,6 +158,24 @@ def test_a_worker_that_connects_to_one_that_leaves_early_learns_why(amid: str, m
             call.wait()
 
 
+def test_a_connection_that_is_accepted_as_its_worker_is_put_out_of_the_group_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (a, b):
+        connections = b.agent._connections
+        make = connections._link
+
+        def make_late(*given: Any) -> Any:
+            link = make(*given)
+            connections.cut(a.agent.me.identity, PeerLost("put out by the test"))
+            return link
+
+        monkeypatch.setattr(connections, "_link", make_late)
+        with pytest.raises(PeerError):
+            a.agent.call("w1", operator.add, (1, 2), None)
+        assert not connections._accepted
+
+
 def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:
     with agents(2) as (a, _):
         begun = threading.Semaphore(0)

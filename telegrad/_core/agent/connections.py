@@ -89,8 +89,8 @@ class Connections:
         self._heap = Heap()
         self._pool = SharedBlockPool(settings.shared_memory)
         self.staging = Staging(streams)
-        # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of `names`; single reads do not need
-        # it.
+        # Guards _peers, _accepted, _cut, _warned, `closed`, _left, and the replacement of `names`; single reads do not
+        # need it.
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
@@ -278,7 +278,7 @@ class Connections:
 
     def _accept(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         """Accept the connection of an authenticated worker."""
-        if claim.incarnation in self._cut:
+        if claim.incarnation in self._cut:  # without the lock; looked at again with it, below
             channel.sock.close()
             return
         if stream_id.lane:
@@ -297,6 +297,8 @@ class Connections:
         link = self._link(channel, claim.name, handlers)
         with self._lock:
             closed, left = self.closed, self._left
+            # `cut` ends the connections that it finds in `_accepted`: this one, or it has stored its reason before.
+            cut = self._cut.get(who.incarnation)
             same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
             self._accepted[link] = who.incarnation, stream_id.connection
         if len(same) >= MOST_CONNECTIONS:
@@ -304,7 +306,9 @@ class Connections:
         # `close` stores `_left` and takes its list of connections in one step, under the lock with which this one was
         # added. If `_left` was set, that list lacks this connection. If this worker was closing without `_left`, the
         # list will have it.
-        if left is not None:
+        if cut is not None:
+            link.close(cut)
+        elif left is not None:
             part(link, *left)
         elif not closed:
             # The leader may read the bytes that follow these only after they were processed.
