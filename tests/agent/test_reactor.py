@@ -271,6 +271,30 @@ def test_works_run_after_a_new_leader_could_not_start_while_the_old_one_fell_asl
         reactor.close()
 
 
+def test_only_the_found_works_are_dropped() -> None:
+    """A work that begins and is freed meanwhile may leave its address to a new one, which nobody has looked at."""
+    reactor, queue = reactor_of(), WorkQueue()
+
+    def drop_late(queue: WorkQueue, unwanted: Any) -> list[Work]:
+        work, _ = reactor._scheduler.next(reactor._scheduler.ready)
+        assert work is not None
+        address = id(work)
+        del work
+        for _ in range(1000):
+            reactor._scheduler.add(Work(print, None), queue)
+            if id(queue.works[-1]) == address:
+                break
+        return drop(queue, unwanted)
+
+    reactor.submit(Work(print, None), queue)
+    with reactor._lock:
+        drop = reactor._scheduler.drop
+        reactor._scheduler.drop = drop_late  # type: ignore[method-assign]
+    assert reactor.drop(queue, lambda _: True) == []
+    assert len(queue) > 0
+    reactor.close()
+
+
 # The timer's thread
 
 

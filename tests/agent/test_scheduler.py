@@ -123,7 +123,7 @@ def test_a_queue_knows_the_bytes_that_wait() -> None:
         scheduler.add(each, queue)
     begin(scheduler)
     assert queue.size == 2 + 4 + 8 + 16
-    assert scheduler.drop(queue, {id(works[0]), id(works[2]), id(works[3])}) == [works[2], works[3]]
+    assert scheduler.drop(queue, {works[0], works[2], works[3]}) == [works[2], works[3]]
     assert queue.size == 2 + 16
     assert [each.argument for each in queue.works] == [1, 4]
 
@@ -175,7 +175,7 @@ class World:
         elif event in (HOLD, RELEASE):
             scheduler.hold_up(queue, event == HOLD)
         elif event == DROP:
-            scheduler.drop(queue, {id(work) for work in queue.works})
+            scheduler.drop(queue, set(queue.works))
         elif event == LEND and scheduler.waiting:
             scheduler._progress = 0.0, scheduler._ended, 0.0
             self.lent += scheduler.lend(STALLED_AFTER * 2, 0.0)

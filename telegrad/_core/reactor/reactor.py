@@ -111,8 +111,8 @@ class Reactor:
         with self._lock:
             self._add_submitted()
         # The search takes no lock: works may begin meanwhile, and `Scheduler.drop` removes those that are still in the
-        # queue.
-        unwanted = {id(work) for work in queue.works.copy() if is_unwanted(work)}
+        # queue. The set keeps the works themselves: the address of a freed one could belong to a new work.
+        unwanted = {work for work in queue.works.copy() if is_unwanted(work)}
         with self._lock:
             return self._scheduler.drop(queue, unwanted)
 

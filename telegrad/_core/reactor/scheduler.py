@@ -145,10 +145,10 @@ class Scheduler:
             self.held_up.remove(queue)
             self.ready.append(queue)
 
-    def drop(self, queue: WorkQueue, unwanted: set[int]) -> list[Work]:
-        """Remove the works with these ids (of `id`) from a queue and return them."""
-        dropped = [work for work in queue.works if id(work) in unwanted]
-        queue.works = deque(work for work in queue.works if id(work) not in unwanted)
+    def drop(self, queue: WorkQueue, unwanted: set[Work]) -> list[Work]:
+        """Remove these works from a queue, as far as they are in it, and return them."""
+        dropped = [work for work in queue.works if work in unwanted]
+        queue.works = deque(work for work in queue.works if work not in unwanted)
         queue.size -= sum(work.size for work in dropped)
         # An empty queue in `ready` or `held_up` does no harm, since `next` skips it. In `waiting` it would use up one
         # of the attempts of `retry`, and a queue behind it would not get the free slot.
