@@ -314,6 +314,27 @@ def test_a_key_file_that_is_empty_for_a_moment_leaves_the_keys_in_use(
     assert proof(keys) == proof(Keyring([KEY.encode() + b"!"]))
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_key_file_that_is_replaced_as_a_worker_reads_it_is_read_again(
+    is_given: bool, home: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_keys()
+    path = home / "telegrad" / "key"
+    new = new_key()
+
+    def read_before(*given: str) -> list[bytes]:
+        keys = read_keys(*given)
+        path.with_suffix(".new").write_bytes(new)
+        path.with_suffix(".new").chmod(0o600)
+        path.with_suffix(".new").rename(path)
+        monkeypatch.undo()
+        return keys
+
+    environment = {"TELEGRAD_KEY_FILE": str(path)} if is_given else {}
+    monkeypatch.setattr("telegrad._core.security.keyring.read_keys", read_before)
+    assert proof(find_keys(None, environment)) == proof(Keyring([new]))
+
+
 @pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t \n"])
 def test_white_space_around_a_key_is_no_part_of_it(tmp_path: pathlib.Path, space: str) -> None:
     """`key=open(path).read()` has such space; another worker may get the file instead."""

@@ -105,7 +105,9 @@ class Keyring:
         self.group = ""  # the only group for which derived keys are valid
         self._path = path
         self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
-        self._version = _version_of(path) if path else None
+        # Unknown, although the keys come from the file: it may have been replaced since it was read. So the first use
+        # reads it again.
+        self._version: tuple[int, int, int] | None = None
 
     @property
     def may_change(self) -> bool:
