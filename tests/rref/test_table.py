@@ -108,6 +108,19 @@ def test_a_message_is_posted_once_although_posting_fails(worker: Worker, monkeyp
     assert len(posted) == len(set(posted))
 
 
+def test_a_value_that_a_worker_makes_on_itself_needs_no_control_message(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, posted = worker.references, list[tuple[Any, ...]]()
+    monkeypatch.setattr(table._machine, "_post", lambda *letter: posted.append(letter))
+    reference = remote("w0", int)
+    assert reference.to_here() == 0
+    wait_until(lambda: not table._creations)
+    assert posted == []
+    del reference
+    wait_until(lambda: not table.counts()["owners"])
+
+
 def test_messages_are_kept_only_for_present_workers() -> None:
     with agents_here(3, dynamic=True) as (owner, other, leaver):
         for user in (other, leaver):

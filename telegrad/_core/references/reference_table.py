@@ -286,8 +286,8 @@ class ReferenceTable(Maker):
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
         # This receipt is sent with every outcome, also with an error or a refusal. It tells the creator that the call
-        # has arrived, so that nothing remains to be confirmed.
-        box.answer = pickle.dumps(((), (CREATED, ref, fork)), 5)
+        # has arrived, so that nothing remains to be confirmed. A worker that calls itself has no fork to confirm.
+        box.answer = pickle.dumps(((), (CREATED, ref, fork) if kind == CREATE else None), 5)
         return box
 
     # The thread for control messages and ended handles
