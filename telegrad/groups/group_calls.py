@@ -226,6 +226,10 @@ class GroupFuture(Future[T]):
             # After the future is done: a thread that waits for `_over` then reads the results.
             self._over.set_result()
 
+    def _stop(self) -> bool:
+        """Make no further calls, and end their slots. Return whether there were any."""
+        return False
+
     def _end(self) -> None:
         if any(slot.error is not None for slot in self._slots):
             self.set_exception(self._failure())  # type: ignore[arg-type]
@@ -321,6 +325,7 @@ class MapFuture(GroupFuture[list[Any]]):
         self._call = call
         self._left = deque(self._slots)  # items not assigned yet; guarded by the lock, as is
         self._living = min(items, len(workers))  # the number of workers that have an item, or had one and may get more
+        self._is_stopped = False  # stored before the calls to cancel are read
         self._context = CallerContext()  # other threads start later calls in the context of the current code
 
     def begin(self) -> MapFuture:
@@ -350,6 +355,18 @@ class MapFuture(GroupFuture[list[Any]]):
             slot.set_exception(error)
             if interrupted:
                 raise
+        # `cancel` stores the flag, then reads the calls in flight. It may have missed this one.
+        if self._is_stopped and (call := slot.call) is not None:
+            call.cancel()
+
+    def _stop(self) -> bool:
+        with self._lock:
+            self._is_stopped = True
+            left = list(self._left)
+            self._left.clear()
+        for slot in left:
+            slot.set_exception(CallCancelled(f"{self.about} was cancelled before this item was sent"))
+        return bool(left)
 
     def _tell(self, slot: ResultSlot) -> None:
         """Send the worker its next item before anything else, to keep it busy."""
@@ -393,9 +410,12 @@ class _Calls:
         self._agent.wait_for(self._over)
 
     def cancel(self) -> bool:
+        future = next((future for slot in self._slots if (future := slot.future) is not None), None)
+        # First: a call that ends during the cancel must not be followed by the worker's next item.
+        stopped = future is not None and future._stop()
         calls = [slot.call for slot in self._slots]
         cancelled = [call.cancel() for call in calls if call is not None]
-        return any(cancelled)
+        return stopped or any(cancelled)
 
     @property
     def in_turn(self) -> _Calls | None:
