@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_431,
-    "lines of the core": 38_988,
-    "lines of the tests": 87_244,
-    "files of the package": 268,
+    "lines of the package": 62_300,
+    "lines of the core": 38_879,
+    "lines of the tests": 87_574,
+    "files of the package": 269,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,

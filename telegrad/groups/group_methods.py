@@ -21,7 +21,7 @@ from telegrad.ext.calls import (
     retry,
 )
 from telegrad.ext.workers import WorkerInfo
-from telegrad.groups import collectives, group_calls, ref_group
+from telegrad.groups import collectives, group_calls, group_maps, ref_group
 from telegrad.groups.group_calls import GroupFuture
 from telegrad.groups.ref_group import RefGroup
 
@@ -237,7 +237,7 @@ class GroupCalls:
             A `GroupFuture` of all values, in the order of the items.
         """
         policy = _policy(timeout, wait_for_worker, idempotent)
-        return group_calls.map_items(self.version, self._members(), func, items, timeout, policy)
+        return group_maps.map_items(self.version, self._members(), func, items, timeout, policy)
 
     @not_compiled
     def remote(

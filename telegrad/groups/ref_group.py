@@ -24,7 +24,8 @@ from telegrad.ext.calls import (
 from telegrad.ext.processes import raised_by_handler
 from telegrad.ext.references import Proxy, RRef, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
-from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
+from telegrad.groups.group_calls import GroupFuture, ResultSlot, group_error
+from telegrad.groups.group_maps import MapFuture, zipped
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ SQUEEZED = [
     pytest.mark.timeout(120),
     pytest.mark.xfail(strict=False, reason="CPython's Thread.start can wait for ever for a thread without memory"),
 ]
-MARKS = {"memory": SQUEEZED, "slow": pytest.mark.nightly, "lost": pytest.mark.nightly}
+MARKS = {"memory": SQUEEZED, "slow": [pytest.mark.nightly], "lost": [pytest.mark.nightly]}
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="faults and leaks are made and seen by way of /proc"),

@@ -15,7 +15,6 @@ import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.worker.worker import Worker
 from telegrad.groups.collectives import parts, tree_of
-from telegrad.groups.group_calls import MapFuture, ResultSlot
 from telegrad.rpc import functions
 from tests.cluster import PATIENCE, Process, group
 
@@ -422,49 +421,3 @@ def test_a_map_is_cancelled_with_the_items_that_wait(actors: rpc.Group) -> None:
     assert future.cancel()
     assert all(isinstance(error, errors.CallCancelled) for error in future.errors().values())
     assert len(future.errors()) == 20
-
-
-class EndsWhenCancelled:
-    """A call that ends without an error at the moment when it is cancelled."""
-
-    def __init__(self, slot: ResultSlot) -> None:
-        self._slot = slot
-
-    def cancel(self) -> bool:
-        self._slot.set_result(None)
-        return False
-
-
-class StopsWhenCancelled(EndsWhenCancelled):
-    def cancel(self) -> bool:
-        self._slot.set_exception(errors.CallCancelled("cancelled"))
-        return True
-
-
-def test_a_call_that_ends_during_the_cancel_of_a_map_brings_no_next_item(team: list[Worker]) -> None:
-    given = []
-
-    def call(slot: ResultSlot, _: int) -> None:
-        given.append(slot.key)
-        slot.call = EndsWhenCancelled(slot)
-
-    future = MapFuture(team[0].agent, 0, ["w1"], 3, "f", call).begin()
-    assert future.cancel()
-    assert given == [0]
-    assert {key: type(error) for key, error in future.errors().items()} == dict.fromkeys([1, 2], errors.CallCancelled)
-
-
-def test_an_item_that_is_handed_out_during_the_cancel_of_a_map_is_cancelled(team: list[Worker]) -> None:
-    given: list[ResultSlot] = []
-
-    def call(slot: ResultSlot, _: int) -> None:
-        if given:
-            future.cancel()  # as another thread, before the call of this item is known
-        given.append(slot)
-        slot.call = StopsWhenCancelled(slot)
-
-    future = MapFuture(team[0].agent, 0, ["w1"], 3, "f", call).begin()
-    given[0].set_result(None)
-    assert future.done()
-    assert set(future.errors()) == {1, 2}
-    assert len(given) == 2
