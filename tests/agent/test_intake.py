@@ -193,7 +193,7 @@ def test_a_connection_is_read_on_if_its_calls_begin_as_it_is_stopped(two: Simula
     hold = link.hold
 
     def hold_amid(is_held: bool) -> None:
-        link.hold = hold  # type: ignore[method-assign]
+        link.hold = hold
         if is_late:
             hold(is_held)
         flooder.queue.works.clear()
@@ -201,7 +201,7 @@ def test_a_connection_is_read_on_if_its_calls_begin_as_it_is_stopped(two: Simula
         if not is_late:
             hold(is_held)
 
-    link.hold = hold_amid  # type: ignore[method-assign]
+    link.hold = hold_amid
     two.sends[flooder] = READ
     two.read()
     assert link.hold == hold

@@ -289,7 +289,7 @@ def test_only_the_found_works_are_dropped() -> None:
     reactor.submit(Work(print, None), queue)
     with reactor._lock:
         drop = reactor._scheduler.drop
-        reactor._scheduler.drop = drop_late  # type: ignore[method-assign]
+        reactor._scheduler.drop = drop_late
     assert reactor.drop(queue, lambda _: True) == []
     assert len(queue) > 0
     reactor.close()
