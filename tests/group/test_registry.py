@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Iterator
 
@@ -69,6 +70,13 @@ def test_a_role_gives_its_workers_their_names(registry: Registry, directory: Dir
     assert [each.member.name for each in actors] == ["actor0", "actor1", "actor2"]
     registry.leave(actors[1].member, actors[1].lease)
     assert Joined(registry, directory, worker(role="actor")).member.name == "actor1"
+
+
+def test_the_seeded_generator_of_the_program_stays_as_it_is(registry: Registry, directory: Directory) -> None:
+    before = random.getstate()
+    for _ in range(3):
+        Joined(registry, directory, worker(role="actor"))
+    assert random.getstate() == before
 
 
 def test_a_worker_out_of_reach_is_waited_for_if_changes_are_forgotten() -> None:

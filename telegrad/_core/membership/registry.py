@@ -244,9 +244,11 @@ class Registry:
         `taken` are keys known to be taken; each refusal adds one.
         """
         numbers = (number for number in range(first, MOST_RANKS) if f"{prefix}{number}" not in taken)
+        # Workers that join at the same moment would try the same numbers in sequence. The generator of the program is
+        # not used: it must stay as the program has seeded it, and may have one seed on all workers.
+        chance = random.Random(me.incarnation)
         for refused in itertools.count():
-            # Workers that join at the same moment would try the same numbers in sequence.
-            skipped = random.randrange(1 << min(max(refused - NEAR, 0), 12))
+            skipped = chance.randrange(1 << min(max(refused - NEAR, 0), 12))
             number = next(itertools.islice(numbers, skipped, None), None)
             if number is None:
                 break
