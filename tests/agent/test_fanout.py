@@ -64,14 +64,27 @@ def scribble(value: torch.Tensor) -> float:
 # Encodings and copies
 
 
+def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets an entry each time the arguments of a call to many workers are encoded."""
+    encode, made = outgoing._Encodings._encode, list[bool]()
+
+    def encode_counted(encodings: outgoing._Encodings, same: bool) -> Any:
+        made.append(same)
+        return encode(encodings, same)
+
+    monkeypatch.setattr(outgoing._Encodings, "_encode", encode_counted)
+    return made
+
+
 def test_workers_of_another_program_get_a_separate_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_encodings(monkeypatch)
     monkeypatch.setattr("telegrad._core.agent.agent.program", lambda: "this one")
     with agents(4) as workers:
         agent = workers[0].agent
         peer = agent._connections.peer("w2")
         peer.member = peer.member._replace(program="another")
         assert values(call_each(agent, here)) == list(OTHERS)
-        assert agent._fanout.encodings == 2
+        assert sorted(made) == [False, True]
 
 
 def test_each_worker_has_its_own_copy_of_large_arguments(workers: list[Worker]) -> None:

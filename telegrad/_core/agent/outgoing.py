@@ -184,11 +184,6 @@ class _Encodings:
         return any(error is made for (_, place), made in self._made.items() if isinstance(place, str))
 
     @property
-    def pickled(self) -> int:
-        """Return how often the arguments were pickled."""
-        return sum(place == ENCODED for _, place in self._made)
-
-    @property
     def packed(self) -> Iterator[EncodedCall]:
         return (made for (_, place), made in self._made.items() if place != ENCODED and type(made) is EncodedCall)
 
@@ -200,7 +195,6 @@ class Fanout:
         self._connections = connections
         self._reactor = reactor
         self._layers = layers
-        self.encodings = 0  # how often arguments were pickled; approximate, since threads may miscount it
 
     def call(self, callees: Iterable[EachCall], call: PreparedCall, timeout: float, program: str) -> None:
         """Call the workers. Raise errors that would affect every worker; report all others to the outcomes."""
@@ -217,7 +211,6 @@ class Fanout:
                 if raised_by_handler(error):
                     raise
                 failed.append((each, error.with_traceback(None)))
-        self.encodings += encodings.pickled
         general = next((why for _, why in failed if encodings.failed_for_all(why)), None)
         if general is not None and not ready:
             raise fresh(general)
