@@ -151,6 +151,24 @@ def test_arguments_of_a_call_are_freed_before_its_thread_runs_the_next(is_long: 
         reactor.close()
 
 
+def test_the_timer_watches_a_thread_while_it_frees_arguments() -> None:
+    """The end of an argument may run user code."""
+    reactor, since, freed = reactor_of(), list[float](), threading.Event()
+
+    class Ending:
+        def __del__(self) -> None:
+            since.append(reactor.here.own.since)
+            freed.set()
+
+    reactor.submit(Work(lambda _: None, Ending()), WorkQueue())
+    reactor.start()
+    try:
+        assert freed.wait(PATIENCE)
+    finally:
+        reactor.close()
+    assert since[0] > 0
+
+
 @pytest.mark.parametrize("takes", [1e-6, 1e-4, 1e-3])
 def test_the_leader_soon_looks_at_all_connections_despite_a_busy_one(
     monkeypatch: pytest.MonkeyPatch, takes: float

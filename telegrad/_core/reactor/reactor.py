@@ -276,7 +276,8 @@ class Reactor:
             work.run(work.argument)
         except BaseException:
             log.exception("telegrad: work of the agent failed")
-        # Release the call, its arguments and its value: they must not live on while this thread runs the next work.
+        # Release the call, its arguments and its value here, while the timer still watches this thread: their end may
+        # run user code.
         work.argument = None
         # `since` is cleared and the lead is looked at in one step. `hand_over` compares both under this lock, so the
         # timer cannot take the lead from a thread that goes on to poll.
