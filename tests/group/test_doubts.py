@@ -21,7 +21,7 @@ from telegrad._core.membership import membership
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import MemberJoined, Registered
 from telegrad._core.membership.suspects import AGAIN, PATIENCE, PROBE_DELAYS, Suspect
-from telegrad.errors import PeerLost
+from telegrad.errors import PeerError, PeerLost, PeerSilent
 from tests import cluster
 from tests.cluster import agents
 
@@ -57,12 +57,19 @@ class Watch(Membership):
         self._me: Any = SimpleNamespace(name="me")
         self._next = ""
         self._parted, self._gone, self._closed = set(), {}, False
+        self._silent, self._reached, self._wake = {}, {}, threading.Event()
         self._post: Any = SimpleNamespace(warn_lost=lambda *_: None)
         self._teller: Any = SimpleNamespace(hears_of_ends=False)
         workers: list[Any] = [
-            SimpleNamespace(name=f"w{number}", incarnation=str(number), identity=None, tcp=number)
+            SimpleNamespace(
+                name=f"w{number}",
+                incarnation=str(number),
+                identity=SimpleNamespace(incarnation=str(number)),
+                tcp=number,
+            )
             for number in range(count)
         ]
+        self._present = {worker.incarnation: worker for worker in workers}
         self._doubts = [Suspect(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
         self.died: list[int] = []
 
@@ -118,6 +125,37 @@ def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
         fate = fate.after(None, now)
     assert fate
     assert now == PATIENCE
+
+
+@pytest.mark.parametrize(("why", "answer"), [(PeerLost, None), (PeerSilent, False)])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
+    why: type[PeerError], answer: bool | None, lives: bool
+) -> None:
+    """It is reached right before the answer that would make it count as lost."""
+    probed = 0
+
+    def knock(_: int) -> bool | None:
+        nonlocal probed
+        probed += 1
+        if probed <= MOST:
+            watch._on_reached(doubt.who.identity)
+            return answer
+        return lives
+
+    watch = Watch(1, knock)
+    (doubt,) = watch._doubts
+    watch._doubts = [doubt._replace(why=why("the reason"), begun=-PATIENCE)]
+    with patch.object(membership, "monotonic", clock(iter([]))):
+        watch._settle_doubts()
+        assert watch.died == []
+        assert [(type(each.why), str(each.why), each.answered) for each in watch._doubts] == [
+            (PeerLost, "the reason", 0)
+        ]
+        for _ in range(50):
+            watch._settle_doubts()
+    assert watch._doubts == []
+    assert watch.died == ([] if lives else [0])
 
 
 def test_a_check_that_fails_keeps_the_doubts() -> None:

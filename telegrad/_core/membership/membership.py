@@ -120,6 +120,8 @@ class Membership:
         self.on_return: Callable[[Member], None] = lambda *_: None  # called when such a worker answers again
         self._doubts: list[Suspect] = []
         self._knocks = Probes()  # used only by the probing thread
+        # The last time, by incarnation, at which a connection to or from a present worker was made.
+        self._reached: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # how former members went, by incarnation
         self._silent: dict[str, Member] = {}  # those that were lost without an announcement, if no directory decides
         self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
@@ -293,11 +295,13 @@ class Membership:
         self._wake.set()
 
     def _on_reached(self, who: Identity) -> None:
-        """Take back a lost worker that answers again, such as one that was stopped."""
+        """Note that a worker lives; take back a lost one that answers again, such as one that was stopped."""
         with self._changed:
             if (member := self._silent.pop(who.incarnation, None)) is not None:
                 self._gone.pop(who.incarnation, None)
                 self._take_in(member)
+            if who.incarnation in self._present:
+                self._reached[who.incarnation] = monotonic()
         if member is not None:
             self._post.note_return(who)
             self.on_return(member)
@@ -312,6 +316,7 @@ class Membership:
             how = LOST if lost else LEFT
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
+            self._reached.pop(member.incarnation, None)
             remember(self._gone, member.incarnation, how)
             # It may be alive after all; then `_on_reached` takes it back. A worker that announced its departure does
             # not return.
@@ -398,15 +403,23 @@ class Membership:
     def _find_dead(self, doubt: Suspect) -> None:
         """Remove a worker that does not answer, if no directory decides."""
         who = doubt.who
-        # It may have announced its departure, or been removed, while it was probed.
-        how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
-        if self._closed:
-            return
-        if how == LOST:
-            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
         with self._changed:
+            if self._closed:
+                return
+            # It may have announced its departure, or been removed, while it was probed.
+            how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
+            reached = self._reached.get(who.incarnation, doubt.begun)
+            # A connection was made since: what this doubt rests on is over. `_on_reached` does not take back a worker
+            # that is removed only after it was reached. The doubt begins anew instead of being dropped, because the
+            # worker may have died before that connection was noted. It has no PeerSilent, which is never probed.
+            if how == LOST and reached > doubt.begun:
+                why = PeerLost(str(doubt.why)) if isinstance(doubt.why, PeerSilent) else doubt.why
+                self._doubts.append(Suspect(who, why, reached, monotonic()))
+                self._wake.set()  # this may be another thread than the probing one
+                return
             self._take_out(who, doubt.why if how == LOST else None)
         if how == LOST:
+            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
             self.on_dead(who.identity, doubt.why)
 
     def _watch_next(self) -> None:
