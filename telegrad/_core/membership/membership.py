@@ -165,8 +165,7 @@ class Membership:
         view = self._view
         if view is None:
             with self._changed:
-                present = sorted(self._present.values(), key=lambda member: member.id)
-                view = self._view = View(self._version, tuple(map(info, present)))
+                view = self._view = View(self._version, tuple(map(info, self.present())))
         return view
 
     @property
@@ -249,13 +248,11 @@ class Membership:
         self.greet()
 
     def _others(self) -> list[Member]:
-        return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
+        return [member for member in self.present() if member.incarnation != self._me.incarnation]
 
     def greet(self) -> None:
         """Open connections to all others, whose ends report the end of a worker."""
-        with self._changed:
-            others = self._others()
-        self._greet(others)
+        self._greet(self._others())
 
     def _greet(self, members: Sequence[Member]) -> None:
         for member in members:
@@ -408,13 +405,11 @@ class Membership:
                 return
             # It may have announced its departure, or been removed, while it was probed.
             how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
-            reached = self._reached.get(who.incarnation, doubt.begun)
-            # A connection was made since: what this doubt rests on is over. `_on_reached` does not take back a worker
-            # that is removed only after it was reached. The doubt begins anew instead of being dropped, because the
-            # worker may have died before that connection was noted. It has no PeerSilent, which is never probed.
-            if how == LOST and reached > doubt.begun:
-                why = PeerLost(str(doubt.why)) if isinstance(doubt.why, PeerSilent) else doubt.why
-                self._doubts.append(Suspect(who, why, reached, monotonic()))
+            # A connection was made since, so what this doubt rests on is over. `_on_reached` does not take back a
+            # worker that is removed only after it was reached. The doubt is not dropped, because the worker may have
+            # died before that connection was noted.
+            if how == LOST and self._reached.get(who.incarnation, doubt.begun) > doubt.begun:
+                self._doubts.append(doubt.anew(monotonic()))
                 self._wake.set()  # this may be another thread than the probing one
                 return
             self._take_out(who, doubt.why if how == LOST else None)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from telegrad._core.membership.members import Member
 from telegrad._core.sockets import family_of, socket_address
-from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
+from telegrad.errors import PeerError, PeerLost, PeerSilent, PeerUnreachable
 
 PATIENCE = 2.0  # seconds without an answer of its host after which a worker is considered dead
 # A probe without an answer is replaced by another one: kernels send a lost packet again only after 1 s, then after 3 s.
@@ -42,6 +42,11 @@ class Suspect(NamedTuple):
         if not answer or answered == len(PROBE_DELAYS):
             return not answer
         return self._replace(answered=answered, due=now + PROBE_DELAYS[answered])
+
+    def anew(self, now: float) -> Suspect:
+        """Return the doubt of a worker that was reached since this one began: it is probed, also if it was silent."""
+        why = PeerLost(str(self.why)) if isinstance(self.why, PeerSilent) else self.why
+        return Suspect(self.who, why, now, now)
 
 
 class Probes:
