@@ -7,13 +7,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.directory.server_process import ServerProcess
-from telegrad._core.joining.form_generations import DirectoryLease
-from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Formed, look
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.join import join
+from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.address import is_here
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
@@ -153,6 +155,30 @@ def test_a_lasting_store_has_no_pointer_once_the_group_has_ended(tmp_path: os.Pa
     running = look(second.directory).running
     assert running == FORMED._replace(has_ended=True)
     second.close()
+
+
+def test_a_worker_that_comes_as_the_group_ends_restores_the_pointer(
+    tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last worker sees no other one, because this one has found the directory and has not arrived there yet."""
+    place = Place(f"file://{tmp_path}/store")
+    first, held = place.hold(), DirectoryLease(place.url, KEYS, 60.0)
+    form(first)
+    wait_for_the_next = JoinRequest.join
+
+    def join_as_it_ends(*request: Any) -> Formed:
+        first.close(FORMED)
+        return wait_for_the_next(*request)
+
+    monkeypatch.setattr(JoinRequest, "join", join_as_it_ends)
+    coming = JoinRequest(held, KEYS, GroupSize(1, 1), Before(), -1, PATIENCE)
+    late = FORMED.members[0]._replace(name="late", incarnation="another life")
+    joined = join(coming.meet(PATIENCE), late, 0.0, PATIENCE)
+    assert joined.generation is not None
+    assert joined.generation.number == 2
+    pointer = KeyValueStore(opened(place.url, -1, None, PATIENCE).store).read(POINTER)
+    assert Pointer.from_json(pointer) == found_of(held).pointer
+    held.close()
 
 
 def test_a_process_that_does_not_end_the_group_leaves_the_pointer(tmp_path: os.PathLike[str]) -> None:

@@ -47,7 +47,14 @@ from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import host_identity, is_here
-from telegrad._core.stores.find_directory import DirectoryMonitor, Found, note, remove_pointer, write_pointer
+from telegrad._core.stores.find_directory import (
+    DirectoryMonitor,
+    Found,
+    note,
+    remove_pointer,
+    restore_pointer,
+    write_pointer,
+)
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_dynamic, open_store
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
@@ -140,6 +147,13 @@ class DirectoryLease:
                 write_pointer(store, found.pointer)
                 note(port, found.pointer)
             self._meeting = meeting._replace(store=store, serves=serves)
+
+    def restore_pointer(self) -> None:
+        """Write the pointer to the directory again if it was removed; this process has arrived there."""
+        with self._lock:
+            meeting, found = self._meeting, self.found
+        if meeting is not None and found is not None:
+            restore_pointer(meeting.store, found)
 
     def close(self, ended: Formed | None = None) -> None:
         """Leave the directory. `ended`: the last generation, if the group ended normally; waiting workers see it."""
@@ -248,6 +262,11 @@ class _Joining:
                 return self._state.running._replace(group=group)
             if mine == ABSENT:
                 directory.swap(COME + self._me.incarnation, arrival.to_json().encode(), ABSENT, self._held.lease)
+                # Only after that: the worker that ends the group removes the pointer, and looks for arrivals after that
+                # (`remove_pointer`). So it finds this worker, or this worker finds no pointer and restores it. A worker
+                # that was in a generation does not wait once the group has ended, and its store may be gone by now.
+                if self._before.number == 0:
+                    self._held.restore_pointer()
                 continue
             first = next(each for each in self._state.arrivals if self._lives(each.member))
             self._check(mine, first)

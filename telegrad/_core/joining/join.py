@@ -52,7 +52,7 @@ from telegrad._core.stores.find_directory import (
     find_directory,
     note,
     noted,
-    write_pointer,
+    restore_pointer,
 )
 from telegrad._core.stores.sealed_store import (
     KeyValueStore,
@@ -243,7 +243,7 @@ def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout:
             joined = group.join(me, shows_life)
             # Only after the join: the last member that leaves removes the pointer, and looks for other members after
             # that (`remove_pointer`). So it finds this worker, or this worker finds no pointer and restores it.
-            _point(meeting, found)
+            restore_pointer(meeting.store, found)
             store = _kept(meeting)
             renewal = _renewal(found.directory, store)
         except BaseException:
@@ -296,12 +296,6 @@ def _enter_directory(
                 raise
 
 
-def _point(meeting: RendezvousStore, found: Found) -> None:
-    """Write the pointer into a store that outlives the group: the last member before may have withdrawn it."""
-    if found.pointer is not None and not read_server_mark(meeting.store):
-        write_pointer(meeting.store, found.pointer)
-
-
 def _kept(meeting: RendezvousStore) -> SealedStore | None:
     """Return the store if this worker serves it, or if no worker does: then it outlives the group."""
     stays = meeting.directory is None and not read_server_mark(meeting.store)
@@ -351,14 +345,13 @@ def _join_elastic(
 ) -> Joined:
     """Form the next generation in the directory; for the first one, find the directory."""
 
-    def enter(meeting: RendezvousStore, found: Found) -> tuple[RendezvousStore, Found]:
+    def enter(meeting: RendezvousStore, found: Found) -> None:
         if _dynamic_group_lives(found.directory):
             raise mixed(me)
         held.hold(meeting, found)
-        return meeting, found
 
     if held.found is None:
-        _point(*_enter_directory(meeting, me, timeout, enter))
+        _enter_directory(meeting, me, timeout, enter)
     else:
         held.serve_again()
     generation = coming.join(held, me, is_alive)

@@ -216,6 +216,15 @@ def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> boo
     return KeyValueStore(store).swap(POINTER, before, text) == text
 
 
+def restore_pointer(store: SealedStore, found: Found) -> None:
+    """Write the pointer into a store that outlives the group, if the last member before has removed it.
+
+    A worker calls this only once others can see it in the directory (see `remove_pointer`).
+    """
+    if found.pointer is not None and not read_server_mark(store):
+        write_pointer(store, found.pointer)
+
+
 def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> bool:
     """Return True if this worker must start or restart the directory."""
     if pointer is not None:
