@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -346,6 +347,23 @@ def test_a_lease_is_renewed_while_it_is_held_and_then_ends(place: Place) -> None
     assert not place.engine.state.leases
     with pytest.raises(DirectoryLost, match="has left"):
         held.directory.list("")
+
+
+def test_a_renewal_that_fails_does_not_end_the_renewals(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = queue.SimpleQueue[None]()
+
+    def fail() -> None:
+        tried.put(None)
+        raise ZeroDivisionError
+
+    held = place.held(ttl=0.06)
+    monkeypatch.setattr(held, "renew", fail)
+    for _ in range(3):  # the first one may have been called, and not have failed yet
+        tried.get(timeout=5.0)
+    assert "the lease in the group's directory could not be renewed" in caplog.text
+    held.close()
 
 
 def test_survivors_refuse_a_directory_that_has_forgotten_them(place: Place) -> None:

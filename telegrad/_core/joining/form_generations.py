@@ -12,6 +12,7 @@ dies.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from math import inf
@@ -64,6 +65,8 @@ SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
 KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or came first
 LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
+
+log = logging.getLogger("telegrad")
 
 
 class DirectoryLease:
@@ -119,8 +122,13 @@ class DirectoryLease:
 
     def _main(self) -> None:
         while not self._over.wait(min(self._ttl / RENEWALS, LONGEST_WAIT)):
-            with contextlib.suppress(TelegradError):  # retried later
+            try:
                 self.renew()
+            except TelegradError:  # retried later
+                pass
+            except Exception:
+                # This thread must survive any error: without it, the lease ends.
+                log.exception("telegrad: the lease in the group's directory could not be renewed")
 
     def restart(self) -> None:
         """Monitor and restart the directory's process, if it ran on this host and was killed with its keeper."""
