@@ -151,8 +151,8 @@ class Registry:
             raise LeaseLost("another worker, or an earlier lease, has claimed the name or the rank")
         return Registered(me, swap.entry.created)
 
-    def leave(self, me: Member, lease: Lease, lost: str = "", ends: bool = False) -> bool:
-        """Leave, and free the name and the rank. Return False if the member was out before.
+    def leave(self, me: Member, lease: Lease, lost: str = "", ends: bool = False) -> None:
+        """Leave, and free the name and the rank.
 
         With the reason `lost`, it counts as lost. With `ends`, the group ends with it, unless it was out before.
         """
@@ -161,7 +161,6 @@ class Registry:
         if marked is not None and ends:
             self.end(f"worker {me.name!r} was lost: {lost}" if lost else f"worker {me.name!r} has left", how)
         self._directory.revoke(lease)
-        return marked is not None
 
     def declare_lost(self, life: str, why: str) -> bool:
         """Remove a member that has died; return False if it was out already."""
@@ -201,8 +200,7 @@ class Registry:
             swap = self._directory.swap(key, me.incarnation.encode(), ABSENT, lease)
             if swap.done:
                 return
-            if swap.entry is None:
-                continue
+            assert swap.entry is not None
             life = swap.entry.value.decode()
             other = self._member(life)
             if other is None:
@@ -264,9 +262,8 @@ class Registry:
             DirectoryLost: the outcome is unknown; another call finds it out.
             InvalidArgument: the name is too long, or has a null character.
         """
-        entry = None
-        while entry is None:
-            entry = self._directory.swap(f"{PUBLISHED}{name}", life.encode(), ABSENT, lease).entry
+        entry = self._directory.swap(f"{PUBLISHED}{name}", life.encode(), ABSENT, lease).entry
+        assert entry is not None
         if entry.value.decode() == life and entry.lease != lease.id:
             raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
         return Claim(entry.value.decode(), entry.created)
