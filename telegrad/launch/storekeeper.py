@@ -23,15 +23,15 @@ AGAIN = 0.5  # seconds between two notes to the members that the group has ended
 # The store and the `DirectoryMonitor`, once served. The thread `telegrad-serve` adds both in one step, which is atomic
 # in the interpreter. So the main thread, which reads the list without a lock, sees none of them or both.
 _served: list[Any] = []
-_over = threading.Event()  # "over" was read
 
 
 def main(arguments: list[str]) -> None:
     """`arguments`: the listening socket's descriptor and the host's address; none if another host serves the store."""
+    over = threading.Event()  # "over" was read
     # The store is served by another thread, because the import of torch takes seconds. This thread reads the process
     # groups from the first moment on: a supervisor that is killed meanwhile leaves none behind.
     if arguments:
-        threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
+        threading.Thread(target=_serve, args=(*arguments, over), name="telegrad-serve", daemon=True).start()
     else:
         _say_ready()
     started: set[int] = set()
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         # "over". Without a store no worker has joined, and there is no member to notify yet: `_serve` does it later.
         # With one this thread does it, since the input may end now, and the process with it.
         else:
-            _over.set()
+            over.set()
             if _served:
                 _end_group()
     for group in started:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     os._exit(0)
 
 
-def _serve(listener: str, host: str) -> None:
+def _serve(listener: str, host: str, over: threading.Event) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
@@ -94,7 +94,7 @@ def _serve(listener: str, host: str) -> None:
         os._exit(1)
     _say_ready()
     # A note reaches only members that have joined. A program may end while the serving workers still import torch.
-    _over.wait()
+    over.wait()
     while True:
         _end_group()
         time.sleep(AGAIN)

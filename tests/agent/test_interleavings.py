@@ -173,7 +173,7 @@ def test_a_connection_that_is_accepted_as_its_worker_is_put_out_of_the_group_end
         monkeypatch.setattr(connections, "_link", make_late)
         with pytest.raises(PeerError):
             a.agent.call("w1", operator.add, (1, 2), None)
-        assert not connections._accepted
+        wait_until(lambda: not connections._accepted)
 
 
 def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:

@@ -115,7 +115,6 @@ def test_members_that_join_after_the_end_of_the_group_are_told(monkeypatch: pyte
     monkeypatch.setattr(storekeeper, "_say_ready", lambda: None)
     monkeypatch.setattr(storekeeper, "_end_group", end_group)
     monkeypatch.setattr(storekeeper, "_served", [])
-    monkeypatch.setattr(storekeeper, "_over", threading.Event(), raising=False)
     monkeypatch.setattr(storekeeper, "AGAIN", 1e-3, raising=False)
     monkeypatch.setattr(os, "_exit", lambda _: None)
     monkeypatch.setattr(sys, "stdin", lines())
