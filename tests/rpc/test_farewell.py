@@ -196,6 +196,11 @@ def together(worker: Worker) -> LeavingTogether:
     return worker.parting
 
 
+def connect(worker: Worker, to: Worker) -> None:
+    """Connect two workers. Otherwise the barrier does, and a removed worker would be back once that is done."""
+    worker.agent.call(to.me.name, abs, (1,), None)
+
+
 def broken_off() -> PeerUnreachable:
     """Return the error of a connection that is reset in its handshake."""
     error = PeerUnreachable("worker broke off the handshake")
@@ -236,6 +241,7 @@ def test_a_worker_found_dead_after_a_broken_handshake_is_not_waited_for(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
     stays, dead = group
+    connect(stays, dead)
     monkeypatch.setattr(dead.agent, "notify", lambda *_: None)  # an answer would show that it lives
     with contextlib.ExitStack() as stack:
         address = "127.0.0.1", free_port()
@@ -258,6 +264,7 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
     """A proxy accepts connections to the worker, and closes them."""
     monkeypatch.setattr(parting, "BROKEN", 0.0)
     stays, dead = group
+    connect(stays, dead)
     monkeypatch.setattr(dead.agent, "notify", lambda *_: None)  # an answer would show that it lives
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         stays.membership._present[dead.me.incarnation] = dead.me._replace(tcp=proxy.getsockname())
