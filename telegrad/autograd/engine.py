@@ -4,7 +4,7 @@ Torch's engine runs a graph in one call, from all its roots to all its leaves, i
 several times, leaves take theirs into the context, and some nodes end at other workers. So each batch of tasks is one
 step: gradients are entered (`_take_in`, `_enter`), the schedule returns the nodes that are complete (`GraphStep`), and
 its acts run one after the other. An act is a call of the engine from some edges to others, as
-`torch.autograd.grad` makes it, or a single node that runs by hand. What an act leaves for nodes of later acts waits in
+`torch.autograd.grad` makes it, or a single node that runs by hand. Gradients for nodes of later acts wait in
 `_pending`.
 
 The graph needs nothing but nodes and edges for that, with these additions:

@@ -137,7 +137,8 @@ class GroupHistory:
     def add_events(self, events: Events) -> None:
         """Add new events, oldest first; ignore those of unknown workers."""
         for worker, found in events.items():
-            own = [event for event in found if event not in self._seen.get(worker, ())]
+            seen = self._seen.get(worker, ())
+            own = [event for event in found if event not in seen]
             if own and worker in self._shifts:
                 _, shift = self._shifts[worker]
                 kept, failed = self._events[worker], 0

@@ -278,7 +278,7 @@ class DistributedOptimizer(Optimizer):
         # Ids of ended contexts are dropped here, so that the set does not grow: such a context cannot step again.
         self._rode = {each for each in self._rode if not current.conductor().contexts.has_ended(each)} | {context_id}
         # The step goes through `step`, so that overridden methods, hooks and schedulers see it like any other. `_done`
-        # tells it what the pass has done already.
+        # has the results of the pass so far.
         self._done[context_id] = done
         try:
             self.step(context_id)

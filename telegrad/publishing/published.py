@@ -379,7 +379,7 @@ class Publications:
         try:
             return self._find(name, group, min(limit or ROUND, ROUND))
         except (NotPublished, PeerError):
-            # What is known here may be outdated if the directory does not answer. So ask it, which also makes the
+            # The owners known here may be outdated if the directory does not answer. So ask it, which also makes the
             # caller report a silent directory as the reason, and not that no worker publishes the name.
             self.registration.check_directory(name)
             raise

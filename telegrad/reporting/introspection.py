@@ -60,8 +60,8 @@ class Inspected(NamedTuple):
 class StateQueries:
     """Queries between workers about their state. They wait neither for a slot nor for a user function to end."""
 
-    # They are control messages and no calls: a call would wait for a slot at a worker whose slots are all taken, which
-    # is what the query is to find out, and the shutdown barrier would count it.
+    # They are control messages and no calls: a call would wait for a slot at a worker whose slots are all taken, just
+    # when the query is needed most, and the shutdown barrier would count it.
 
     def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:
         """`answer(topic, after)` returns a value that JSON can encode; it is called on its own thread."""

@@ -150,7 +150,7 @@ class Subscriber:
                     f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
                     "not handled all messages that arrived"
                 )
-        # What is left, rounded for the text of an error, but not 0, which means no limit.
+        # The time left, rounded for the text of an error, but not 0, which means no limit.
         return self.at_least(max(1, endpoint.known - max_behind), limit and max(round(until - monotonic(), 3), 1e-3))
 
     def __iter__(self) -> Iterator[Version]:

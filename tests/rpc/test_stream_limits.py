@@ -255,8 +255,8 @@ def test_an_actor_goes_on_after_the_end_of_a_stream(
         assert next(stream) == 1
         assert taps[0].began.wait(PATIENCE)
     if held:
-        doorkeeper: Any = callee.agent._server.doorkeeper
-        wait_until(lambda: any(queue._waiting for queue in doorkeeper._queues.values()))
+        call_scheduler: Any = callee.agent._server.call_scheduler
+        wait_until(lambda: any(queue._waiting for queue in call_scheduler._queues.values()))
     stream.close() if end == "close" else caller.agent.close(PeerError("the end"))
     wait_until(lambda: end == "close" or all(link.peer != "w1" for link in links.accepted(callee)))
     taps[0].gate.set()

@@ -306,9 +306,9 @@ class Agent:
         """Run `wrap(function)` instead of each function that others call; None removes the wrapper."""
         self._server.wrap = wrap
 
-    def keep_door(self, doorkeeper: CallScheduler) -> Server:
-        """Let `doorkeeper` decide when ordered calls run; return the server, which runs them."""
-        self._server.doorkeeper = doorkeeper
+    def set_call_scheduler(self, call_scheduler: CallScheduler) -> Server:
+        """Let `call_scheduler` decide when ordered calls run; return the server, which runs them."""
+        self._server.call_scheduler = call_scheduler
         return self._server
 
     def run_at_once(self, function: Callable[..., Any]) -> None:

@@ -98,8 +98,8 @@ class Server:
         self.intake = BackPressure(reactor, settings.most_waiting, settings.most_waiting_bytes)
         self.answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
-        self.doorkeeper: CallScheduler | None = None
-        self.orders = False  # also ask the doorkeeper about functions that are known to be short
+        self.call_scheduler: CallScheduler | None = None
+        self.orders = False  # also ask the call_scheduler about functions that are known to be short
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
         self._short: dict[bytes, bool] = {}  # by function name; a guess: single reads and writes of any thread
         self._short_in_order: dict[bytes, bool] = {}  # the same for ordered functions
@@ -147,7 +147,7 @@ class Server:
                 continue
             head = message.head
             short = head and self._short.get(head)
-            if (not short or self.orders) and self.doorkeeper is not None and self.doorkeeper.heeds(head):
+            if (not short or self.orders) and self.call_scheduler is not None and self.call_scheduler.heeds(head):
                 caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
@@ -358,14 +358,14 @@ class Server:
             self._perform(call)
 
     def _admit(self, call: Incoming) -> bool:
-        assert self.doorkeeper is not None
+        assert self.call_scheduler is not None
         try:
             with self._streams.turn():
                 call.opened(self._open(call))
-                # Before `admit`: another thread may run the call as soon as the doorkeeper knows it, and removes it
+                # Before `admit`: another thread may run the call as soon as the call_scheduler knows it, and removes it
                 # from `in_turn` then.
                 self.in_turn.add(call)
-                return self.doorkeeper.admit(call)
+                return self.call_scheduler.admit(call)
         except BaseException as error:
             self.refuse(call, error)
             return False

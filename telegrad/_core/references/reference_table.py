@@ -6,7 +6,7 @@ so that many thousands do not delay calls. It also frees values, without holding
 `References` (reference_protocol.py) decides, and `ReliableDelivery` (delivery.py) numbers and repeats; both are pure.
 This file feeds them events and carries out the results. The rules:
 
-- Every event of the protocol is processed under `_lock`. What follows from it is done without the lock: sending,
+- Every event of the protocol is processed under `_lock`. Its effects are carried out without the lock: sending,
   failing slots, freeing values. A free may run a user's `__del__`, which may use references itself.
 - References that come with a message are entered by the thread that reads the message, before the message is handled.
   So the effects of a connection's messages happen in the order in which they were sent.

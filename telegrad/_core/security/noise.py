@@ -166,7 +166,7 @@ class NoiseHandshake:
         public = self._make_ephemeral()
         self._mix_exchange()
         message = public + self._encrypt_and_hash(payload)
-        # The first key encrypts what the initiator sends, the second what the responder sends.
+        # The first key encrypts the messages of the initiator, the second those of the responder.
         there, here = _hkdf(self._chaining_key, b"", 2)
         return message, Ciphers(CipherState(here), CipherState(there))
 

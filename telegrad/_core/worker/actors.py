@@ -185,7 +185,7 @@ class Actors:
         self._queues: dict[int, _Queue] = {}  # of busy actors, by the object's id
         self._coming: dict[Id, deque[Incoming]] = {}  # calls of values that do not exist so far
         self._heeded = TURNS
-        self._server = agent.keep_door(self)
+        self._server = agent.set_call_scheduler(self)
 
     def arm(self) -> None:
         """Order also the calls of callers that know of no actors: this process has some."""
