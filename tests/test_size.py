@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_326,
     "lines of the core": 38_904,
-    "lines of the tests": 87_701,
+    "lines of the tests": 87_706,
     "files of the package": 269,
     "words of the glossary": 80,
     "global statements": 5,

@@ -13,10 +13,10 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.autograd import node_calls
+from telegrad.autograd import node_calls, pass_parts
 from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, recomputed
-from tests.cluster import Process
+from tests.cluster import PATIENCE, Process
 
 End = Callable[[torch.Tensor], torch.Tensor | int]  # adds a last part to a loss
 
@@ -135,8 +135,9 @@ def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a * 2, b * 2
 
 
-def test_gradients_that_return_together_run_in_one_order(pair: list[Worker]) -> None:
+def test_gradients_that_return_together_run_in_one_order(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds on the called worker, too, where the tensors of two calls are two regions of the graph."""
+    monkeypatch.setattr(pass_parts, "GATHER", PATIENCE)  # else a pause of the machine divides them
     with autograd.context() as context:
         a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
         keys = [rpc_sync("w1", begin, (each, name)) for each, name in ((a, "1"), (b, "2"))]

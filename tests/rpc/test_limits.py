@@ -92,6 +92,7 @@ def test_the_connections_of_one_worker_are_limited(three: tuple[Worker, Worker, 
         return sum(link.peer == name for link in list(accepted))
 
     wait_until(lambda: numbers[-1] in [connection for _, connection in list(accepted.values())])
+    wait_until(lambda: of("w1") <= MOST_CONNECTIONS)  # the oldest ends right after the newest was added
     assert of("w1") == MOST_CONNECTIONS
     assert of("w2") == 1
     assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by the other caller
