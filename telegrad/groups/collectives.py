@@ -230,13 +230,17 @@ class CollectiveManager:
             del self._meetings[key]
 
     def _on_leave(self, who: WorkerInfo, how: str) -> None:
+        self.give_up(who.name, "it has left the group" if how == "left" else "it was lost")
+
+    def give_up(self, name: str, why: str) -> None:
+        """End the meetings that wait for a worker, with an error for all that have arrived."""
         with self._lock:
-            hopeless = [(key, each) for key, kept in self._meetings.items() for each in kept if each.awaits(who.name)]
+            hopeless = [(key, each) for key, kept in self._meetings.items() for each in kept if each.awaits(name)]
             for each in hopeless:
                 self._end(*each)
         for _, meeting in hopeless:
             for *_, met in meeting.arrived.values():
-                met.set_exception(_absent(who.name, "it has left the group" if how == "left" else "it was lost"))
+                met.set_exception(PeerLost(f"worker {name!r}, for which all wait here, will not arrive: {why}"))
 
 
 class _Place(NamedTuple):
@@ -264,25 +268,24 @@ def _conclude(meeting: Collective, op: Op | None) -> None:
             met.set_result(made)
 
 
-def _absent(name: str, why: str) -> PeerLost:
-    return PeerLost(f"worker {name!r}, for which all wait here, will not arrive: {why}")
-
-
 def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None) -> Future[Any]:
     """Record that the caller has arrived. Return a future of the result."""
     here, arrival = current.here(), _arrival(number)
     name = arrival.worker.name
     if name not in group:
         here.membership.refresh()  # the worker may have joined just now
-    members, there = group.names, {worker.name for worker in here.membership.view().workers}
+    members = group.names
     if name not in members:
         raise UsageError(f"worker {name!r} is not in {group!r}, as worker {here.agent.name!r} sees it")
     meetings: CollectiveManager = here.attached(CollectiveManager)
     meetings.listen()
+    met = meetings.arrive(key, arrival, members, value, op)
+    # Look after the arrival: a member that left before it was not in a meeting yet when `_on_leave` was called.
+    there = {worker.name for worker in here.membership.view().workers}
     for each in members:
         if each not in there:
-            raise _absent(each, "it is no longer in the group")
-    return meetings.arrive(key, arrival, members, value, op)
+            meetings.give_up(each, "it is no longer in the group")
+    return met
 
 
 def who_is_missing(number: int, withdraws: bool) -> list[str] | None:

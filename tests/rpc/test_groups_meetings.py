@@ -200,6 +200,23 @@ def test_collectives_in_any_order_of_arrivals_and_withdrawals(seed: int) -> None
     assert not server._meetings
 
 
+def test_a_member_that_left_while_the_first_arrived_is_named(
+    team: list[Worker], actors: rpc.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its departure was told when there was no meeting yet that waited for it."""
+    membership, record = team[1].membership, CollectiveManager.arrive  # w1 tracks the arrivals
+
+    def leave_first(*args: Any) -> Any:
+        stays = tuple(worker for worker in view().workers if worker.name != "w2")
+        monkeypatch.setattr(membership, "view", lambda: view()._replace(workers=stays))
+        return record(*args)
+
+    view = membership.view
+    monkeypatch.setattr(CollectiveManager, "arrive", leave_first)
+    with pytest.raises(errors.PeerLost, match=r"worker 'w2', .* will not arrive: it is no longer in the group"):
+        rpc.rpc_sync("w1", meet, (actors, "left"))
+
+
 def test_workers_that_withdrew_are_named_only_if_no_others_are_missing() -> None:
     meeting = collectives.Collective(["a", "b", "c"])
     meeting.withdrew.add("a")
