@@ -91,7 +91,7 @@ WAYS = {
     ),
     "descriptors": Way("results that are not given back", partial(_calls, "torch:zeros", KEPT), 640, LENT + 64, LENT),
     "references": Way("references that are not let go", _references, 192),
-    "streams": Way("streams of 1 MB items that are not read", _streams, 896, LENT + 64),
+    "streams": Way("streams of 1 MB items that are not read", _streams, 2560, LENT + 64),
 }
 
 # Functions of the workers

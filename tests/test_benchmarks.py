@@ -373,7 +373,7 @@ def test_floods_cost_other_workers_and_the_callee_little() -> None:
         "--rounds",
         "1",
         "--ratio",
-        "100",
+        "200",
         "--check",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_328,
-    "lines of the core": 38_904,
-    "lines of the tests": 87_723,
+    "lines of the package": 62_349,
+    "lines of the core": 38_925,
+    "lines of the tests": 87_738,
     "files of the package": 269,
     "words of the glossary": 80,
     "global statements": 5,

@@ -36,6 +36,7 @@ KIB = 1 << 10
 KEPT = 1 << 20  # bytes
 SIZE = 100 * KIB
 LARGEST = KEPT // 4
+UNKNOWN = 1 << 20  # number of a stream that no reader has opened
 
 yielded: Counter[str] = Counter()
 closed: list[str] = []
@@ -112,6 +113,20 @@ def test_the_streams_of_one_worker_are_limited(function: Any, three: tuple[Worke
     for each in kept:
         each.close()
     wait_until(lambda: is_forgotten(callee, caller))
+
+
+def test_the_pulls_of_a_refused_stream_are_answered(three: tuple[Worker, Worker, Worker]) -> None:
+    """A faulty reader does not cancel them, and the callee would keep them."""
+    _, caller, _ = three
+    kept = [rpc_stream("w0", endless, (str(number),), window=1) for number in range(MOST)]
+    assert [next(each) for each in kept] == MOST * [0]
+    pulls = [caller.agent.call_async("w0", feeding.pull, (UNKNOWN, number, 0), None) for number in range(2)]
+    refused = caller.agent.call_async("w0", Producer(endless, UNKNOWN, 1, False), ("refused",), None)
+    with pytest.raises(LimitReached):
+        refused.wait()
+    assert [pull.wait() for pull in pulls] == [[True], [True]]
+    for each in kept:
+        each.close()
 
 
 def test_a_stream_runs_a_single_function(three: tuple[Worker, Worker, Worker]) -> None:

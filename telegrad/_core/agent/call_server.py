@@ -22,7 +22,7 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.backlog import FEW, BackPressure
-from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handlers, Incoming, its_future
+from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handlers, Incoming, Refused, its_future
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import entered, in_setting
@@ -302,9 +302,13 @@ class Server:
             if call.message.id not in call.caller.calls:  # it has its answer
                 log.error("telegrad: work of the agent failed", exc_info=error)
                 return
+            refused = error.reason if isinstance(error, Refused) else None
             if call.begun:
-                _note(call, error)
-            self.answers.fail(call, error, name)
+                _note(call, refused or error)
+            if refused is not None:
+                self.answers.refuse(refused, call)
+            else:
+                self.answers.fail(call, error, name)
         except BaseException as fault:  # of a filter of the log, for example
             self.answers.give_up(call, fault)
         finally:

@@ -197,6 +197,18 @@ class Handlers:
         handler(sender, make(*fields))
 
 
+class Refused(Exception):
+    """Raised by a function of this package instead of running: the caller gets the reason, without a traceback.
+
+    Describing an error takes half a millisecond of the interpreter, and a caller above a limit may send thousands of
+    calls.
+    """
+
+    def __init__(self, reason: LimitReached) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Answers:
     """Sends the responses of a worker."""
 

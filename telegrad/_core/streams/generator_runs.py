@@ -125,7 +125,7 @@ class Producer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of_caller = reader()
-        of_caller.begin()
+        of_caller.begin(self._number)
         driven: Any = None
         try:
             feed = of_caller.feed(self._number)

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import Deferred
-from telegrad._core.agent.incoming import Incoming
+from telegrad._core.agent.incoming import Incoming, Refused
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Signal
@@ -98,19 +98,26 @@ class Reader:
                 feed = self.feeds[number] = Feed(self)
             return feed
 
-    def begin(self) -> None:
-        """Count a function that starts.
+    def begin(self, number: int) -> None:
+        """Count the function of a stream, which starts.
 
         Raises:
-            LimitReached: too many have not ended.
+            Refused: too many have not ended.
         """
         with self.lock:
             if self._running < MOST_STREAMS:
                 self._running += 1
                 return
-        raise LimitReached(
-            f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} are "
-            "open there, the limit for one worker. Read some to the end, or close them, before opening more"
+        # Its pulls have come before, and no function will answer them. They must not wait until the reader cancels
+        # them: it has the answer to the call only later, and perhaps is faulty.
+        feed = self.feed(number)
+        if feed.begin(1):  # else another call of that number feeds it
+            feed.end()
+        raise Refused(
+            LimitReached(
+                f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} "
+                "are open there, the limit for one worker. Read some to the end, or close them, before opening more"
+            )
         )
 
     def end(self) -> None:
