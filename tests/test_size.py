@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_349,
     "lines of the core": 38_925,
-    "lines of the tests": 87_738,
+    "lines of the tests": 87_742,
     "files of the package": 269,
     "words of the glossary": 80,
     "global statements": 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +146,9 @@ def test_a_scheme_that_the_program_registered_is_used() -> None:
         "tcp://h:99999",
         "tcp://h:x",
         "file://",
+        pytest.param(
+            "file://store", marks=pytest.mark.skipif(sys.platform == "win32", reason="C:/store is a path there")
+        ),
         "no://a",
         "",
         "tcp://h:1?rank=a",

@@ -206,8 +206,9 @@ def _from_environment(name: str, meaning: str) -> int:
 
 def _file(init_method: str) -> Any:
     path = init_method.removeprefix("file://").partition("?")[0]
-    if not path or "\0" in path:
-        raise UsageError(f"{init_method!r} names no file: write file:///PATH")
+    # A relative path would be another file for each worker that has another working directory.
+    if not path or "\0" in path or (sys.platform != "win32" and not path.startswith("/")):
+        raise UsageError(f"{init_method!r} names no file: write file:///PATH, with three slashes and the whole path")
     try:
         path = resolved(path)
         # Windows has no `flock`, which the locks of this package's FileStore need.
