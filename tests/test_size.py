@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_349,
-    "lines of the core": 38_925,
-    "lines of the tests": 87_742,
+    "lines of the package": 62_368,
+    "lines of the core": 38_942,
+    "lines of the tests": 87_764,
     "files of the package": 269,
     "words of the glossary": 80,
     "global statements": 5,

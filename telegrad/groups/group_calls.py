@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any, TypeVar
 
 from telegrad.errors import GroupError, PeerError, RRefError, UnknownWorker
@@ -78,10 +79,11 @@ def begin_one(slot: ResultSlot, to: str, call: PreparedCall, timeout: float, pol
 
 
 class ResultSlot:
-    __slots__ = ("about", "call", "error", "future", "is_gone", "key", "place", "value")
+    __slots__ = ("about", "begun", "call", "error", "future", "is_gone", "key", "place", "value")
 
     quick = False
     about: str
+    begun: float
 
     def __init__(self, future: GroupFuture[Any], key: Key) -> None:
         self.call: Any = None  # while it is pending
@@ -145,7 +147,7 @@ class GroupFuture(Future[T]):
         super().__init__()
         self.version = version
         self.workers: list[str] = list(workers)
-        self.about: str = f"{about} on a group"
+        self.about, self.begun = f"{about} on a group", perf_counter()
         self._agent: Agent = agent  # its type is not part of the public API
         self._function = about
         self._slots = [ResultSlot(self, key) for key in keys]

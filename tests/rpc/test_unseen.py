@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the failures of other tests, after which similar ones are not logged."""
-    monkeypatch.setattr(futures, "_seen", {})
+    monkeypatch.setattr(futures, "_logged", {})
+    monkeypatch.setattr(futures, "_retrieved", {})
 
 
 class Heard(logging.Handler):
@@ -129,6 +130,27 @@ def test_a_retrieved_failure_is_not_logged(way: str, log: Heard) -> None:
     gc.collect()
     failed("another").heed()
     assert not log.said
+
+
+@pytest.mark.parametrize("handled", [lambda: rpc_async("w1", fail).wait(), lambda: remote("w1", fail).to_here()])
+@pytest.mark.parametrize("dropped", [rpc_async, remote])
+def test_a_failure_after_a_similar_one_was_handled_is_logged(handled: Any, dropped: Any, log: Heard) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        handled()
+    dropped("w1", fail, ("later",))
+    assert log.told.wait(PATIENCE)
+    (said,) = log.said
+    assert "ValueError: later" in said
+
+
+def test_failures_are_logged_again_after_a_while(monkeypatch: pytest.MonkeyPatch, log: Heard) -> None:
+    """Also if some that were not logged came in between."""
+    now = 1e9
+    monkeypatch.setattr(futures, "perf_counter", lambda: now)
+    for _ in range(9):
+        futures.UnretrievedError("f on worker 'w1'", ValueError("boom"), now)
+        now += futures.QUIET * 0.4
+    assert len(log.said) == 3
 
 
 def test_the_failure_of_an_own_future_with_a_callback_is_not_logged(log: Heard) -> None:

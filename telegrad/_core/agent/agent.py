@@ -260,7 +260,7 @@ class Agent:
         try:
             value = self._open(pending)
         except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
-            outcome.about = pending.described
+            outcome.about, outcome.begun = pending.described, pending.begun
             outcome.set_exception(error.with_traceback(None))
             if not isinstance(error, Exception):
                 raise

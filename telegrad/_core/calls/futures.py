@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextvars import copy_context
-from time import monotonic, perf_counter
+from math import inf
+from time import perf_counter
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -29,23 +30,25 @@ from telegrad.errors import CallCancelled, GroupError, ShutDown, UsageError
 T = TypeVar("T")
 S = TypeVar("S")
 
-QUIET = 5.0  # seconds in which similar failures are not logged again: `collect_all` shows only one of several
+QUIET = 5.0  # seconds in which similar failures are not logged again
 REMEMBERED = 256
 
 log = logging.getLogger("telegrad")
 
-_seen: dict[tuple[str, str], float] = {}  # when the program or the log last saw such a failure
+Kind = tuple[str, str]  # of failures: the class of the error, and the function
+_logged: dict[Kind, float] = {}  # when such a failure was last logged
+_retrieved: dict[Kind, float] = {}  # when the program last saw one
 
 
 class UnretrievedError:
     """The failure of a future. Logged if the failure is dropped before it was `seen`."""
 
-    __slots__ = ("_about", "kind", "seen", "text")
+    __slots__ = ("_about", "_begun", "kind", "seen", "text")
 
-    def __init__(self, about: str, error: BaseException) -> None:
-        """`about` describes the failed operation, as users know it."""
+    def __init__(self, about: str, error: BaseException, begun: float) -> None:
+        """`about` describes the failed operation, as users know it; it has `begun` at that time."""
         self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # the program itself asked for these
-        self._about = about
+        self._about, self._begun = about, begun
         self.kind: str = type(error).__name__
         try:
             self.text: str = str(error)
@@ -58,25 +61,35 @@ class UnretrievedError:
     def raise_fresh(self, error: Any) -> NoReturn:
         """Mark the failure as seen, and raise a fresh copy of the future's error."""
         self.seen = True
-        self._note()
+        _note(_retrieved, self._similar)
         raise fresh(error)
 
-    def _note(self) -> bool:
-        now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
-        before = _seen.get(key, -QUIET)
-        if len(_seen) >= REMEMBERED:
-            _seen.clear()
-        _seen[key] = now
-        return now - before >= QUIET
+    @property
+    def _similar(self) -> Kind:
+        return self.kind, self._about.partition(" on worker ")[0]
+
+    def _is_to_be_logged(self) -> bool:
+        # A wait for several calls, as by `collect_all` or in a loop, raises the first failure, and the others are
+        # dropped. They have begun before that failure was seen. A call that began afterwards has nothing to do with it.
+        now, similar = perf_counter(), self._similar
+        seen = _retrieved.get(similar, -inf)
+        return now - _logged.get(similar, -inf) >= QUIET and (self._begun > seen or now - seen >= QUIET)
 
     # The function is a default argument, since names of a module may be cleared before the last futures are freed.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not self.seen and not is_finalizing() and self._note():
+        if not self.seen and not is_finalizing() and self._is_to_be_logged():
+            _note(_logged, self._similar)
             log.error(
                 "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
                 "or add a callback to the future\n%s: %s",
                 *(self._about, self.kind, self.text),
             )
+
+
+def _note(times: dict[Kind, float], similar: Kind) -> None:
+    if len(times) >= REMEMBERED:
+        times.clear()
+    times[similar] = perf_counter()
 
 
 _CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
@@ -127,6 +140,7 @@ class Outcome(Protocol):
     quick: bool  # no user code runs on completion, so the thread that reads the response completes it
     call: Any
     about: str  # description of the call if it failed
+    begun: float  # and when it began, by `perf_counter`
 
     def set_result(self, result: Any) -> None: ...
 
@@ -168,10 +182,11 @@ class Future(torch.futures.Future[T]):
     # Slots, since a dictionary is one more object for the garbage collector to visit. Only `call` and `depth`, which a
     # forked child compares with its own depth, are always set. `about` describes the call, `heeded` means that failures
     # are handled elsewhere, and `follows` is the object to cancel if that is not the future's own call.
-    __slots__ = ("about", "call", "depth", "failure", "follows", "heeded")
+    __slots__ = ("about", "begun", "call", "depth", "failure", "follows", "heeded")
 
     quick = False
     about: str
+    begun: float
     failure: UnretrievedError
     follows: Any
     heeded: bool
@@ -255,7 +270,9 @@ class Future(torch.futures.Future[T]):
         if self.call is not None:
             raise UsageError(_OF_A_CALL)
         assert isinstance(result, BaseException)
-        failure = self.failure = UnretrievedError(getattr(self, "about", "the operation of a future"), result)
+        failure = self.failure = UnretrievedError(
+            getattr(self, "about", "the operation of a future"), result, getattr(self, "begun", 0.0)
+        )
         # torch calls this function in each wait, with the value of the future. A failure is a value for torch; the
         # function raises it, and so marks it as retrieved.
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))

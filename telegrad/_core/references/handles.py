@@ -124,7 +124,7 @@ class Creation:
     """A call of this worker that creates the value of a reference; the outcome of that call."""
 
     __slots__ = (
-        *("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "helper", "owner", "ref"),
+        *("_told", "about", "begun", "call", "cut_off", "done", "error", "fork", "future", "helper", "owner", "ref"),
         "used",
     )
 
@@ -142,7 +142,7 @@ class Creation:
         self.cut_off = False  # it ended without an answer, which may still come
         self.done = False
         self.used = False  # the program has requested the value, or learns of a failure otherwise
-        self.about = ""
+        self.about, self.begun = "", 0.0  # set if it has failed
         self.future: Future[None] | None = None  # for the user, if one was requested
         self.helper = 0  # thread that waits for the call in `help`, and completes the future if it reads the answer
         self._told = told
@@ -177,7 +177,7 @@ class Creation:
     def dropped(self) -> None:
         """Handle the end of the last handle: log an error that the program has not seen."""
         if self.error is not None and not self.used:
-            UnretrievedError(self.about, self.error)
+            UnretrievedError(self.about, self.error, self.begun)
 
     def __repr__(self) -> str:
         return f"<Creation by {self.call!r}>"

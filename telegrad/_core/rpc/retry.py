@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from telegrad._core import checks
@@ -135,6 +135,7 @@ class RetriedCall:
         self._policy = policy
         self._number = number
         self._begun = monotonic()
+        self.begun = perf_counter()  # of the last attempt that has failed
         self.parent: Served | None = None  # the served call that made this one
         self.done = False
         self.over = Signal()  # set once the outcome is complete
@@ -261,7 +262,7 @@ class RetriedCall:
             if classify(error) is Failure.NOT_RUN:
                 error, self._lost = self._lost, error
             error.__cause__ = error.__cause__ or self._lost
-        self.outcome.about = self.described
+        self.outcome.about, self.outcome.begun = self.described, self.begun
         self.outcome.set_exception(error.with_traceback(None))
         self.over.set_result()
 

@@ -59,10 +59,11 @@ _NONE = object()
 class _Pull(Signal):
     """A pull in flight; processing its answer runs no user code."""
 
-    __slots__ = ("about", "behind", "call")
+    __slots__ = ("about", "begun", "behind", "call")
 
     quick = True
     about: str
+    begun: float
 
     def __init__(self, behind: Any) -> None:
         super().__init__()
