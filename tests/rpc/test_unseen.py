@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from telegrad._core.calls import futures, profiling
+from telegrad._core.start import life
 from telegrad._core.worker.worker import Worker
+from telegrad.errors import GroupError, ShutDown
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from tests.agent.test_following import Notes
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, agents_here, wait_until
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -28,6 +30,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the failures of other tests, after which similar ones are not logged."""
     monkeypatch.setattr(futures, "_logged", {})
     monkeypatch.setattr(futures, "_retrieved", {})
+    monkeypatch.setattr(futures, "_held", set())
 
 
 class Heard(logging.Handler):
@@ -151,6 +154,48 @@ def test_failures_are_logged_again_after_a_while(monkeypatch: pytest.MonkeyPatch
         futures.UnretrievedError("f on worker 'w1'", ValueError("boom"), now)
         now += futures.QUIET * 0.4
     assert len(log.said) == 3
+
+
+def test_failures_that_the_program_holds_are_logged_once_at_its_end(log: Heard) -> None:
+    held = [failed(), failed("another")]
+    life._leave_at_exit()
+    (said,) = log.said
+    assert f"{__name__}.fail on worker 'w1' failed" in said
+    log.said.clear()
+    life._leave_at_exit()
+    del held
+    assert not log.said
+
+
+def test_held_failures_are_not_logged_if_a_similar_one_was_handled(monkeypatch: pytest.MonkeyPatch, log: Heard) -> None:
+    """Also if that was long before the end."""
+    held = [failed(), failed()]
+    with pytest.raises(ValueError, match="boom"):
+        held[0].wait()
+    ends = futures.perf_counter() + 10 * futures.QUIET
+    monkeypatch.setattr(futures, "perf_counter", lambda: ends)
+    life._leave_at_exit()
+    assert not log.said
+
+
+def test_calls_that_end_with_their_group_are_not_logged(log: Heard) -> None:
+    error = GroupError("f failed for 1 of 1", {"w1": ShutDown("worker 'w0' shut down")})
+    held = futures.UnretrievedError("f on a group", error, 0.0)
+    life._leave_at_exit()
+    del held
+    assert not log.said
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_failed_creation_of_a_held_reference_is_logged_at_the_end_of_its_worker(handled: bool, log: Heard) -> None:
+    with agents_here(2) as workers:
+        held = [remote("w1", fail), remote("w1", fail)]
+        wait_until(lambda: not workers[0].references.counts()["pending_creations"])
+        if handled:
+            with pytest.raises(ValueError, match="boom"):
+                held[0].to_here()
+        workers[0].end("")
+        assert len(log.said) == (not handled)
 
 
 def test_the_failure_of_an_own_future_with_a_callback_is_not_logged(log: Heard) -> None:

@@ -19,7 +19,7 @@ from telegrad._core import events
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
-from telegrad._core.calls.futures import Future, Signal, UnretrievedError, wait_for
+from telegrad._core.calls.futures import Future, Signal, UnretrievedError, note_retrieved, wait_for
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
@@ -152,6 +152,8 @@ class Creation:
 
     def set_exception(self, result: BaseException) -> None:
         self.error = fresh(result)
+        if self.used:
+            self.use()
         # Such a call may still run and create the value, and its receipt is processed whenever it comes. So the owner
         # is not asked about it before the connection breaks.
         self.cut_off = isinstance(result, CallCancelled | CallTimeout)
@@ -174,10 +176,16 @@ class Creation:
                 self.helper = 0
         wait_for(future)
 
-    def dropped(self) -> None:
-        """Handle the end of the last handle: log an error that the program has not seen."""
+    def use(self) -> None:
+        """Note that the program learns of a failure otherwise."""
+        self.used = True
+        if self.error is not None:
+            note_retrieved(self.about, type(self.error).__name__)
+
+    def ended(self, at_end: bool = False) -> None:
+        """Log an error that the program has not seen: the last handle has ended, or with `at_end` the worker."""
         if self.error is not None and not self.used:
-            UnretrievedError(self.about, self.error, self.begun)
+            UnretrievedError(self.about, self.error, self.begun).log(at_end)
 
     def __repr__(self) -> str:
         return f"<Creation by {self.call!r}>"

@@ -126,7 +126,8 @@ class ReferenceTable(Maker):
         creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
-            creation.used, error = True, creation.error
+            creation.use()
+            error = creation.error
         fault = handle.fault or self._machine.fault(handle.id)
         # If the owner has died, the creating call has failed with a PeerError as well. That the owner is lost tells the
         # user more than that the creation failed. An error of the function itself comes first, because it is the cause.
@@ -142,7 +143,7 @@ class ReferenceTable(Maker):
             creation = self._creations.get(handle.id)
             if creation is None:
                 return None
-            creation.used = True
+            creation.use()
             # `_on_created` sets `done` and reads `future` in one hold of the lock. So either it sees the future that is
             # stored here and completes it, or this thread sees `done` and has it completed. A call that has succeeded
             # without a future is no longer in `_creations`, so a late creation always has an error.
@@ -364,7 +365,7 @@ class ReferenceTable(Maker):
             box.fail(describe(lost, self.agent.name))
         for _, creation in freed:
             if creation is not None:
-                creation.dropped()
+                creation.ended()
         # The values end here. This is the last step, because it may run slow code of the user, and nothing waits for
         # it.
         del freed
@@ -479,11 +480,14 @@ class ReferenceTable(Maker):
             self.closed = True
             self.over = self.over or reason
             boxes, self._boxes = self._boxes, {}
+            creations = list(self._creations.values())
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]
         self._events.put(None)
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
+        for creation in creations:
+            creation.ended(at_end=True)
         # The values end here and not under the lock, because that may run code of the user.
         del boxes
 

@@ -13,6 +13,7 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.cancelling import finishing
+from telegrad._core.calls.futures import log_held
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import resources
@@ -354,6 +355,7 @@ def _elastic(worker: Worker) -> Elastic:
 def _leave_at_exit() -> None:
     if current.worker is not None:
         current.worker.end_with_the_program()
+    log_held()
 
 
 in_child(current.forget)
