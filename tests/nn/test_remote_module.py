@@ -338,7 +338,8 @@ def test_there_is_no_warning_if_no_gradient_is_needed() -> None:
         ((nn.Linear, "32"), r"must be a tuple, not '32'"),
         ((nn.Linear, torch.ones(2, 2)), r"must be a tuple, not Tensor"),
         ((nn.Linear, {"in_features": 2, "out_features": 1}), r"write kwargs=\{...\} for arguments by name"),
-        ((nn.Linear, (2, 1), ("bias",)), r"must be a dictionary by argument names, not \('bias',\)"),
+        ((nn.Linear, (2, 1), ("bias",)), r"must be a dictionary from argument names to values, not \('bias',\)"),
+        ((nn.Linear, (2, 1), {1: False}), "must be strings, not 1"),
     ],
 )
 def test_wrong_arguments_are_refused_at_the_caller(arguments: tuple[Any, ...], said: str) -> None:

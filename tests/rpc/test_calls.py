@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -20,7 +21,7 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
-from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc import Future, RRef, functions, group, remote, rpc_async, rpc_stream, rpc_sync
 from tests import links
 from tests.cluster import agents, agents_here, wait_until
 from tests.naming import alike
@@ -407,6 +408,16 @@ def test_a_refused_call_raises_a_builtin_type_of_error(call: Callable[..., Any],
             call("w1", function, torch.ones(()))
     with pytest.raises(InvalidArgument, match=r"such as thing\.method"):
         call("w1", nn.Linear(2, 2).weight)
+
+
+@REFUSED
+def test_names_of_arguments_that_are_no_strings_are_refused() -> None:
+    everyone = group()
+    to_one = [partial(call, "w1") for call in (rpc_sync, rpc_async, remote, rpc_stream)]
+    for call in [*to_one, everyone.rpc_async, everyone.remote]:
+        for names in ({1: 2}, collections.OrderedDict([("a", 1), (b"b", 2)])):
+            with pytest.raises(InvalidArgument, match=r"names of arguments in kwargs must be strings, not (1|b'b')"):
+                call(take, (1,), names)
 
 
 @REFUSED

@@ -8,6 +8,7 @@ import gc
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_held_failures_are_not_logged_if_a_similar_one_was_handled(monkeypatch: 
     held = [failed(), failed()]
     with pytest.raises(ValueError, match="boom"):
         held[0].wait()
-    ends = futures.perf_counter() + 10 * futures.QUIET
+    ends = time.perf_counter() + 10 * futures.QUIET
     monkeypatch.setattr(futures, "perf_counter", lambda: ends)
     life._leave_at_exit()
     assert not log.said

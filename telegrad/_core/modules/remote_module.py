@@ -23,6 +23,7 @@ from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references import Id
+from telegrad._core.rpc.conversion import as_dict
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
@@ -422,10 +423,8 @@ def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(args, (tuple, list, type(None))):
         meant = "kwargs={...} for arguments by name" if isinstance(args, Mapping) else "(value,), with a comma"
         raise UsageError(f"the args of a RemoteModule must be a tuple, not {checks.short_repr(args)}: write {meant}")
-    if not isinstance(kwargs, (Mapping, type(None))):
-        raise UsageError(
-            f"the kwargs of a RemoteModule must be a dictionary by argument names, not {checks.short_repr(kwargs)}"
-        )
+    if kwargs is not None:
+        as_dict(kwargs)
 
 
 def gradients_are_lost(trains: bool, *inputs: Any) -> bool:

@@ -102,12 +102,12 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
     """Return a call with converted arguments.
 
     Raises:
-        InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary.
+        InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary by names.
     """
     if args is not None and type(args) is not tuple:
         args = _as_tuple(args)
-    if kwargs is not None and type(kwargs) is not dict:
-        kwargs = _as_dict(kwargs)
+    if kwargs is not None and (kwargs or type(kwargs) is not dict):
+        kwargs = as_dict(kwargs)
     kind = type(function)
     if kind is types.BuiltinFunctionType or (
         kind is types.FunctionType and not (function.__annotations__ and (args or kwargs))
@@ -136,9 +136,17 @@ def _as_tuple(args: Any) -> tuple[Any, ...]:
     )
 
 
-def _as_dict(kwargs: Any) -> dict[str, Any]:
+def as_dict(kwargs: Any) -> dict[str, Any]:
+    """Return arguments by name as a dictionary.
+
+    Raises:
+        InvalidArgument: they are no mapping, or one of its keys is no name.
+    """
     if isinstance(kwargs, Mapping):
-        return dict(kwargs)
+        for name in kwargs:
+            if not isinstance(name, str):
+                raise InvalidArgument(f"the names of arguments in kwargs must be strings, not {_shown(name)}")
+        return kwargs if type(kwargs) is dict else dict(kwargs)
     raise InvalidArgument(
         f"kwargs must be a dictionary from argument names to values, not {_shown(kwargs)}; write "
         "kwargs={'name': x}, and args=(x,) for arguments without a name"
