@@ -472,6 +472,13 @@ class ReferenceTable(Maker):
         sites = self._sites or {}
         return [Listed(number(ref), _name(kind), begun, sites.get(ref, "")) for ref, kind, begun in found]
 
+    def log_failures(self) -> None:
+        """Log the failed creations of references that the program still has, but has never used."""
+        with self._lock:
+            creations = list(self._creations.values())
+        for creation in creations:
+            creation.ended(at_end=True)
+
     def close(self, reason: PeerError) -> None:
         """Release everything; remaining handles cannot be used, for that reason, except for values in this process."""
         with self._lock:
@@ -480,14 +487,11 @@ class ReferenceTable(Maker):
             self.closed = True
             self.over = self.over or reason
             boxes, self._boxes = self._boxes, {}
-            creations = list(self._creations.values())
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]
         self._events.put(None)
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
-        for creation in creations:
-            creation.ended(at_end=True)
         # The values end here and not under the lock, because that may run code of the user.
         del boxes
 

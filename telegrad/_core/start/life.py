@@ -353,9 +353,9 @@ def _elastic(worker: Worker) -> Elastic:
 
 
 def _leave_at_exit() -> None:
+    log_held()  # first: calls in flight may fail only because of this end
     if current.worker is not None:
         current.worker.end_with_the_program()
-    log_held()
 
 
 in_child(current.forget)

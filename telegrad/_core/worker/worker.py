@@ -177,6 +177,7 @@ class Worker:
 
         Calls in flight here, and later calls, fail for that `reason`.
         """
+        self.references.log_failures()  # first: calls in flight may fail only because of this end
         for act in self.at_end:
             act()
         if self.turning is not None:
