@@ -41,6 +41,12 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(options)
     if command:
         given.roles.setdefault(given.last, {})["command"] = command
+    if given.file and given.file.endswith(".py"):
+        return _wrong(
+            f"{given.file} is a script, but FILE describes workers (TOML). `telegrad run -- python {given.file}` "
+            "starts a worker with that command, with --count 4 four. A script that calls telegrad.local starts its own "
+            f"workers: python {given.file}"
+        )
     try:
         options_of_run = {key: getattr(given, key) for key in ("logs", "grace") if getattr(given, key) is not None}
         plan = read(Path(given.file).read_text() if given.file else "", {**given.roles, **options_of_run})

@@ -10,6 +10,7 @@ import pytest
 
 from telegrad._core.stores.supervised import is_supervised, own_name, variables
 from telegrad.errors import UsageError
+from telegrad.launch import run_command
 from telegrad.launch.policy import KEYS, RESTART_ROLE, SERVE, RunConfig, read
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
@@ -98,3 +99,8 @@ def test_a_process_finds_its_place_in_its_environment() -> None:
     assert own_name(None, "b", given) == (None, "b")
     assert own_name("a0", "", {"TELEGRAD_NAME": "a0"}) == ("a0", "")
     assert own_name("a0", "b", {}) == ("a0", "b")
+
+
+def test_a_script_in_place_of_a_file_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command.main(["train.py"]) == run_command.WRONG
+    assert "`telegrad run -- python train.py` starts a worker" in capsys.readouterr().err
