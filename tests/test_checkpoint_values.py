@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 import telegrad
 from telegrad import autograd, checkpoint
@@ -170,6 +170,25 @@ def test_distributed_optimizers_keep_their_whole_state(worker: None, tmp_path: p
     checkpoint.save({"optimizer": optimizer}, tmp_path)
     checkpoint.load({"optimizer": optimizer}, tmp_path)
     assert alike(optimizer.state_dict(), before)
+
+
+def test_a_state_of_another_optimizer_is_refused(worker: None, tmp_path: pathlib.Path) -> None:
+    layer = RemoteModule("w1", nn.Linear, (2, 2))
+    saved, other, newer = (
+        DistributedOptimizer.for_module(kind, layer, lr=0.1)
+        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.AdamW)
+    )
+    StepLR(saved, 3)
+    train(layer, saved)
+    checkpoint.save({"optimizer": saved}, tmp_path)
+    before, told = other.state_dict(), r"than SGD on 'w1': in parameter group 0, only the state has amsgrad, betas.*and"
+    with pytest.raises(UsageError, match=told + " only the optimizer has dampening, momentum, nesterov$"):
+        checkpoint.load({"optimizer": other}, tmp_path)
+    with pytest.raises(UsageError, match=told):
+        other.load_state_dict(saved.state_dict())
+    assert alike(other.state_dict(), before)
+    checkpoint.load({"optimizer": newer}, tmp_path)  # without the scheduler, which has added its `initial_lr`
+    assert newer.param_groups[0]["initial_lr"] == 0.1
 
 
 class Growing(torch.optim.Optimizer):

@@ -47,7 +47,8 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
 
     Raises:
         UsageError: the folder contains no complete checkpoint, or one of a different state: a tensor of a model or in
-            `state` has another shape or type or is missing, or an optimizer has other parameters. Nothing was loaded.
+            `state` has another shape or type or is missing, or an optimizer has other parameters or hyperparameters.
+            Nothing was loaded.
         CallTimeout: an owner made no progress for `rpc_timeout`.
         CheckpointFailed: files are missing or damaged. Other parts may have been loaded.
         WorkersFailed: several workers could not read the checkpoint.

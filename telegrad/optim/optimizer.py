@@ -387,7 +387,7 @@ class DistributedOptimizer(Optimizer):
         """Load a state from `state_dict`, for any distribution of the parameters.
 
         Raises:
-            UsageError: the state is for other parameters.
+            UsageError: the state is for other parameters, or of an optimizer with other hyperparameters.
         """
         wanted = "a dictionary that state_dict() gave"
         if not {"param_groups", "state"} <= checks.mapping("state_dict", state_dict, wanted).keys():
@@ -407,7 +407,7 @@ class DistributedOptimizer(Optimizer):
             state: the names in its `"state"`.
 
         Raises:
-            UsageError: the groups are for other parameters.
+            UsageError: the groups are for other parameters, or of an optimizer with other hyperparameters.
         """
         self._check_groups(groups, state)
         for own, group in zip(self.param_groups, groups, strict=True):
@@ -428,6 +428,16 @@ class DistributedOptimizer(Optimizer):
                 + (f"; only in one of them: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
+        for number, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
+            # Names on one side only are allowed: schedulers and newer versions of torch add some.
+            missing, unknown = self.defaults.keys() - group.keys(), hyperparameters(group).keys() - own.keys()
+            if missing and unknown:
+                owners = [worker for worker, names in self._names.items() if names & {*group["params"]}]
+                raise UsageError(
+                    f"this state is of another optimizer than {getattr(self._maker[0], '__name__', 'the one')} on "
+                    f"{', '.join(map(repr, owners))}: in parameter group {number}, only the state has "
+                    f"{', '.join(sorted(unknown))}, and only the optimizer has {', '.join(sorted(missing))}"
+                )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""
