@@ -34,6 +34,7 @@ from telegrad._core.pickling.remote_text import (
     is_large,
     keep_lines,
     own_notes,
+    remote_traceback_of,
     short,
     tell,
     with_lines,
@@ -120,7 +121,7 @@ def rebuild(data: bytes | memoryview) -> BaseException:
 
 
 def is_remote(error: BaseException) -> bool:
-    return REMOTE_TRACEBACK in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
+    return bool(remote_traceback_of(error))
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -144,8 +145,6 @@ def _fresh(error: BaseException) -> BaseException:
         made: BaseException = _copy(error, type(error))
     except Exception:
         return error.with_traceback(None)
-    if REMOTE_TRACEBACK in vars(error):
-        _set(made, REMOTE_TRACEBACK, vars(error)[REMOTE_TRACEBACK])
     if hasattr(error, "__notes__"):
         _set(made, "__notes__", list(error.__notes__))
     return made
@@ -188,6 +187,7 @@ def _whole(error: Exception, same_program: bool) -> Exception:
     kind = type(error)
     changed = REMOTE_TRACEBACK in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
     plain = _copy(error, _original(kind)) if changed else error
+    vars(plain).pop(REMOTE_TRACEBACK, None)
     if hasattr(error, "__notes__"):
         _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
@@ -307,7 +307,7 @@ def _telling(error: Any, story: str) -> BaseException:
         return error  # type: ignore[no-any-return]
     try:
         made: BaseException = _copy(error, _teller_of(kind))
-        vars(made)[REMOTE_TRACEBACK] = story
+        _set(made, REMOTE_TRACEBACK, story)
         return made
     except Exception:  # a type that cannot be subclassed or copied
         _set(error, "__cause__", RemoteError(story))
@@ -343,12 +343,12 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         preface = "Original exception on remote side was:\n" if odd else ""
 
         def tell(self: BaseException) -> str:
-            return with_story(kind.__str__(self), preface + vars(self).get(REMOTE_TRACEBACK, ""))
+            return with_story(kind.__str__(self), preface + remote_traceback_of(self))
 
         members = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
-            "__slots__": (),
+            "__slots__": (REMOTE_TRACEBACK,),
             "__str__": tell,
             "__reduce_ex__": lambda self, protocol: _InParts(self, False).__reduce__(),
             ORIGINAL: kind,
@@ -390,5 +390,4 @@ def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
         for name, value in state.items():
             _set(made, name, value)
-    vars(made).pop(REMOTE_TRACEBACK, None)
     return made

@@ -169,7 +169,7 @@ MOST_TOLD = 100  # exceptions in a chain of causes, and members of groups
 MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the final cut
 MOST_NOTES = 100  # this many first and last notes
 MOST_FRAMES = 500  # this many outermost and innermost frames
-REMOTE_TRACEBACK = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
+REMOTE_TRACEBACK = "_telegrad_story"  # slot of a rebuilt exception for its remote traceback: not in its `vars`
 TRACEBACK = "Traceback (most recent call last):\n"
 
 # Found beside torch, because its import would make each start slower.
@@ -266,7 +266,10 @@ def remote_traceback_of(error: BaseException) -> str:
     args = error.args
     if len(args) == 1 and type(args[0]) is Text:
         return args[0].story
-    return vars(error).get(REMOTE_TRACEBACK, "")  # type: ignore[no-any-return]
+    try:  # without the `__getattr__` of its class
+        return object.__getattribute__(error, REMOTE_TRACEBACK)  # type: ignore[no-any-return]
+    except AttributeError:
+        return ""
 
 
 def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
