@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import linecache
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -127,12 +129,12 @@ REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
 
 _SOURCE = """\
 @torch.jit.ignore
-def call(handle_number: int, {parameters}) -> returned:
-    return handles[handle_number]({names})
+def call(handle_number: torch.Tensor, {parameters}) -> returned:
+    return callables[int(handle_number)]({names})
 
 
 class ScriptedRemoteModule(torch.nn.Module):
-    def __init__(self, handle_number: int) -> None:
+    def __init__(self, handle_number: torch.Tensor) -> None:
         super().__init__()
         self.handle_number = handle_number
 
@@ -156,21 +158,30 @@ class ScriptedRemoteModule(torch.nn.Module):
 """
 
 # The callables of script modules, by the number that each module has. A script module cannot hold a Python function, so
-# its `call`, which stays in Python, looks the function up here. Entries are never removed.
-handles: dict[int, Callable[..., Any]] = {}
+# its `call`, which stays in Python, looks the function up here. The number is a tensor, which ends with the module: of
+# the attributes that a script module may have, Python only sees the end of tensors. Script modules refuse to be copied.
+_callables: dict[int, Callable[..., Any]] = {}
 _numbers = itertools.count()
 
 
 def _make_script_module(forward: Callable[..., Any], interface: Any) -> nn.Module:
     """Return a module for `torch.jit.script`, whose `forward` has the signature of `interface`."""
+    number = next(_numbers)
+    held = torch.tensor(number, device="cpu")
+    _callables[number] = forward
+    weakref.finalize(held, _callables.pop, number)
+    made: nn.Module = _script_class(interface)(held)
+    return made
+
+
+@functools.cache  # torch never frees what it has compiled, so there is one class for each interface
+def _script_class(interface: Any) -> Any:
     signature = inspect.signature(interface.forward, eval_str=True)
     parameters = list(signature.parameters.values())[1:]
-    number = next(_numbers)
-    handles[number] = forward
     scope: dict[str, Any] = {
         "__name__": __name__,
         "torch": torch,
-        "handles": handles,
+        "callables": _callables,
         "returned": signature.return_annotation,
     }
     texts = []
@@ -179,10 +190,9 @@ def _make_script_module(forward: Callable[..., Any], interface: Any) -> nn.Modul
         default = "" if each.default is each.empty else f" = {each.default!r}"
         texts.append(f"{each.name}: type_{each.name}{default}")
     source = _SOURCE.format(parameters=", ".join(texts), names=", ".join(each.name for each in parameters))
-    name = f"<telegrad.compat.remote_module {number}>"
+    name = f"<telegrad.compat.remote_module {next(_numbers)}>"
     # torch.jit.script reads the source of a function from the file of its code. There is no such file, so the lines are
     # put where the standard library caches the lines of files.
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     exec(compile(source, name, "exec", dont_inherit=True), scope)
-    made: nn.Module = scope["ScriptedRemoteModule"](number)
-    return made
+    return scope["ScriptedRemoteModule"]

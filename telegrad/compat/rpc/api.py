@@ -7,7 +7,6 @@ module.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections import defaultdict
@@ -197,21 +196,29 @@ class Round(AllGatherStates):
 # the same gatherings in the same order, so they arrive at the same key without a message. An object may arrive before
 # this worker begins the round, so either of the two makes the entry.
 _rounds_lock = renewed(threading.Lock())  # guards the next two, and the rounds
-_round_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_begun: defaultdict[str, int] = defaultdict(int)  # the rounds that this worker has begun, by the names of the set
 _rounds: dict[str, Round] = {}
 
 
 def _forget_rounds() -> None:
     with _rounds_lock:
-        _round_numbers.clear()
+        _begun.clear()
         _rounds.clear()
+
+
+def _round_of(key: str) -> Round:
+    """Return the round for an object that has arrived. Called with the lock held."""
+    who, _, number = key.rpartition("#")
+    # The round of an object that arrives late has failed and ended here, and no call would remove another entry.
+    has_ended = number.isdecimal() and int(number) < _begun[who] and key not in _rounds
+    return Round() if has_ended else _rounds.setdefault(key, Round())
 
 
 @known_as("_all_gather")
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Store an object at the leader; the leader's own object comes with the names that are expected."""
     with _rounds_lock:
-        round_ = _rounds.setdefault(sequence_id, Round())
+        round_ = _round_of(sequence_id)
         round_.gathered_objects[worker_name] = obj
         round_.expected = worker_names or round_.expected
         if round_.expected is not None and round_.expected <= round_.gathered_objects.keys():
@@ -222,7 +229,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any], error: Exception | None = None) -> None:
     """Store the result, or the error, that the leader broadcast."""
     with _rounds_lock:
-        round_ = _rounds.setdefault(sequence_id, Round())
+        round_ = _round_of(sequence_id)
         round_.gathered_objects, round_.error = objects_map, error
         round_.proceed_signal.set()
 
@@ -234,8 +241,9 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
     limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     who = ",".join(sorted(names))
     with _rounds_lock:
-        key = f"{who}#{next(_round_numbers[who])}"  # equal on all of these workers
-        round_ = _rounds.setdefault(key, Round())
+        key = f"{who}#{_begun[who]}"  # equal on all of these workers
+        round_ = _round_of(key)
+        _begun[who] += 1
     try:
         if me == leader:
             _gather_to_leader(key, me, obj, names)

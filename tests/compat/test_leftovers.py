@@ -1,0 +1,60 @@
+"""What gatherings and scripted modules of the drop-in leave behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad._core.worker import current
+from telegrad.compat import remote_module
+from telegrad.compat.remote_module import RemoteModule
+from telegrad.compat.rpc import api
+from telegrad.errors import CallTimeout
+from tests.cluster import agents
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worker() -> Iterator[None]:
+    with agents(2) as workers:
+        current.enter(workers[0])
+        yield
+        current.enter(None)
+    api._forget_rounds()
+
+
+def test_objects_that_arrive_after_a_failed_gathering_are_dropped() -> None:
+    with pytest.raises(CallTimeout, match="w1 timed out in _all_gather"):
+        api._all_gather(1, {"w0", "w1"}, timeout=0.01)
+    api._gather_to_leader("w0,w1#0", "w1", 2)
+    api._broadcast_to_followers("w0,w1#0", {}, CallTimeout("late"))
+    assert not api._rounds
+    api._gather_to_leader("w0,w1#1", "w1", 2)  # this worker has not begun this one
+    assert api._all_gather(1, {"w0", "w1"}) == {"w0": 1, "w1": 2}
+    assert not api._rounds
+
+
+@torch.jit.interface
+class Linear:
+    def forward(self, value: Tensor) -> Tensor:
+        pass
+
+
+def test_scripted_modules_end_with_their_last_use() -> None:
+    def make() -> nn.Module:
+        scripted: nn.Module = torch.jit.script(RemoteModule("w1", nn.Linear, (2, 1), None, Linear))
+        return scripted
+
+    first, second = make(), make()
+    assert type(first) is type(second)
+    assert [*remote_module._callables] == [int(first.handle_number), int(second.handle_number)]  # type: ignore[arg-type]
+    with pytest.raises(torch.jit.Error, match="can only be pickled when using RPC"):  # a copy would have no callable
+        copy.deepcopy(first)
+    assert not torch.equal(second(torch.ones(1, 2)), first(torch.ones(1, 2)))
+    del first, second
+    gc.collect()
+    assert not remote_module._callables
