@@ -144,6 +144,17 @@ def test_the_error_for_a_bad_certificate_says_what_is_wrong(how: str, shown_by: 
             assert advice in said
 
 
+def test_the_error_for_a_certificate_that_was_renewed_asks_for_a_restart(tmp_path: pathlib.Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    files = [authority.files("good"), authority.files("renewed", -2 * DAY, -DAY)]
+    with agents(2, transport="tcp", of_rank=lambda rank: {"tls": files[rank]}) as (a, b):
+        assert authority.files("renewed") == files[1]
+        told = "Renew the certificate of worker 'w1'. Worker 'w1' uses its TLS files as they were when it started: rest"
+        with pytest.raises(errors.AuthenticationFailed, match=told):
+            a.agent.call("w1", operator.add, (1, 2), None)
+        assert b.agent.call("w0", operator.add, (1, 2), None) == 3  # with the renewed file
+
+
 @pytest.mark.parametrize("with_tls", [0, 1])
 def test_tls_on_one_side_only_is_reported_at_both_ends(
     with_tls: int, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture

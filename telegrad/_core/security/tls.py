@@ -100,19 +100,22 @@ _FOREIGN = range(18, 22)  # OpenSSL's codes for chains that do not end at a cert
 def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
     """Return whose certificate was refused, why, and advice; "" if the error is not about a certificate.
 
-    `name` is the worker at the other end, `files` are those of this one.
+    `name` is the worker at the other end, which accepted the connection, `files` are those of this one.
     """
+    # The files of this worker are read for each connection that it makes. A file that was renewed on the other's disk
+    # does not count until it restarts.
+    since = f"Worker {name!r} uses its TLS files as they were when it started: restart it if they were renewed since"
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message
         if error.verify_code in _FOREIGN:
             why = f"another authority has signed it ({why})"
         said = f"this worker refuses the certificate of worker {name!r}: {why}"
-        return f"{said}. {_advice(why, f'of worker {name!r}')}"
+        return f"{said}. {_advice(why, f'of worker {name!r}')}. {since}"
     if "_ALERT_" not in (error.reason or ""):
         return ""
     why = error.reason.partition("_ALERT_")[2].lower().replace("_", " ")
     said = f"worker {name!r} refuses the certificate of this worker, {files.certificate!r}: {why}"
-    return f"{said}. {_advice(why, 'of this worker')}"
+    return f"{said}. {_advice(why, 'of this worker')}. {since}"
 
 
 def _advice(why: str, whose: str) -> str:
