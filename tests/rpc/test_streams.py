@@ -341,6 +341,33 @@ def test_an_error_arrives_after_the_items_before_it() -> None:
     assert [*stream] == []
 
 
+def exits(kind: type[BaseException], n: int) -> Iterator[int]:
+    yield from range(n)
+    event("exits").set()
+    raise kind
+
+
+async def exits_in_asyncio(kind: type[BaseException], n: int) -> AsyncIterator[int]:
+    for item in exits(kind, n):
+        yield item
+
+
+async def nothing() -> None:
+    pass
+
+
+@here_w0
+@pytest.mark.parametrize("function", [exits, exits_in_asyncio])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_items_arrive_before_an_exception_that_is_no_error(function: Any, kind: type[BaseException]) -> None:
+    stream = rpc_stream("w1", function, (kind, 20))
+    event("exits").wait(PATIENCE)
+    rpc_sync("w1", nothing)  # runs on the same event loop, so the function has ended before
+    assert [*itertools.islice(stream, 20)] == [*range(20)]
+    with pytest.raises(errors.RemoteError, match=f"{kind.__name__}, which is no Exception, was raised"):
+        next(stream)
+
+
 @here_w0
 def test_a_function_that_returns_no_items_is_refused() -> None:
     with pytest.raises(errors.UsageError, match=r"abs returned 'int', but a stream needs items: let it `yield`"):

@@ -195,9 +195,12 @@ class Producer:
         _end_with_call(feed)
         try:
             await self._drive_to_end(agent, feed, steps, made, name)
-        # Not for CancelledError, which the end of a stream causes: its reader awaits no answer.
-        except Exception:
-            await completion_of(feed.drained)
+        except GeneratorExit:  # from `close()`: the coroutine must not wait any more
+            raise
+        except BaseException:
+            # The reader of a closed stream awaits no answer, and its end has cancelled this task.
+            if not feed.closed:
+                await completion_of(feed.drained)
             raise
         await completion_of(feed.drained)
 
