@@ -25,7 +25,8 @@ from telegrad.errors import PeerError, PeerLost, PeerSilent
 from tests import cluster
 from tests.cluster import agents
 
-MOST = len(PROBE_DELAYS) + round(PATIENCE / AGAIN)
+STEPS = 8  # irregular ones of a clock
+MOST = len(PROBE_DELAYS) + (1 + STEPS) * round(PATIENCE / AGAIN)
 
 
 class Knocks(list[Suspect]):
@@ -82,7 +83,7 @@ def clock(steps: Iterator[float]) -> Callable[[], float]:
 
     def read() -> float:
         nonlocal now
-        now += next(steps, 1.0)
+        now += next(steps, 0.2)
         return now
 
     return read
@@ -91,7 +92,11 @@ def clock(steps: Iterator[float]) -> Callable[[], float]:
 ANSWERS = st.lists(st.sampled_from([True, False, None]), min_size=MOST, max_size=MOST)
 
 
-@given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 4.0])), st.booleans())
+@given(
+    st.lists(ANSWERS, min_size=1, max_size=3),
+    st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 4.0]), max_size=STEPS),
+    st.booleans(),
+)
 def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], is_dynamic: bool) -> None:
     """A worker of a dynamic group that is out of reach is not taken for dead: the directory decides."""
     asked = [0] * len(answers)
@@ -102,7 +107,7 @@ def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], 
 
     watch, now = Watch(len(answers), knock, is_dynamic), clock(iter(steps))
     with patch.object(membership, "monotonic", now):
-        for _ in range(50):
+        for _ in range(100):
             watch._settle_doubts()
     assert watch._doubts == []
     for worker, given_ in enumerate(answers):
@@ -125,6 +130,17 @@ def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
         fate = fate.after(None, now)
     assert fate
     assert now == PATIENCE
+
+
+def test_the_time_in_which_this_worker_did_not_run_is_no_silence_of_others() -> None:
+    """It is stopped for a minute, and the others get as long to answer after that as before."""
+    doubt: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
+    for now in (AGAIN, 60.0, 60.0, 60.0 + PATIENCE - AGAIN):
+        assert isinstance(doubt, Suspect)
+        assert doubt.due <= now
+        doubt = doubt.after(None, now)
+    assert isinstance(doubt, Suspect)
+    assert doubt.after(None, 60.0 + PATIENCE) is True
 
 
 @pytest.mark.parametrize(("why", "answer"), [(PeerLost, None), (PeerSilent, False)])
@@ -152,7 +168,7 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
         assert [(type(each.why), str(each.why), each.answered) for each in watch._doubts] == [
             (PeerLost, "the reason", 0)
         ]
-        for _ in range(50):
+        for _ in range(100):
             watch._settle_doubts()
     assert watch._doubts == []
     assert watch.died == ([] if lives else [0])

@@ -70,6 +70,31 @@ def test_a_member_that_left_is_not_lost_if_the_directory_reports_it_late(
     assert not [each.message for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+def test_a_worker_does_not_take_the_others_for_dead_before_it_learns_of_its_own_loss() -> None:
+    """It was stopped for longer than its lease lasts, and reads its connections before the directory."""
+    with agents(2, dynamic=True) as (worker, other):
+        reasons: list[str] = []
+        other.agent.call_async("w0", len, ("",), {}).wait()
+        other.agent.lost.append(lambda _, why: reasons.append(str(why)))
+        with other.directory._applying:  # its watch waits
+            worker.directory.registry.declare_lost(other.me.incarnation, "a test")
+            wait_until(lambda: reasons)
+            with pytest.raises(PeerLost):  # a new connection
+                other.agent.call_async("w0", len, ("",), {}).wait()
+            wait_until(lambda: len(reasons) > 1)
+        assert all("this worker gave no sign of life" in why for why in reasons), reasons
+
+
+def test_a_lost_worker_that_greets_by_a_connection_that_held_is_taken_back() -> None:
+    with agents(2) as (worker, other):
+        other.agent.call_async("w0", len, ("",), {}).wait()
+        with worker.membership._changed:
+            worker.membership._take_out(other.me, PeerSilent("stopped"))
+        assert worker.membership.present() == [worker.me]
+        other.membership.greet()
+        wait_until(lambda: other.me in worker.membership.present())
+
+
 may_end = threading.Event()
 
 

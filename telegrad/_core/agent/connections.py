@@ -278,9 +278,6 @@ class Connections:
 
     def _accept(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         """Accept the connection of an authenticated worker."""
-        if claim.incarnation in self._cut:  # without the lock; looked at again with it, below
-            channel.sock.close()
-            return
         if stream_id.lane:
             self._join(channel, claim, stream_id)
             return
@@ -307,7 +304,7 @@ class Connections:
         # added. If `_left` was set, that list lacks this connection. If this worker was closing without `_left`, the
         # list will have it.
         if cut is not None:
-            link.close(cut)
+            part(link, cut, SILENT)
         elif left is not None:
             part(link, *left)
         elif not closed:
@@ -343,7 +340,8 @@ class Connections:
         if peer is not None and isinstance(peer.link, Link):
             links.append(peer.link)
         for link in links:
-            link.close(reason)
+            # If it only did not run, it must not take this worker for dead before it learns of its own loss.
+            part(link, reason, SILENT)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
         if not self.closed:

@@ -93,7 +93,8 @@ class CallbackThread:
 
 
 class Greeting(NamedTuple):
-    """An empty message. The connection that carries it will report the receiver's end."""
+    """An empty message, which shows that its sender lives. The connection that carries it will report the receiver's
+    end."""
 
 
 class Membership:
@@ -132,7 +133,7 @@ class Membership:
         self.serving = ServeState(me)
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
-        post.on(Greeting, lambda *_: None)
+        post.on(Greeting, lambda sender, _: self._on_reached(sender))
         post.lost.append(self._on_lost)
         post.reached.append(self._on_reached)
 

@@ -37,6 +37,9 @@ class Suspect(NamedTuple):
     def after(self, answer: bool | None, now: float) -> Suspect | bool:
         """Return True if the worker is dead and False if it is alive, given an answer; otherwise the next doubt."""
         if answer is None:
+            # This worker itself did not run, for example after SIGSTOP: that is no silence of the other.
+            if now > self.due + PATIENCE:
+                return self._replace(begun=now, due=now)
             return now >= self.begun + PATIENCE or self._replace(due=self.due + AGAIN)
         answered = self.answered + 1
         if not answer or answered == len(PROBE_DELAYS):

@@ -253,7 +253,7 @@ def departed_error(peer: str, how: str) -> PeerError:
     if how == SILENT:
         return PeerLost(
             f"worker {peer!r} closed the connection, because this worker gave no sign of life for too long (options "
-            f"silence and heartbeat); {uncertain}. The next call connects again"
+            f"silence and heartbeat); {uncertain}. While this worker is in the group, the next call connects again"
         )
     if how:
         return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
