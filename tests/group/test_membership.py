@@ -14,6 +14,9 @@ from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.leaving import MessageQueue
 from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
+from telegrad._core.start import life
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LeftEarly, PeerError, PeerLost, PeerSilent
 from tests.cluster import PATIENCE, agents, wait_until
@@ -83,6 +86,19 @@ def test_a_worker_does_not_take_the_others_for_dead_before_it_learns_of_its_own_
                 other.agent.call_async("w0", len, ("",), {}).wait()
             wait_until(lambda: len(reasons) > 1)
         assert all("this worker gave no sign of life" in why for why in reasons), reasons
+
+
+def test_a_worker_that_is_declared_lost_while_init_rpc_returns_is_not_a_worker_any_more() -> None:
+    with agents(1, dynamic=True) as (worker,):
+
+        def begin() -> Worker:
+            worker.directory.registry.declare_lost(worker.me.incarnation, "a test")
+            wait_until(lambda: worker.agent.closed)
+            return worker
+
+        with pytest.raises(PeerLost, match=r"'w0' was declared lost \(a test\)"):
+            life._enter(begin, TelegradOptions())
+        assert current.worker is None
 
 
 def test_a_lost_worker_that_greets_by_a_connection_that_held_is_taken_back() -> None:

@@ -79,6 +79,7 @@ def init_rpc(
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` or `role` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why. Or this process may open too few files.
+        PeerLost: the directory of the dynamic group has already declared this worker lost.
 
     Example:
         >>> options = rpc.TelegradOptions(init_method="env://")  # MASTER_ADDR and MASTER_PORT say where they meet
@@ -133,10 +134,14 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     with _lock, resources.explained(*what), resources.translate_error(*what):
         check_free()
         current.ended_by = None
-        current.worker = begin()
-        current.worker.at_declared_lost = partial(current.leave, current.worker)
+        worker = current.worker = begin()
+        worker.at_declared_lost = partial(current.leave, worker)
+        # If it was declared lost before it had that callback, it has ended all the same.
+        if worker.agent.closed:
+            current.leave(worker)
+            worker.agent.check_open()
     if options.dashboard is not None:
-        _show(current.worker, options.dashboard)
+        _show(worker, options.dashboard)
 
 
 def _show(worker: Worker, port: int) -> None:
