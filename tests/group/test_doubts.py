@@ -143,10 +143,13 @@ def test_the_time_in_which_this_worker_did_not_run_is_no_silence_of_others() -> 
     assert doubt.after(None, 60.0 + PATIENCE) is True
 
 
-@pytest.mark.parametrize(("why", "answer"), [(PeerLost, None), (PeerSilent, False)])
+@pytest.mark.parametrize(
+    ("why", "answer", "is_dynamic"),
+    [(PeerLost, None, False), (PeerSilent, False, False), (PeerLost, False, False), (PeerLost, False, True)],
+)
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
-    why: type[PeerError], answer: bool | None, lives: bool
+    why: type[PeerError], answer: bool | None, is_dynamic: bool, lives: bool
 ) -> None:
     """It is reached right before the answer that would make it count as lost."""
     probed = 0
@@ -154,24 +157,24 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
     def knock(_: int) -> bool | None:
         nonlocal probed
         probed += 1
-        if probed <= MOST:
+        if probed == 1:
             watch._on_reached(doubt.who.identity)
             return answer
         return lives
 
-    watch = Watch(1, knock)
+    watch = Watch(1, knock, is_dynamic)
     (doubt,) = watch._doubts
     watch._doubts = [doubt._replace(why=why("the reason"), begun=-PATIENCE)]
     with patch.object(membership, "monotonic", clock(iter([]))):
         watch._settle_doubts()
-        assert watch.died == []
+        assert watch.died == watch.declared == []
         assert [(type(each.why), str(each.why), each.answered) for each in watch._doubts] == [
             (PeerLost, "the reason", 0)
         ]
         for _ in range(100):
             watch._settle_doubts()
     assert watch._doubts == []
-    assert watch.died == ([] if lives else [0])
+    assert (watch.declared if is_dynamic else watch.died) == ([] if lives else [0])
 
 
 def test_a_check_that_fails_keeps_the_doubts() -> None:

@@ -390,6 +390,9 @@ class Membership:
         # A refused connection proves that the process is gone, but not how: the member may have left in order, and the
         # watch may not have reported that yet. The directory knows.
         if answer is False and self._group is not None:
+            # A connection was made since: something between the two workers may have refused the probe.
+            if self._reached.get(doubt.who.incarnation, doubt.begun) > doubt.begun:
+                return [doubt.anew(monotonic())]
             why = f"worker {self._me.name!r} found that no process listens at its address"
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
         elif fate and self._group is None:
