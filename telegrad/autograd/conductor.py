@@ -288,7 +288,8 @@ class Conductor:
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         lost = PeerLost(f"a backward pass cannot continue without worker {who.name!r}: {reason}")
         for driven in self._driven.copy().values():
-            if who.name in driven.workers:
+            # The news may come when another worker, which takes part, has the name already.
+            if who.name in driven.workers and driven.context.met(who.name) in (None, who):
                 self._fail(driven, lost)
         self._parts.lost(who, lost)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -14,7 +15,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process, group, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, wait_until
 
 
 @pytest.fixture
@@ -198,3 +199,18 @@ def test_shutdown_after_a_pass(trio: list[Process]) -> None:
     for other in trio[1:]:
         other.begin(just_shut_down)
     assert all(process.end() for process in trio)
+
+
+def test_a_pass_goes_on_if_an_earlier_worker_of_a_name_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    with agents(2) as (worker, other):
+        conductor, context = worker.conductor, worker.conductor.contexts.begin()
+        context.meet(other.me.identity)
+        driven: Any = SimpleNamespace(workers={"w1"}, context=context)
+        monkeypatch.setattr(conductor, "_driven", {"a pass": driven})
+        monkeypatch.setattr(conductor, "_fail", lambda each, _: failed.append(each))
+        conductor._on_lost(other.me.identity._replace(incarnation="an earlier life"), PeerLost("late news"))
+        assert not failed
+        conductor._on_lost(other.me.identity, PeerLost("it died"))
+        assert failed == [driven]
+        monkeypatch.setattr(conductor, "_driven", {})

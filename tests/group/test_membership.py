@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.leaving import MessageQueue
+from telegrad._core.membership.members import Identity
 from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
+from telegrad._core.membership.suspects import Suspect
 from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
@@ -92,7 +96,8 @@ def test_a_worker_that_is_declared_lost_while_init_rpc_returns_is_not_a_worker_a
     with agents(1, dynamic=True) as (worker,):
 
         def begin() -> Worker:
-            worker.directory.registry.declare_lost(worker.me.incarnation, "a test")
+            with contextlib.suppress(DirectoryLost):  # it is closed as soon as the watch reports the loss
+                worker.directory.registry.declare_lost(worker.me.incarnation, "a test")
             wait_until(lambda: worker.agent.closed)
             return worker
 
@@ -109,6 +114,20 @@ def test_a_lost_worker_that_greets_by_a_connection_that_held_is_taken_back() -> 
         assert worker.membership.present() == [worker.me]
         other.membership.greet()
         wait_until(lambda: other.me in worker.membership.present())
+
+
+def test_a_lost_worker_that_answers_before_its_loss_is_reported_is_in_the_group() -> None:
+    with agents(2) as (worker, other):
+        membership, report = worker.membership, worker.membership.on_dead
+
+        def report_late(who: Identity, why: PeerError) -> None:
+            membership._on_reached(who)
+            report(who, why)
+
+        membership.on_dead = report_late
+        membership._find_dead(Suspect(other.me, PeerSilent("stopped"), time.monotonic(), 0.0))
+        assert membership.present() == [worker.me, other.me]
+        assert not worker.parting._farewell.lost_ones  # type: ignore[attr-defined]
 
 
 may_end = threading.Event()

@@ -301,8 +301,11 @@ class Membership:
             if who.incarnation in self._present:
                 self._reached[who.incarnation] = monotonic()
         if member is not None:
-            self._post.note_return(who)
-            self.on_return(member)
+            self._report_return(member)
+
+    def _report_return(self, member: Member) -> None:
+        self._post.note_return(member.identity)
+        self.on_return(member)
 
     def _has_parted(self, reason: PeerError) -> bool:
         """Return True if that worker announced its departure. In a dynamic group, one that leaves early is lost."""
@@ -420,6 +423,9 @@ class Membership:
         if how == LOST:
             self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
             self.on_dead(who.identity, doubt.why)
+            # It has answered since it was removed: `_on_reached`, on another thread, may have reported that first.
+            if who.incarnation in self._present:
+                self._report_return(who)
 
     def _watch_next(self) -> None:
         """Keep a connection to the next member of a dynamic group by rank."""
