@@ -412,9 +412,9 @@ def test_a_refused_call_raises_a_builtin_type_of_error(call: Callable[..., Any],
 
 @REFUSED
 def test_names_of_arguments_that_are_no_strings_are_refused() -> None:
-    everyone = group()
-    to_one: list[Callable[..., Any]] = [partial(call, "w1") for call in (rpc_sync, rpc_async, remote, rpc_stream)]
-    for call in [*to_one, everyone.rpc_async, everyone.remote]:
+    everyone: Any = group()
+    ways: list[Any] = [rpc_sync, rpc_async, remote, rpc_stream]
+    for call in [*(partial(way, "w1") for way in ways), everyone.rpc_async, everyone.remote]:
         for names in ({1: 2}, collections.OrderedDict([("a", 1), (b"b", 2)])):
             with pytest.raises(InvalidArgument, match=r"names of arguments in kwargs must be strings, not (1|b'b')"):
                 call(take, (1,), names)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.calls import futures, profiling
+from telegrad._core.calls import profiling, unretrieved
 from telegrad._core.start import life
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import GroupError, ShutDown
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the failures of other tests, after which similar ones are not logged."""
-    monkeypatch.setattr(futures, "_logged", {})
-    monkeypatch.setattr(futures, "_retrieved", {})
-    monkeypatch.setattr(futures, "_held", set())
+    monkeypatch.setattr(unretrieved, "_logged", {})
+    monkeypatch.setattr(unretrieved, "_retrieved", {})
+    monkeypatch.setattr(unretrieved, "_held", set())
 
 
 class Heard(logging.Handler):
@@ -150,10 +150,10 @@ def test_a_failure_after_a_similar_one_was_handled_is_logged(handled: Any, dropp
 def test_failures_are_logged_again_after_a_while(monkeypatch: pytest.MonkeyPatch, log: Heard) -> None:
     """Also if some that were not logged came in between."""
     now = 1e9
-    monkeypatch.setattr(futures, "perf_counter", lambda: now)
+    monkeypatch.setattr(unretrieved, "perf_counter", lambda: now)
     for _ in range(9):
-        futures.UnretrievedError("f on worker 'w1'", ValueError("boom"), now)
-        now += futures.QUIET * 0.4
+        unretrieved.UnretrievedError("f on worker 'w1'", ValueError("boom"), now)
+        now += unretrieved.QUIET * 0.4
     assert len(log.said) == 3
 
 
@@ -173,15 +173,15 @@ def test_held_failures_are_not_logged_if_a_similar_one_was_handled(monkeypatch: 
     held = [failed(), failed()]
     with pytest.raises(ValueError, match="boom"):
         held[0].wait()
-    ends = time.perf_counter() + 10 * futures.QUIET
-    monkeypatch.setattr(futures, "perf_counter", lambda: ends)
+    ends = time.perf_counter() + 10 * unretrieved.QUIET
+    monkeypatch.setattr(unretrieved, "perf_counter", lambda: ends)
     life._leave_at_exit()
     assert not log.said
 
 
 def test_calls_that_end_with_their_group_are_not_logged(log: Heard) -> None:
     error = GroupError("f failed for 1 of 1", {"w1": ShutDown("worker 'w0' shut down")})
-    held = futures.UnretrievedError("f on a group", error, 0.0)
+    held = unretrieved.UnretrievedError("f on a group", error, 0.0)
     life._leave_at_exit()
     del held
     assert not log.said

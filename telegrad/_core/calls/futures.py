@@ -1,7 +1,6 @@
 """The future that an asynchronous call returns: a torch future that can also be interrupted and awaited.
 
-Any asyncio event loop can await results that other threads set. A failure that the program never looks at is logged,
-when its future is dropped or the program ends.
+Any asyncio event loop can await results that other threads set.
 """
 
 from __future__ import annotations
@@ -9,120 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from contextvars import copy_context
-from math import inf
 from time import perf_counter
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from telegrad._core import checks, forks
 from telegrad._core.calls.call_names import not_compiled
+from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.forks import process
 from telegrad._core.interrupts import raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import fold, remote_traceback_of
-from telegrad.errors import CallCancelled, GroupError, ShutDown, UsageError
+from telegrad.errors import CallCancelled, GroupError, UsageError
 
 T = TypeVar("T")
 S = TypeVar("S")
 
-QUIET = 5.0  # seconds in which similar failures are not logged again
-REMEMBERED = 256
-
 log = logging.getLogger("telegrad")
-
-Kind = tuple[str, str]  # of failures: the class of the error, and the function
-_logged: dict[Kind, float] = {}  # when such a failure was last logged
-_retrieved: dict[Kind, float] = {}  # when the program last saw one
-_held: set[weakref.ref[UnretrievedError]] = set()  # all that exist, except those that were `seen` from the start
-
-
-def _was_asked_for(error: BaseException) -> bool:
-    """Return True if the program itself ended the operation."""
-    if isinstance(error, GroupError) and error.errors:
-        return all(map(_was_asked_for, error.errors.values()))
-    return isinstance(error, ShutDown | CallCancelled)
-
-
-class UnretrievedError:
-    """The failure of a future. Logged if it is dropped, or the program ends, before it was `seen`."""
-
-    __slots__ = ("__weakref__", "_about", "_begun", "kind", "seen", "text")
-
-    def __init__(self, about: str, error: BaseException, begun: float) -> None:
-        """`about` describes the failed operation, as users know it; it has `begun` at that time."""
-        self.seen: bool = _was_asked_for(error)
-        self._about, self._begun = about, begun
-        self.kind: str = type(error).__name__
-        try:
-            self.text: str = str(error)
-        except Exception:
-            self.text = "(its text could not be formatted)"
-        if not self.seen:
-            _held.add(weakref.ref(self, _held.discard))
-
-    def __repr__(self) -> str:
-        return f"{self.kind} of {self._about}"
-
-    def raise_fresh(self, error: Any) -> NoReturn:
-        """Mark the failure as seen, and raise a fresh copy of the future's error."""
-        self.seen = True
-        note_retrieved(self._about, self.kind)
-        raise fresh(error)
-
-    def log(self, at_end: bool = False) -> None:
-        """Log the failure, at most once, if the program has not seen it, nor a similar one."""
-        # A wait for several calls, as by `collect_all` or in a loop, raises the first failure, and the others are
-        # dropped, or held until the program ends. They have begun before that failure was seen. A call that began
-        # afterwards has nothing to do with it.
-        now, similar = perf_counter(), _similar(self._about, self.kind)
-        retrieved = _retrieved.get(similar, -inf)
-        handled = self._begun <= retrieved and (at_end or now - retrieved < QUIET)
-        if not self.seen and not handled and now - _logged.get(similar, -inf) >= QUIET:
-            _note(_logged, similar)
-            log.error(
-                "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
-                "or add a callback to the future\n%s: %s",
-                *(self._about, self.kind, self.text),
-            )
-        self.seen = True
-
-    # The function is a default argument, since names of a module may be cleared before the last futures are freed.
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not self.seen and not is_finalizing():
-            self.log()
-
-
-def log_held() -> None:
-    """Log the failures that the program still holds when it ends."""
-    for held in _held.copy():  # copied in one step: other threads add and discard
-        if (failure := held()) is not None:
-            failure.log(at_end=True)
-
-
-forks.in_child(_held.clear)  # the failures of the parent, which logs them
-
-
-def _similar(about: str, kind: str) -> Kind:
-    return kind, about.partition(" on worker ")[0]
-
-
-def note_retrieved(about: str, kind: str) -> None:
-    """Note that the program sees such a failure: it may drop those of similar calls that have begun before."""
-    _note(_retrieved, _similar(about, kind))
-
-
-def _note(times: dict[Kind, float], similar: Kind) -> None:
-    if len(times) >= REMEMBERED:
-        times.clear()
-    times[similar] = perf_counter()
-
 
 _CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
     kind: type(kind.__name__, (kind, asyncio.CancelledError), {"__module__": kind.__module__, ORIGINAL: kind})

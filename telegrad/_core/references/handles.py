@@ -19,7 +19,8 @@ from telegrad._core import events
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
-from telegrad._core.calls.futures import Future, Signal, UnretrievedError, note_retrieved, wait_for
+from telegrad._core.calls.futures import Future, Signal, wait_for
+from telegrad._core.calls.unretrieved import UnretrievedError, note_retrieved
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
@@ -141,7 +142,7 @@ class Creation:
         self.error: BaseException | None = None
         self.cut_off = False  # it ended without an answer, which may still come
         self.done = False
-        self.used = False  # the program has requested the value, or learns of a failure otherwise
+        self.used = 0.0  # when the program last requested the value, or learned of a failure otherwise
         self.about, self.begun = "", 0.0  # set if it has failed
         self.future: Future[None] | None = None  # for the user, if one was requested
         self.helper = 0  # thread that waits for the call in `help`, and completes the future if it reads the answer
@@ -153,7 +154,7 @@ class Creation:
     def set_exception(self, result: BaseException) -> None:
         self.error = fresh(result)
         if self.used:
-            self.use()
+            note_retrieved(self.about, type(self.error).__name__, self.used)
         # Such a call may still run and create the value, and its receipt is processed whenever it comes. So the owner
         # is not asked about it before the connection breaks.
         self.cut_off = isinstance(result, CallCancelled | CallTimeout)
@@ -178,9 +179,9 @@ class Creation:
 
     def use(self) -> None:
         """Note that the program learns of a failure otherwise."""
-        self.used = True
+        self.used = perf_counter()
         if self.error is not None:
-            note_retrieved(self.about, type(self.error).__name__)
+            note_retrieved(self.about, type(self.error).__name__, self.used)
 
     def ended(self, at_end: bool = False) -> None:
         """Log an error that the program has not seen: the last handle has ended, or with `at_end` the worker."""

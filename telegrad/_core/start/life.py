@@ -13,8 +13,8 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.cancelling import finishing
-from telegrad._core.calls.futures import log_held
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.unretrieved import log_held
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import resources
 from telegrad._core.interrupts import install
