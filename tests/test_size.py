@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_368,
-    "lines of the core": 38_942,
-    "lines of the tests": 87_764,
-    "files of the package": 269,
+    "lines of the package": 62_462,
+    "lines of the core": 39_023,
+    "lines of the tests": 87_829,
+    "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,

@@ -111,6 +111,11 @@ def _module_of(frame: FrameType) -> str:
     return frame.f_globals.get("__name__") or ""
 
 
+def plural(count: int, one: str) -> str:
+    """Return text such as "1 worker" and "2 workers"."""
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word most like `word`, or "" if none is similar."""
     close = difflib.get_close_matches(word, list(known), 1)

@@ -8,6 +8,7 @@ from typing import Any, overload
 from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import folded, not_compiled, target, user_name
+from telegrad.ext.texts import plural
 from telegrad.ext.workers import View, WorkerInfo, current, listed
 from telegrad.groups.group_methods import GroupCalls
 
@@ -213,7 +214,7 @@ class Group(GroupCalls):
             return members[which]
         except IndexError:
             raise IndexError(
-                f"the group ({self.description}) has {len(members)} workers now, and none at {which}"
+                f"the group ({self.description}) has {plural(len(members), 'worker')} now, and none at {which}"
             ) from None
         except TypeError:
             checks.raise_invalid("the index of a group", "the place of a worker, or a slice", which)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
+from telegrad.ext.texts import plural
 from telegrad.insight.phrases import (
     BUSY,
     DOES,
@@ -26,7 +27,6 @@ from telegrad.insight.phrases import (
     doing,
     lasting,
     lines_of,
-    plural,
     seconds,
     several,
     stacks,

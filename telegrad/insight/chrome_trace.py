@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from telegrad.ext import events as kinds
 from telegrad.ext.events import Event
+from telegrad.ext.texts import plural
 from telegrad.pipeline.pipeline_schedule import FORWARD, WEIGHTS
 
 MOST_LANES = 64  # lanes of one track; further simultaneous events become instants without arrows
@@ -94,7 +95,8 @@ def summary(file: Mapping[str, Any]) -> str:
     workers = file["otherData"]["workers"]
     arrows = sum(event["ph"] == "s" and event.get("cat") == "telegrad" for event in file["traceEvents"])
     width = max(map(len, workers), default=0)
-    lines = [f"{len(workers)} workers, {sum(one['events'] for one in workers.values()):,} events, {arrows:,} arrows"]
+    counts = len(workers), sum(one["events"] for one in workers.values()), arrows
+    lines = [", ".join(map(plural, counts, ("worker", "event", "arrow")))]
     for name, one in workers.items():
         profiled = f", {one['profiled']:,} of torch's profiler" if one["profiled"] else ""
         if one["profile_left_out"]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import isinf
 from typing import NamedTuple
 
+from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
 from telegrad.reporting import ASKS, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
 
@@ -72,17 +73,13 @@ def lasting(age: float) -> str:
 def several(names: Iterable[str], most: int = 2 * FEW) -> str:
     known = list(dict.fromkeys(names))
     if len(known) > most:
-        known = [*known[: most - 1], f"{len(known) - most + 1} others"]
+        known = [*known[: most - 1], plural(len(known) - most + 1, "other")]
     return " and ".join([", ".join(known[:-1]), known[-1]] if len(known) > 1 else known)
 
 
 def counted(names: Iterable[str]) -> str:
     """Return text such as "worker1 (3), worker2"."""
     return several(f"{name} ({count})" if count > 1 else name for name, count in Counter(names).most_common())
-
-
-def plural(count: int, one: str) -> str:
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def function_label(name: str) -> str:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from telegrad.ext.texts import plural
 from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import (
@@ -22,7 +23,6 @@ from telegrad.insight.phrases import (
     doing,
     lasting,
     lines_of,
-    plural,
     seconds,
     several,
     stacks,
@@ -215,8 +215,11 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
     told = sorted({name for account in accounts for name in account["missing"]} - ranks)
     missing = told or [rank for rank in (f"rank {number}" for number in range(size or 0)) if rank not in ranks]
     if len({account["size"] for account in accounts if account["place"]}) > 1:
-        sizes = {each["worker"]: "any number of" if each["size"] is None else each["size"] for each in accounts}
-        expected = several(f"{name} expects {wanted} workers" for name, wanted in sizes.items())
+        sizes = {
+            each["worker"]: "any number of workers" if each["size"] is None else plural(each["size"], "worker")
+            for each in accounts
+        }
+        expected = several(f"{name} expects {wanted}" for name, wanted in sizes.items())
         kind, title = "sizes", f"The workers{at} do not agree on the size of the group: {expected}."
         details.append("Give all workers the same world_size, or each group an address of its own")
     elif not missing and size is None and (wait := _join_wait(oldest)) is not None and wait["what"] != "store":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
-from telegrad.ext.texts import safe
+from telegrad.ext.texts import plural, safe
 from telegrad.insight.history import GroupHistory, Source, functions
 from telegrad.reporting import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
 from telegrad.reporting.figures import Rate, oldest_call, trouble
@@ -52,7 +52,7 @@ class TopView(NamedTuple):
         notes += [f"{name} is no longer in the group: {why}" for name, why in history.lost().items()]
         if height and len(notes) > NOTES:
             notes[NOTES - 1 :] = [f"and {len(notes) - NOTES + 1} more"]
-        about = [f"{len(sight.accounts)} workers", f"{len(sight.silent)} silent", f"store {', '.join(places)}"]
+        about = [plural(len(sight.accounts), "worker"), f"{len(sight.silent)} silent", f"store {', '.join(places)}"]
         found = [" | ".join(about), *(f"! {safe(note)}" for note in notes), ""]
         if self.worker and (history.last or sight.silent):
             told, shown = of_worker(history, self.worker, self.stacks)

@@ -156,7 +156,7 @@ def places() -> list[DebugAddress]:
     others: list[DebugAddress] = []
     for place, inode in named:
         if monotonic() > until:
-            log.warning("telegrad: %d sockets are named like those of workers; some were not queried", len(named))
+            log.warning("telegrad: sockets are named like those of workers (%d); some were not queried", len(named))
             break
         if (peer := _peer_of(place, inode)) is not None:
             pid, user = peer
@@ -166,7 +166,7 @@ def places() -> list[DebugAddress]:
                 others.append(place)
     if others:
         log.warning(
-            "telegrad: %d sockets of other users are named like those of workers, such as %r: they are ignored",
+            "telegrad: sockets of other users are named like those of workers (%d, such as %r): they are ignored",
             *(len(others), others[0].address),
         )
     # In turns, one of each user. For root, workers of a user with many sockets must not delay those of the others until

@@ -20,7 +20,7 @@ from telegrad.ext.events import MADE
 from telegrad.ext.graphs import Conductor
 from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import stores
-from telegrad.ext.texts import progress
+from telegrad.ext.texts import plural, progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
 from telegrad.reporting import (
     ASKS,
@@ -340,7 +340,7 @@ def _serving(*_: object) -> WaitState:
 def _gathering(names: Names, _: Missing) -> WaitState:
     wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
     on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
-    about = f"{wanted} workers" if isinstance(wanted, int) else ""
+    about = plural(wanted, "worker") if isinstance(wanted, int) else ""
     age = monotonic() - names["wait"].begun if "wait" in names else 0.0
     return WaitState(what="workers", on=on, about=about, age=age)
 

@@ -346,7 +346,7 @@ def test_workers_of_a_dynamic_group_take_the_lowest_free_number(tmp_path: pathli
         assert [name for name, _ in made[0].run(roles)] == ["learner0", "actor0", "actor1"]
         found = made[0].run(lambda: rpc.wait_for_workers(2, PATIENCE, role="actor"))
         assert len(found) == 3
-        with pytest.raises(AssertionError, match="there are 2 workers of role 'actor', not 3: actor0, actor1"):
+        with pytest.raises(AssertionError, match="the group has 2 workers of role 'actor', not 3: actor0, actor1"):
             made[0].run(lambda: rpc.wait_for_workers(3, 0.1, role="actor"))
 
 

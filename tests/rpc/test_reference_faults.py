@@ -242,7 +242,7 @@ def test_leaked_references_are_listed_in_debug_mode(debug: str) -> None:
     lines = [line for record in said for line in record.splitlines()]
     assert len(lines) == (3 if debug else 0)
     if debug:
-        assert "4 references outlive their group" in lines[0]
+        assert "references outlive their group (4)" in lines[0]
         assert sorted(line.strip().partition(" created at ")[0] for line in lines[1:]) == ["1", "3"]
         assert all(f"{__file__}:" in line for line in lines[1:])
 

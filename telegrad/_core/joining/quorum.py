@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Directory
 from telegrad._core.membership.members import Member, listed, named
+from telegrad._core.texts import plural
 
 PREFIX = "elastic/"
 GENERATION, COME = PREFIX + "generation", PREFIX + "come/"
@@ -168,7 +169,7 @@ class Quorum:
             number = self._running.number
             return f"generation {number} is running until {names} call rendezvous_again(), or one of them is lost"
         names = listed([repr(each.member.name or each.member.role) for each in self._here()])
-        workers = "1 worker" if count == 1 else f"{count} workers"
+        workers = plural(count, "worker")
         if count < self._limits.least:
             return f"{workers} of {self._limits} joined: {names or 'nobody'}"
         return f"{workers} of {self._limits} joined: {names}; more may join"

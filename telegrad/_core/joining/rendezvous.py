@@ -26,6 +26,7 @@ from telegrad._core.membership.members import Member, Members, listed, named
 from telegrad._core.progress import Times, Wait, poll_intervals
 from telegrad._core.stores.address import means_loopback, split
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
+from telegrad._core.texts import plural
 from telegrad.errors import (
     AuthenticationFailed,
     GroupIncomplete,
@@ -286,8 +287,8 @@ class _Static:
             if found.size != self.size:
                 first = found.first or "who called it off"
                 raise RendezvousError(
-                    f"{self.me} expects a group of {self.size} workers, but {first} expects one of {found.size}: "
-                    "give all workers the same world_size"
+                    f"{self.me} expects a group of {plural(self.size, 'worker')}, but {first} expects one of "
+                    f"{found.size}: give all workers the same world_size"
                 )
         except TelegradError:
             terms = terms_of(self._board)
@@ -366,8 +367,8 @@ class _Static:
         self._look_for_refused()
         who = self._absent() or "a worker joined, but ended before all had joined"
         return GroupIncomplete(
-            f"the group of {self.size} workers is not {gate} after {self.timeout:g} s: {who}. Check the logs of "
-            "those workers, or allow more time with rpc_timeout"
+            f"the group of {plural(self.size, 'worker')} is not {gate} after {self.timeout:g} s: {who}. Check the "
+            "logs of those workers, or allow more time with rpc_timeout"
         )
 
     def _watch(self, wait: Wait) -> Callable[[], None]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 
 from telegrad._core.checks import short_repr
 from telegrad._core.devices.device_maps import Devices
-from telegrad._core.texts import did_you_mean
+from telegrad._core.texts import did_you_mean, plural
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 
 LONGEST_NAME = 127
@@ -223,7 +223,7 @@ def describe_missing(names: Collection[str], wanted: int | Collection[str], role
     there = ", ".join(sorted(names))
     if isinstance(wanted, int):
         of_role = f" of role {role!r}" if role else ""
-        few = f"there are {len(names)} workers{of_role}, not {wanted}: {there or 'none'}"
+        few = f"the group has {plural(len(names), 'worker')}{of_role}, not {wanted}: {there or 'none'}"
         return "" if len(names) >= wanted else few
     absent = ", ".join(map(repr, missing_names(names, wanted)))
     return f"{absent} missing; the group has {there}" if absent else ""

@@ -223,7 +223,7 @@ def warn_of_leaks(places: Iterable[str]) -> None:
     counts = Counter(places)
     if counts:
         listed = "\n  ".join(sorted(f"{count} created at {place}" for place, count in counts.items())[:SHOWN])
-        log.warning("telegrad: %d references outlive their group:\n  %s", counts.total(), listed)
+        log.warning("telegrad: references outlive their group (%d):\n  %s", counts.total(), listed)
 
 
 class Maker:

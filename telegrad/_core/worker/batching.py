@@ -15,6 +15,7 @@ from telegrad._core.calls.cancelling import serving
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.pickling.remote_text import folded
+from telegrad._core.texts import plural
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
@@ -100,7 +101,9 @@ class Batched:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
             values = await (in_setting(run, modes.applied, Streams()) if modes else run)
             if len(values) != len(calls):
-                raise ValueError(f"{self._path} returned {len(values)} results for a batch of {len(calls)} calls")
+                raise ValueError(
+                    f"{self._path} returned {plural(len(values), 'result')} for a batch of {plural(len(calls), 'call')}"
+                )
         except BaseException as error:
             _fail(calls, error)
             if not isinstance(error, Exception):

@@ -25,6 +25,7 @@ from telegrad._core.progress import Wait
 from telegrad._core.rpc import rref
 from telegrad._core.rpc.presence import get_worker_info
 from telegrad._core.start import life
+from telegrad._core.texts import plural
 from telegrad._core.worker import current
 from telegrad.compat.rpc import calls
 from telegrad.compat.rpc.backend_registry import (
@@ -386,7 +387,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     if lost is not None:
         raise lost
     if leaks:
-        raise RRefError(f"Leaking RRef: {leaks} values of this worker are still held by others")
+        raise RRefError(f"Leaking RRef: {plural(leaks, 'value')} of this worker still held by others")
 
 
 def _count_leaks() -> int:
