@@ -365,6 +365,25 @@ def test_a_member_catches_up_if_the_directory_has_forgotten_changes(engine: Naiv
     assert worker.told[-1] == MemberJoined(come.group._known[come.me.incarnation])
 
 
+def test_a_member_learns_of_the_end_of_its_group_if_the_directory_has_forgotten_it(
+    engine: NaiveEngine, make: Make
+) -> None:
+    make("boss", 0).join().group.leave()  # of an earlier group, which concerns no later member
+    boss, server = make("boss", 0).join(), make("server").join()
+    boss.group.leave()
+    late = make("late").join()
+    engine.forget()
+    server.watch()
+    late.watch()
+    wait_until(lambda: "late" in server.names())
+    wait_until(lambda: server.group._since == late.group._since)
+    assert [each for each in server.told if isinstance(each, Ended)] == [Ended(LEFT, "worker 'boss' has left")]
+    assert late.told == []
+    engine.forget()
+    make("boss", 0).join().group.leave()
+    wait_until(lambda: any(isinstance(each, Ended) for each in late.told))
+
+
 def test_a_change_that_cannot_be_handled_does_not_end_the_watch(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Change] = []
 

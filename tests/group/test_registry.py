@@ -131,7 +131,9 @@ def test_members_that_have_gone_leave_no_entries(registry: Registry, directory: 
         else:
             registry.declare_lost(joined.member.incarnation, "it is dead")
         registry.end("told once")
-    assert directory.list("").entries == kept
+    end = directory.list("live/").entries
+    assert [each.key for each in end] == ["live/ended"]
+    assert directory.list("").entries == kept + end
 
 
 # Claims to published values

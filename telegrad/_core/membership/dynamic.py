@@ -350,8 +350,8 @@ class DynamicGroup:
         return known is not None and revision < known.epoch
 
     def _read_anew(self) -> None:
-        """Read all members after missed changes: how members have gone meanwhile is not known."""
-        roster = self.registry.roster()
+        """Read all after missed changes: how members have gone meanwhile is not known."""
+        roster, end = self.registry.roster(), self.registry.last_end()
         with self._applying:
             why = "it disappeared while this worker received no changes"
             known = self._known.copy().items()
@@ -364,6 +364,9 @@ class DynamicGroup:
                     return
                 self._apply(change)
             self._take_in(roster)
+            # The watch, which goes on at that revision, reports a later end.
+            if end is not None and self._since < end[0] <= roster.revision and not self._is_outdated(*end):
+                self._apply(end[1])
             self._since = roster.revision
 
     def refresh(self) -> None:

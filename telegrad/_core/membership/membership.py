@@ -93,8 +93,7 @@ class CallbackThread:
 
 
 class Greeting(NamedTuple):
-    """An empty message, which shows that its sender lives. The connection that carries it will report the receiver's
-    end."""
+    """An empty message: its sender lives, and will notice the end of the connection that carries it."""
 
 
 class Membership:
@@ -301,11 +300,8 @@ class Membership:
             if who.incarnation in self._present:
                 self._reached[who.incarnation] = monotonic()
         if member is not None:
-            self._report_return(member)
-
-    def _report_return(self, member: Member) -> None:
-        self._post.note_return(member.identity)
-        self.on_return(member)
+            self._post.note_return(who)
+            self.on_return(member)
 
     def _has_parted(self, reason: PeerError) -> bool:
         """Return True if that worker announced its departure. In a dynamic group, one that leaves early is lost."""
@@ -340,9 +336,8 @@ class Membership:
             if not isinstance(reason, PeerSilent):  # its lease decides
                 self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
         self._new_version()
-        if member.incarnation != self._me.incarnation:
-            for callback in self._teller.of_joins:
-                self._teller.tell(callback, info(member))
+        for callback in self._teller.of_joins if member.incarnation != self._me.incarnation else ():
+            self._teller.tell(callback, info(member))
         self._changed.notify_all()
 
     # The probing thread
@@ -378,9 +373,8 @@ class Membership:
                 with self._changed:
                     self._doubts += left
             # It lives, but messages to it may have been lost with the broken connection: the barriers send them again.
-            if answer:
-                for told in self.answered:
-                    told(doubt.who)
+            for told in self.answered if answer else ():
+                told(doubt.who)
         if self._knocks:
             return 0.0
         return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
@@ -425,7 +419,8 @@ class Membership:
             self.on_dead(who.identity, doubt.why)
             # It has answered since it was removed: `_on_reached`, on another thread, may have reported that first.
             if who.incarnation in self._present:
-                self._report_return(who)
+                self._post.note_return(who.identity)
+                self.on_return(who)
 
     def _watch_next(self) -> None:
         """Keep a connection to the next member of a dynamic group by rank."""
@@ -476,13 +471,11 @@ class Membership:
             is_lost = change.how == LOST and change.life not in self._parted
             reason = PeerLost(f"worker {member.name!r} was lost: {change.why}") if is_lost else None
             self._take_out(member, reason)
-        if reason is None:
-            return
         # Without the lock: the end of this worker waits for the probing thread, which takes that lock.
-        if member.incarnation == self._me.incarnation:
+        if reason is not None and member.incarnation == self._me.incarnation:
             assert self._group is not None
             log.warning("telegrad: %s", self._group.over)
             self.on_declared_lost()
-        else:
+        elif reason is not None:
             self._post.warn_lost(member.identity, str(reason))
             self._post.cut(member.identity, reason)

@@ -5,7 +5,7 @@
     rank/RANK            LIFE of the member that has this rank
     live/member/LIFE     what a member publishes about itself
     live/published/NAME  LIFE of the member that owns the value published under this name
-    live/ended           how and why members that only serve must end; written for each such end, and deleted at once
+    live/ended           how and why members that only serve must end; written anew for each such end
 
 All members watch only the keys below `live/`: with each watched key, a start of n workers costs n * n events. LIFE is
 the member's incarnation, which no other process ever has. The three keys of a member have its lease. They are deleted
@@ -173,10 +173,8 @@ class Registry:
     def end(self, why: str, how: str = LEFT) -> None:
         """End the members that only serve, with an error if `how` is LOST. Later workers are not affected."""
         found, ended = self._read(ENDED), json.dumps([how, why]).encode()
-        swap = self._directory.swap(ENDED, ended, found.revision if found else ABSENT)
-        # Delete the key at once: a watch reports each change after its revision, also that of a key that is gone again.
-        if swap.entry is not None:
-            self._directory.swap(ENDED, None, swap.entry.revision)
+        # It stays: workers that join later have a higher epoch, and one that has missed changes reads it.
+        self._directory.swap(ENDED, ended, found.revision if found else ABSENT)
 
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
         """Write how a member has gone; return its entry, or None if the member was out before."""
@@ -296,6 +294,11 @@ class Registry:
             },
             {each.key.removeprefix(PUBLISHED): Claim(each.value.decode(), each.created) for each in published.entries},
         )
+
+    def last_end(self) -> tuple[int, Ended] | None:
+        """Return the last end of the group, and its revision."""
+        entry = self._read(ENDED)
+        return (entry.revision, Ended(*json.loads(entry.value.decode()))) if entry is not None else None
 
     def find(self, to: str | int) -> Registered | None:
         holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
