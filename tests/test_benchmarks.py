@@ -369,7 +369,7 @@ def test_floods_cost_other_workers_and_the_callee_little() -> None:
         "-m",
         "benchmarks.floods",
         "--seconds",
-        "1",
+        "3",
         "--rounds",
         "1",
         "--ratio",

@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_462,
-    "lines of the core": 39_023,
-    "lines of the tests": 87_829,
+    "lines of the package": 62_503,
+    "lines of the core": 39_047,
+    "lines of the tests": 88_063,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,
