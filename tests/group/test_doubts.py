@@ -76,6 +76,7 @@ class Watch(Membership):
 
     def _take_out(self, member: Any, lost: Any) -> None:
         self.died.append(member.tcp)
+        self._present.pop(member.incarnation, None)
 
 
 def clock(steps: Iterator[float]) -> Callable[[], float]:
@@ -178,7 +179,7 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
 
 
 def test_a_check_that_fails_keeps_the_doubts() -> None:
-    def fail(worker: int) -> bool:
+    def fail(doubt: Suspect, evidence: str) -> None:
         raise OverflowError
 
     watch = Watch(2, lambda _: False)

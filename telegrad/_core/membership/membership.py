@@ -390,16 +390,16 @@ class Membership:
             # A connection was made since: something between the two workers may have refused the probe.
             if self._reached.get(doubt.who.incarnation, doubt.begun) > doubt.begun:
                 return [doubt.anew(monotonic())]
-            why = f"worker {self._me.name!r} found that no process listens at its address"
-            self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
+            why = f"worker {self._me.name!r} found that {doubt.evidence(answer)}"
+            self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt, doubt.evidence(answer)))
         elif fate and self._group is None:
-            self._find_dead(doubt)
+            self._find_dead(doubt, doubt.evidence(answer))
         elif self._teller.hears_of_ends or doubt.who.incarnation == self._next:
             self._greet([doubt.who])  # it may be alive: connect, to notice its next end
         return []
 
-    def _find_dead(self, doubt: Suspect) -> None:
-        """Remove a worker that does not answer, if no directory decides."""
+    def _find_dead(self, doubt: Suspect, evidence: str) -> None:
+        """Remove a worker that is dead by that evidence, if no directory decides."""
         who = doubt.who
         with self._changed:
             if self._closed:
@@ -415,7 +415,7 @@ class Membership:
                 return
             self._take_out(who, doubt.why if how == LOST else None)
         if how == LOST:
-            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
+            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: {evidence}")
             self.on_dead(who.identity, doubt.why)
             # It has answered since it was removed: `_on_reached`, on another thread, may have reported that first.
             if who.incarnation in self._present:

@@ -46,6 +46,14 @@ class Suspect(NamedTuple):
             return not answer
         return self._replace(answered=answered, due=now + PROBE_DELAYS[answered])
 
+    def evidence(self, answer: bool | None) -> str:
+        """Return what shows that the worker is lost, given the last answer."""
+        if isinstance(self.why, PeerSilent):  # was not probed, see `Probes.begin`
+            return "it gives no sign of life"
+        if answer is None:
+            return "its host does not answer"
+        return "no process listens at its address: it died, or its program ended without rpc.shutdown()"
+
     def anew(self, now: float) -> Suspect:
         """Return the doubt of a worker that was reached since this one began: it is probed, also if it was silent."""
         why = PeerLost(str(self.why)) if isinstance(self.why, PeerSilent) else self.why
