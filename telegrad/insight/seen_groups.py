@@ -103,7 +103,7 @@ class HostGroup:
 
     def look(self) -> GroupSnapshot:
         # The workers of this host are asked by their own sockets, which works also for workers that have not joined or
-        # are declared lost. Only the other members are asked through one of them.
+        # are declared lost. Only the other members are asked through those that know them.
         told = ask_all(self._places, ACCOUNT, None, PATIENCE)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, WorkerState] = {each["worker"]: each for each in answered}
@@ -111,16 +111,21 @@ class HostGroup:
         silent = _states({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
         silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
         beyond = others_of(accounts.values()) - silent.keys()
-        if beyond and accounts:
-            answering = next(place for place, each in told.items() if isinstance(each, dict))
-            group = ask_all([answering], GROUP, None, OF_ALL)[answering]
+        unanswered: dict[str, str] = {}
+        for place, answer in told.items():
+            known = beyond & answer["members"].keys() if isinstance(answer, dict) else set[str]()
+            if not known:
+                continue
+            group = ask_all([place], GROUP, None, OF_ALL)[place]
             if isinstance(group, dict):
-                others: list[WorkerState] = [each for each in group["accounts"] if each["worker"] in beyond]
+                others: list[WorkerState] = [each for each in group["accounts"] if each["worker"] in known]
                 accounts |= {each["worker"]: each for each in others}
-                silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
+                silent = {name: why for name, why in group["silent"].items() if name in known} | silent
+                beyond -= accounts.keys() | silent.keys()
             # It may have stopped since its first answer. Its group is not smaller because of that.
             else:
-                silent |= dict.fromkeys(sorted(beyond), f"{answering.worker} was asked about it, and gave no answer")
+                unanswered |= dict.fromkeys(known, f"{place.worker} was asked about it, and gave no answer")
+        silent |= {name: unanswered[name] for name in sorted(beyond & unanswered.keys())}
         accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
         return _sight(accounts_told, silent, [place.worker for place in told])
 

@@ -17,6 +17,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -437,6 +438,23 @@ def test_members_of_other_hosts_are_silent_if_the_worker_that_was_asked_about_th
     why = "w9 was asked about it, and gave no answer"
     assert sight.silent == {"w6": why, "w8": why}  # w7 has been declared lost
     assert f"w8 does not answer: {why}" in " ".join(Report(sight).text().split())
+
+
+@pytest.mark.parametrize("first", ["was declared lost", "stops"])
+def test_members_of_other_hosts_are_asked_through_each_worker_that_knows_them(first: str) -> None:
+    def talk(name: str, sock: socket.socket) -> None:
+        topic = json.loads(sock.recv(1 << 16))["topic"]
+        members = {name: "h"} if name == "w9" and first != "stops" else {"w8": "h", "w9": "h", "w6": "h"}
+        if topic == ACCOUNT:
+            sock.sendall(json.dumps({**TOLD, "worker": name, "members": members}).encode() + b"\n")
+        elif name == "w8":
+            there = {**TOLD, "worker": "w6", "members": members}
+            sock.sendall(json.dumps({"accounts": [there], "silent": {}}).encode() + b"\n")
+
+    with worker(partial(talk, "w9")) as (lost, _), worker(partial(talk, "w8"), "w8", number=1) as (place, _):
+        sight = HostGroup([lost, place]).look()
+    assert {each["worker"] for each in sight.accounts} == {"w6", "w8", "w9"}
+    assert sight.silent == {}
 
 
 PLAIN = st.recursive(
