@@ -153,8 +153,9 @@ class Registration:
             # One question at a time, however many threads look up values. `_look` pauses before it permits the next
             # one.
             asks, self._is_asking = not self._is_asking, True
-            self._silent_since = self._silent_since or now
-            silent, refusal = now - self._silent_since, self._refusal
+            # Not in the pause after an answer, in which no question waits for one.
+            self._silent_since = self._silent_since or (now if asks else 0.0)
+            silent, refusal = now - (self._silent_since or now), self._refusal
         if asks:
             run_in_thread(THREAD, self._look, group, name)
         if refusal is not None:

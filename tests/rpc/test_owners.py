@@ -595,3 +595,17 @@ def test_publish_and_lookup_raise_the_error_of_the_directory(
         told = [record for record in caplog.records if "cannot be claimed here yet: as it says" in record.getMessage()]
         assert len(told) == 1
         assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_lookup_in_the_pause_after_an_answer_does_not_count_as_an_unanswered_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    with agents(1, dynamic=True) as (worker,):
+        registration = registering.Registration(worker, lambda: None, lambda _: None, lambda _: None)
+        monkeypatch.setattr(registering, "monotonic", lambda: now)
+        monkeypatch.setattr(registering, "run_in_thread", lambda _, function, *args: function(*args))
+        monkeypatch.setattr(registering, "sleep", lambda _: registration.check_directory("value"))
+        registration.check_directory("value")
+        now = 200.0
+        registration.check_directory("value")
