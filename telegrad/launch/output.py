@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 
 from telegrad.ext.files import create, make_folder
+from telegrad.ext.texts import plural
 
 PATIENCE = 1.0  # seconds until an incomplete line is shown
 LONGEST = 1 << 16  # bytes
@@ -76,6 +77,7 @@ class Output:
         self._files: dict[str, RawIOBase] = {}
         self._colours: dict[str, int] = {NAME: _OURS}
         self._last: dict[str, deque[bytes]] = {}
+        self._left_out = dict.fromkeys(STREAMS, 0)  # lines for which a stream had no room since it took the last ones
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -92,14 +94,22 @@ class Output:
                 data = data[file.write(data) or len(data) :]
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
-        """Write a worker's lines, if any, to this program's stream."""
+        """Write a worker's lines, if any, to this program's stream, or count them if its reader is behind."""
         if not lines:
             return
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._last.setdefault(name, deque(maxlen=LAST_LINES)).extend(lines)
         prefix = f"\033[{colour}m[{name}]\033[0m " if self._coloured[stream] else f"[{name}] "
+        self._show(stream, b"".join(prefix.encode() + line + b"\n" for line in lines), len(lines))
+
+    def _show(self, stream: str, data: bytes, count: int) -> None:
+        # The supervisor restarts and ends workers on this thread, so it cannot wait for a reader that has stopped.
+        left_out = self._left_out[stream]
+        if left_out:  # the last write may have ended within a line
+            data = f"\n[{NAME}] {plural(left_out, 'line')} left out here; {self.folder} has all\n".encode() + data
         with contextlib.suppress(OSError):  # the reader of the stream has gone
-            _write(STREAMS[stream], b"".join(prefix.encode() + line + b"\n" for line in lines))
+            rest = _write(STREAMS[stream], data, 0.0 if left_out else PATIENCE)
+            self._left_out[stream] = left_out + min(count, rest.count(b"\n")) if rest else 0
 
     def say(self, text: str) -> None:
         """Write a line of the supervisor."""
@@ -110,6 +120,9 @@ class Output:
         return "".join(f"\n    {line.decode(errors='replace')}" for line in self._last.get(name, ()))
 
     def close(self) -> None:
+        for stream, left_out in self._left_out.items():
+            if left_out:
+                self._show(stream, b"", 0)
         for file in self._files.values():
             file.close()
 
@@ -136,10 +149,12 @@ def _fresh(folder: str) -> Path:
     return Path(folder) / own.name
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    """Write all data, even if another process has made the terminal non-blocking."""
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:
-            select.select((), (descriptor,), ())
+def _write(descriptor: int, data: bytes, patience: float) -> bytes:
+    """Write data; return what is left if the reader makes no room for it within `patience`.
+
+    Another process may have made the terminal non-blocking.
+    """
+    while data and select.select((), (descriptor,), (), patience)[1]:
+        with contextlib.suppress(BlockingIOError):
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # more may block a pipe that has room
+    return data

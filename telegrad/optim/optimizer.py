@@ -44,6 +44,7 @@ from telegrad.optim.owner import (
     hyperparameters,
     import_tracer,
     may_import,
+    other_hyperparameters,
 )
 
 _FOR_ALL = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
@@ -429,22 +430,15 @@ class DistributedOptimizer(Optimizer):
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
         for number, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            # Names on one side only are allowed: schedulers and newer versions of torch add some.
-            missing, unknown = self.defaults.keys() - group.keys(), hyperparameters(group).keys() - own.keys()
-            if missing and unknown:
-                owners = [worker for worker, names in self._names.items() if names & {*group["params"]}]
+            if differs := other_hyperparameters(self.defaults, own, group):
+                owners = ", ".join(repr(worker) for worker, names in self._names.items() if names & {*group["params"]})
                 raise UsageError(
-                    f"this state is of another optimizer than {getattr(self._maker[0], '__name__', 'the one')} on "
-                    f"{', '.join(map(repr, owners))}: in parameter group {number}, only the state has "
-                    f"{', '.join(sorted(unknown))}, and only the optimizer has {', '.join(sorted(missing))}"
+                    f"this state is of another optimizer than that on {owners}: in group {number}, {differs}"
                 )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""
-        raise UsageError(
-            "DistributedOptimizer does not support state hooks: change the result of state_dict(), or the state before "
-            "loading"
-        )
+        raise UsageError("DistributedOptimizer does not support state hooks: change the result of state_dict()")
 
     register_state_dict_post_hook: Any = register_state_dict_pre_hook
     register_load_state_dict_pre_hook: Any = register_state_dict_pre_hook

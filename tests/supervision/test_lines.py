@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pathlib
+from collections.abc import Iterator
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
-from telegrad.launch.output import LONGEST, PATIENCE, LineBuffer, Output
+import pytest
+
+from telegrad.launch import output
+from telegrad.launch.output import LONGEST, PATIENCE, STREAMS, LineBuffer, Output
 
 
 def test_a_line_is_shown_when_it_is_complete() -> None:
@@ -62,3 +69,41 @@ def test_a_file_that_takes_a_part_at_a_time_gets_all(tmp_path: pathlib.Path) -> 
     output._files["w"] = file
     output.raw("w", b"one line\n")
     assert file.text == b"one line\n"
+
+
+def all_of(reader: int) -> bytes:
+    """Return what a pipe has now."""
+    os.set_blocking(reader, False)
+    pieces = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            pieces.append(os.read(reader, LONGEST))
+    return b"".join(pieces)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Make a pipe whose writer is this program's stdout and stderr."""
+    reader, writer = os.pipe()
+    with patch.dict(STREAMS, stdout=writer, stderr=writer), patch.object(output, "PATIENCE", 0.01):
+        yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_stream_that_nobody_reads_does_not_stop_the_supervisor(tmp_path: pathlib.Path, pipe: tuple[int, int]) -> None:
+    run, lines = Output(str(tmp_path)), [b"x" * 95] * 1000  # more than the pipe has room for
+    run.lines("w", "stdout", lines)
+    run.lines("w", "stdout", lines[:1])
+    shown = all_of(pipe[0]).count(b"\n")
+    run.lines("w", "stdout", [b"last"])
+    left_out = f"{1001 - shown} lines left out here; {run.folder} has all"
+    assert all_of(pipe[0]).decode() == f"\n[telegrad] {left_out}\n[w] last\n"
+
+
+def test_the_end_tells_of_lines_that_were_left_out(tmp_path: pathlib.Path, pipe: tuple[int, int]) -> None:
+    run = Output(str(tmp_path))
+    run.lines("w", "stderr", [b"x" * LONGEST * 2])
+    all_of(pipe[0])
+    run.close()
+    assert all_of(pipe[0]).decode() == f"\n[telegrad] 1 line left out here; {run.folder} has all\n"
