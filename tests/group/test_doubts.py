@@ -183,7 +183,7 @@ def test_a_check_that_fails_keeps_the_doubts() -> None:
         raise OverflowError
 
     watch = Watch(2, lambda _: False)
-    watch._find_dead = fail  # type: ignore[assignment]
+    watch._find_dead = fail
     with pytest.raises(OverflowError):
         watch._settle_doubts()
     assert len(watch._doubts) + len(watch._knocks) == 2

@@ -156,7 +156,7 @@ def test_an_object_with_used_batches_can_be_pickled() -> None:
 def test_an_error_of_a_batch_is_raised_for_each_caller(method: str, error: type[Exception]) -> None:
     adder = remote("w1", Adder)
     for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
-        with pytest.raises(error, match=r"no such|returned 1 results for a batch of 2") as caught:
+        with pytest.raises(error, match=r"no such|returned 1 result for a batch of 2") as caught:
             call.wait()
         assert f"On worker 'w1', in Adder.{method}" in str(caught.value)
 

@@ -124,7 +124,8 @@ def test_the_pulls_of_a_refused_stream_are_answered(three: tuple[Worker, Worker,
     refused = caller.agent.call_async("w0", Producer(endless, UNKNOWN, 1, False), ("refused",), None)
     with pytest.raises(LimitReached):
         refused.wait()
-    assert [pull.wait() for pull in pulls] == [[True], [True]]
+    pulls.append(caller.agent.call_async("w0", feeding.pull, (UNKNOWN, 2, 0), None))
+    assert [pull.wait() for pull in pulls] == 3 * [[True]]
     for each in kept:
         each.close()
 

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
 from telegrad._core import events, forks
@@ -44,6 +44,7 @@ from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
+FAREWELL = 0.5  # seconds for connections that are just being made, when this worker leaves without the others
 
 log = logging.getLogger("telegrad")
 
@@ -405,6 +406,11 @@ class Connections:
         for link in accepted:
             part(link, reason, how)
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
+        # A worker to which a connection is just being made would see a sign of life, and then the death of a worker.
+        if how:
+            until = monotonic() + FAREWELL
+            for peer in peers:
+                peer.connection.wait_told(until)
 
     def release_memory(self) -> None:
         self._pool.close()

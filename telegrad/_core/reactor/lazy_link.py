@@ -13,8 +13,10 @@ The connection of a worker to itself, `LoopEnd`, passes messages by value, like 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import Any, Protocol
 
 from telegrad._core.devices.device_streams import copied, set_apart
@@ -114,6 +116,7 @@ class LazyLink:
         self._lock = lock
         self._how = ""  # how this worker left; set before `closed`
         self._is_connecting = False
+        self._connector: threading.Thread | None = None  # while it connects
         self._queue: list[tuple[Message, QueuedCall | None]] = []
 
     def send(self, message: Message, call: QueuedCall | None = None, later: bool = False) -> None:
@@ -178,6 +181,12 @@ class LazyLink:
         self._queue = []
         return link
 
+    def wait_told(self, until: float) -> None:
+        """After `close`, let a thread that was connecting tell the other worker of it, until that time (monotonic)."""
+        connector = self._connector
+        if connector is not None and connector is not threading.current_thread():
+            connector.join(max(0.0, until - monotonic()))
+
     # Connecting
 
     def _start(self) -> None:
@@ -191,6 +200,14 @@ class LazyLink:
                 self._owner.lost(PeerLost(str(unable)))
 
     def _connect(self) -> None:
+        self._connector = threading.current_thread()
+        try:
+            if self.closed is None:
+                self._connect_and_send()
+        finally:
+            self._connector = None
+
+    def _connect_and_send(self) -> None:
         try:
             link = self._make()
         except Exception as error:

@@ -15,6 +15,7 @@ function waits, too. Each waiting function holds a thread, so at most MOST_STREA
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,6 +90,8 @@ class Reader:
         self.kept = 0  # bytes that were not sent
         self.waiting: dict[Feed, None] = {}  # feeds whose functions wait until less is kept, in order
         self._running = 0  # number of functions
+        # Pulls of a refused stream that come later find its feed here, which has ended, and not a new one.
+        self._refused: deque[Feed] = deque(maxlen=MOST_STREAMS)
 
     def feed(self, number: int) -> Feed:
         """Return the feed of a stream; create it on first use."""
@@ -108,11 +111,13 @@ class Reader:
             if self._running < MOST_STREAMS:
                 self._running += 1
                 return
-        # Its pulls have come before, and no function will answer them. They must not wait until the reader cancels
-        # them: it has the answer to the call only later, and perhaps is faulty.
+        # No function will answer its pulls. They must not wait until the reader cancels them: it has the answer to the
+        # call only later, and perhaps is faulty.
         feed = self.feed(number)
         if feed.begin(1):  # else another call of that number feeds it
             feed.end()
+            with self.lock:
+                self._refused.append(feed)
         raise Refused(
             LimitReached(
                 f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} "
@@ -123,6 +128,8 @@ class Reader:
     def end(self) -> None:
         with self.lock:
             self._running -= 1
+            if not self._running:
+                self._refused.clear()
 
 
 class Readers:
