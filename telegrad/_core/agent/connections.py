@@ -405,12 +405,13 @@ class Connections:
             peer.close(reason, how)
         for link in accepted:
             part(link, reason, how)
-        self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
-        # A worker to which a connection is just being made would see a sign of life, and then the death of a worker.
+        # Before the listener refuses workers: one to which a connection is just being made would find this worker dead,
+        # and then see a sign of life.
         if how:
             until = monotonic() + FAREWELL
             for peer in peers:
                 peer.connection.wait_told(until)
+        self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
         self._pool.close()
