@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_532,
-    "lines of the core": 39_057,
-    "lines of the tests": 88_141,
+    "lines of the package": 62_552,
+    "lines of the core": 39_077,
+    "lines of the tests": 88_145,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

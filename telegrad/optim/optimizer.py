@@ -44,7 +44,6 @@ from telegrad.optim.owner import (
     hyperparameters,
     import_tracer,
     may_import,
-    other_hyperparameters,
 )
 
 _FOR_ALL = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
@@ -138,8 +137,7 @@ class DistributedOptimizer(Optimizer):
         Returns:
             The optimizer.
         """
-        group = {"params": [*branches(module)]}
-        made = cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
+        made = cls(optimizer_class, [{"params": [*branches(module)]}], *args, hogwild=hogwild, **kwargs)
         made._model = module
         return made
 
@@ -430,24 +428,26 @@ class DistributedOptimizer(Optimizer):
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
         for number, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            if differs := other_hyperparameters(self.defaults, own, group):
-                owners = ", ".join(repr(worker) for worker, names in self._names.items() if names & {*group["params"]})
+            # Names on one side only are allowed: schedulers and newer versions of torch add some.
+            if (lacks := self.defaults.keys() - group.keys()) and (more := hyperparameters(group).keys() - own.keys()):
+                owners = ", ".join(each for each, names in self._names.items() if names & {*group["params"]})
                 raise UsageError(
-                    f"this state is of another optimizer than that on {owners}: in group {number}, {differs}"
+                    f"this state is of another optimizer than {checks.short_repr(self._maker[0])} on {owners}: in "
+                    f"group {number}, only the state has {sorted(more)}, and only the optimizer {sorted(lacks)}"
                 )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""
-        raise UsageError("DistributedOptimizer does not support state hooks: change the result of state_dict()")
+        raise UsageError(
+            "DistributedOptimizer does not support state hooks: change the result of state_dict(), or what is loaded"
+        )
 
     register_state_dict_post_hook: Any = register_state_dict_pre_hook
     register_load_state_dict_pre_hook: Any = register_state_dict_pre_hook
     register_load_state_dict_post_hook: Any = register_state_dict_pre_hook
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef, or save its state_dict()"
-        )
+        raise UsageError("a DistributedOptimizer cannot be sent or copied: wrap it in an RRef, or save state_dict()")
 
 
 class _Ride:

@@ -334,14 +334,6 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def other_hyperparameters(defaults: Hyperparameters, own: Hyperparameters, group: Hyperparameters) -> str:
-    """Return how a saved group shows that another kind of optimizer saved it, or ""."""
-    # Names on one side only are allowed: schedulers and newer versions of torch add some.
-    missing, unknown = sorted(defaults.keys() - group.keys()), sorted(hyperparameters(group).keys() - own.keys())
-    both = f"only the state has {', '.join(unknown)}, and only the optimizer has {', '.join(missing)}"
-    return both if missing and unknown else ""
-
-
 def changed(group: Mapping[str, Any], sent: Hyperparameters) -> Hyperparameters:
     """Return a copy of the values in a parameter group that differ from those that were sent."""
     values = hyperparameters(group).items()
