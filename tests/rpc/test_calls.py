@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import gc
 import operator
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,7 @@ from torch import nn
 from telegrad import errors
 from telegrad._core.agent.agent import Agent
 from telegrad._core.rpc import presence, remote_calls
+from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import Future, RRef, functions, group, remote, rpc_async, rpc_stream, rpc_sync
@@ -343,6 +345,54 @@ def test_the_error_of_a_callback_names_the_failing_function(pair: list[Worker]) 
     with pytest.raises(KeyError) as caught:
         child.wait()
     assert "in fail" in caught.value.__notes__[0]
+
+
+class Answers(Exception):
+    """Its class answers for each attribute, as the class of a proxy may."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.args[1]
+
+
+def answers(kind: Any) -> NoReturn:
+    raise Answers("as it is", kind)
+
+
+def answers_in_a_stream(kind: Any) -> Iterator[int]:
+    yield 1
+    answers(kind)
+
+
+async def answers_in_an_async_stream(kind: Any) -> AsyncIterator[int]:
+    yield 1
+    answers(kind)
+
+
+async def awaited(future: Any) -> Any:
+    return await future
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "sync": lambda kind: rpc_sync("w1", answers, (kind,)),
+    "wait": lambda kind: rpc_async("w1", answers, (kind,)).wait(),
+    "then": lambda kind: rpc_async("w1", answers, (kind,)).then(lambda done: done.wait()).wait(),
+    "await": lambda kind: asyncio.run(awaited(rpc_async("w1", answers, (kind,)))),
+    "reference": lambda kind: remote("w1", answers, (kind,)).to_here(),
+    "group": lambda kind: group(["w1"]).rpc_sync(answers, (kind,)),
+    "stream": lambda kind: [*rpc_stream("w1", answers_in_a_stream, (kind,))],
+    "async stream": lambda kind: [*rpc_stream("w1", answers_in_an_async_stream, (kind,))],
+}
+
+
+@pytest.mark.parametrize("kind", [None, 5, "text"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_that_has_all_attributes_is_raised(way: str, kind: Any, pair: list[Worker]) -> None:
+    current.enter(pair[0])
+    try:  # `pytest.raises` reads the notes of the exception
+        WAYS[way](kind)
+    except (Answers, errors.WorkersFailed) as error:
+        raised = str(error)
+    assert "as it is" in raised
 
 
 def test_the_repr_of_a_future_describes_its_call(pair: list[Worker]) -> None:

@@ -48,6 +48,7 @@ DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until
 STALE = 60.0  # seconds after which a fault is an earlier run's
 OPENED, VOID = "opened", "void"
 COMPLETE, READY = "complete", "ready"
+LAST_FAILED = "the last group in this store failed"
 ROUND = "telegrad/round"
 _FAULTS: dict[str, type[TelegradError]] = {
     fault.__name__: fault
@@ -202,7 +203,8 @@ class _Static:
             terms = terms_of(board)
             self._before = f"another group of {terms.size if terms else '?'} formed in this store before"
         elif verdict != VOID:
-            self._before = f"the last group in this store failed: {json.loads(verdict)[1]}"
+            text = json.loads(verdict)[1].partition(f"; {LAST_FAILED}")[0]  # not also of the groups before that one
+            self._before = f"{LAST_FAILED}: {text}"
 
     def _concerns(self, board: KeyValueStore, verdict: str) -> bool:
         """Return True for a recent fault that this worker must report, too: its rank has no entry in that round."""

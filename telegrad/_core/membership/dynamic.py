@@ -248,6 +248,8 @@ class DynamicGroup:
             self.registry.declare_lost(member.incarnation, why)
         except UNUSABLE:
             unanswered()
+        except DirectoryReset:  # it has lost this group, which ends at the next renewal
+            pass
 
     # The threads
 

@@ -33,6 +33,7 @@ from telegrad._core.pickling.remote_text import (
     cut,
     is_large,
     keep_lines,
+    notes_of,
     own_notes,
     remote_traceback_of,
     short,
@@ -145,8 +146,8 @@ def _fresh(error: BaseException) -> BaseException:
         made: BaseException = _copy(error, type(error))
     except Exception:
         return error.with_traceback(None)
-    if hasattr(error, "__notes__"):
-        _set(made, "__notes__", list(error.__notes__))
+    if notes := notes_of(error):
+        _set(made, "__notes__", notes)
     return made
 
 
@@ -185,10 +186,11 @@ def _whole(error: Exception, same_program: bool) -> Exception:
     # parameters, or makes a text of them, that raises or makes another exception. Only a try shows this. The sender
     # makes it, because it can still send the parts instead.
     kind = type(error)
-    changed = REMOTE_TRACEBACK in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
+    has_notes = "__notes__" in vars(error)
+    changed = REMOTE_TRACEBACK in vars(error) or has_notes or _original(kind) is not kind
     plain = _copy(error, _original(kind)) if changed else error
     vars(plain).pop(REMOTE_TRACEBACK, None)
-    if hasattr(error, "__notes__"):
+    if has_notes:
         _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
         raise TypeError("would lose what is in its slots")

@@ -276,8 +276,14 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
     """Add a note with the lines where an exception was raised, before its frames are dropped."""
     lines = _lines(traceback_)
     if lines:
-        notes = [*getattr(error, "__notes__", ()), TracebackLines(lines)]
+        notes = [*notes_of(error), TracebackLines(lines)]
         BaseException.__setattr__(error, "__notes__", notes)  # its class may forbid this
+
+
+def notes_of(error: BaseException) -> list[Any]:
+    """Return the notes of an exception, without the `__getattr__` of its class."""
+    notes = vars(error).get("__notes__")
+    return [*notes] if isinstance(notes, list | tuple) else []
 
 
 def own_notes(error: BaseException) -> list[str]:
@@ -285,9 +291,8 @@ def own_notes(error: BaseException) -> list[str]:
 
 
 def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", ())
-    many = isinstance(notes, list) and len(notes) > 2 * MOST_NOTES
-    return [*notes[:MOST_NOTES], "[...]", *notes[-MOST_NOTES:]] if many else [*notes]
+    notes = notes_of(error)
+    return [*notes[:MOST_NOTES], "[...]", *notes[-MOST_NOTES:]] if len(notes) > 2 * MOST_NOTES else notes
 
 
 def short(name: str) -> str:
@@ -349,7 +354,7 @@ def _summary(error: BaseException, room: _Room) -> str:
         text = _type_and_text(error)
     text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # the rest is part of the remote traceback
     members = []
-    for each in getattr(error, "exceptions", ()):
+    for each in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         members.append(told := _told(each, room))
         if told == _LEFT_OUT:
             break
