@@ -210,7 +210,7 @@ def test_the_next_generation_of_an_elastic_group_publishes_anew(tmp_path: pathli
 
 
 def join_elastic(name: str, url: str) -> None:
-    form_generations.LAST_CALL = 0.5
+    form_generations.LAST_CALL = PATIENCE
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
     rpc.init_rpc(name, min_workers=2, max_workers=3, rpc_backend_options=options)
     rpc.rendezvous_again()
