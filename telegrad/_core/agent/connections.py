@@ -44,7 +44,7 @@ from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
-FAREWELL = 0.5  # seconds for connections that are just being made, when this worker leaves without the others
+LEAVES_WITHIN = 0.5  # seconds for connections that are just being made, when this worker leaves without the others
 
 log = logging.getLogger("telegrad")
 
@@ -408,9 +408,9 @@ class Connections:
         # Before the listener refuses workers: one to which a connection is just being made would find this worker dead,
         # and then see a sign of life.
         if how:
-            until = monotonic() + FAREWELL
+            until = monotonic() + LEAVES_WITHIN
             for peer in peers:
-                peer.connection.wait_told(until)
+                peer.connection.finish_connecting(until)
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:

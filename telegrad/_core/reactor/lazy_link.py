@@ -181,8 +181,8 @@ class LazyLink:
         self._queue = []
         return link
 
-    def wait_told(self, until: float) -> None:
-        """After `close`, let a thread that was connecting tell the other worker of it, until that time (monotonic)."""
+    def finish_connecting(self, until: float) -> None:
+        """After `close`, wait for a thread that is connecting: it announces the end. `until` is a monotonic time."""
         connector = self._connector
         if connector is not None and connector is not threading.current_thread():
             connector.join(max(0.0, until - monotonic()))

@@ -209,9 +209,9 @@ def _forget_rounds() -> None:
 
 def _round_of(key: str) -> Round:
     """Return the round for an object that has arrived. Called with the lock held."""
-    who, _, number = key.rpartition("#")
+    names, _, number = key.rpartition("#")
     # The round of an object that arrives late has failed and ended here, and no call would remove another entry.
-    has_ended = number.isdecimal() and int(number) < _begun[who] and key not in _rounds
+    has_ended = number.isdecimal() and int(number) < _begun[names] and key not in _rounds
     return Round() if has_ended else _rounds.setdefault(key, Round())
 
 
