@@ -44,6 +44,12 @@ gc.collect()
 gc.freeze()
 
 
+def pytest_collection_finish() -> None:
+    """Do the same with the collected tests, which are as many objects again."""
+    gc.freeze()
+    gc.collect()  # the interpreter collects by itself once there are more new objects than a quarter of those left here
+
+
 @pytest.fixture(scope="module", autouse=True)
 def used_worker() -> Iterator[None]:
     """After each module, let this thread use the worker of the process again."""

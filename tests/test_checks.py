@@ -16,6 +16,7 @@ from torch import nn
 import telegrad
 from telegrad import autograd, errors, insight, optim, rpc, weights
 from telegrad._core import checks
+from telegrad._core.rpc import conversion
 from tests import public
 from tests.cluster import PATIENCE, processes
 
@@ -411,6 +412,14 @@ def test_each_parameter_refuses_wrong_values() -> None:
     with processes(1) as (process,):
         wrong: list[str] = process.run(check_all, patience=3 * PATIENCE)
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_numbers_of_numpy_are_accepted() -> None:
+    assert checks.seconds("timeout", np.float32(0.5)) == 0.5
+    assert type(checks.seconds("timeout", np.int64(5))) is float
+    assert type(checks.number("factor", np.float16(2), 0)) is float
+    assert checks.count("wanted", np.int64(3)) == 3
+    assert conversion.target(np.int32(1)) == 1
 
 
 def test_values_are_shown_in_few_words() -> None:

@@ -338,6 +338,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_children_drop_inherited_objects_and_end_silently(tmp_path: Any) -> None:
     program = tmp_path / "program.py"

@@ -6,12 +6,12 @@ Imports are read from the source; those inside of functions, or for types only, 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pathlib
 import subprocess
 import sys
-
-import pytest
+from collections.abc import Callable
 
 import telegrad
 
@@ -110,6 +110,7 @@ def dotted(path: pathlib.Path) -> str:
 MODULES = {dotted(path): path for path in FILES}
 
 
+@functools.cache
 def imported(source: str) -> set[str]:
     """Return the dotted names that a file imports anywhere."""
     names = set()
@@ -122,6 +123,7 @@ def imported(source: str) -> set[str]:
     return names
 
 
+@functools.cache
 def hands_on(source: str) -> bool:
     """Return True if a file only re-exports names."""
     return all(isinstance(node, ast.ImportFrom | ast.With | ast.Assign | ast.Expr) for node in ast.parse(source).body)
@@ -200,20 +202,24 @@ def impurities(source: str) -> set[str]:
 FILES_IN_FOLDERS = [path for path in FILES if path.parent != ROOT and "boot" not in path.parts]
 
 
-@pytest.mark.parametrize("path", FILES_IN_FOLDERS, ids=str)
-def test_folders_import_in_one_direction(path: pathlib.Path) -> None:
-    assert wrong_directions(folder_of(dotted(path)), path.read_text()) == []
+def faults(find: Callable[[str, str], list[str]]) -> dict[str, list[str]]:
+    """Return what `find` finds in each file, given its folder and source."""
+    found = {dotted(path): find(folder_of(dotted(path)), path.read_text()) for path in FILES_IN_FOLDERS}
+    return {name: faults for name, faults in found.items() if faults}
 
 
-@pytest.mark.parametrize("path", FILES_IN_FOLDERS, ids=str)
-def test_extensions_import_the_interface(path: pathlib.Path) -> None:
-    assert past_the_interface(folder_of(dotted(path)), path.read_text()) == []
+def test_folders_import_in_one_direction() -> None:
+    assert faults(wrong_directions) == {}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES_IN_FOLDERS}), ids=str)
-def test_folders_are_small_and_have_a_docstring(folder: pathlib.Path) -> None:
-    assert len(list(folder.glob("*.py"))) <= MOST_FILES
-    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+def test_extensions_import_the_interface() -> None:
+    assert faults(past_the_interface) == {}
+
+
+def test_folders_are_small_and_have_a_docstring() -> None:
+    for folder in {path.parent for path in FILES_IN_FOLDERS}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -224,9 +230,8 @@ def test_there_are_no_import_cycles() -> None:
     assert in_circles(imports) == set()
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_files(name: str) -> None:
-    assert impurities((ROOT / name).read_text()) == set()
+def test_pure_files() -> None:
+    assert {name: found for name in PURE if (found := impurities((ROOT / name).read_text()))} == {}
 
 
 def test_the_checks_find_wrong_imports() -> None:
@@ -249,20 +254,22 @@ def test_the_checks_find_wrong_imports() -> None:
     assert leads_to("torch.nn") == set()
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # boot is run
-def test_public_names_exist(path: pathlib.Path) -> None:
-    try:
-        module = importlib.import_module(dotted(path))
-    except ImportError as error:
-        if "pip install 'telegrad[torchrl]'" not in str(error):  # the only extra that developers need not install
-            raise
-        pytest.skip(str(error))
-    assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
+def test_public_names_exist() -> None:
+    for path in FILES:
+        if path.parent.name == "boot":  # it is run
+            continue
+        try:
+            module = importlib.import_module(dotted(path))
+        except ImportError as error:
+            if "pip install 'telegrad[torchrl]'" not in str(error):  # the only extra that developers need not install
+                raise
+            continue
+        assert [name for name in getattr(module, "__all__", []) if not hasattr(module, name)] == [], path
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_files_have_at_most_450_lines(path: pathlib.Path) -> None:
-    assert sum(not line.lstrip().startswith("#") for line in path.read_text().splitlines()) <= 450
+def test_files_have_at_most_450_lines() -> None:
+    lines = {path: [line for line in path.read_text().splitlines() if line.lstrip()[:1] != "#"] for path in FILES}
+    assert {path: len(own) for path, own in lines.items() if len(own) > 450} == {}
 
 
 def test_launchers_and_outside_commands_do_not_import_torch() -> None:

@@ -203,7 +203,7 @@ rpc.rpc_async("worker0", time.sleep, ({busy},))
             -signal.SIGKILL,
             "",
         ),
-        (600, "raise SystemError('a bug')", 1, "SystemError: a bug"),
+        pytest.param(600, "raise SystemError('a bug')", 1, "SystemError: a bug", marks=pytest.mark.nightly),
         (0, 'rpc.rpc_sync("worker0", os.kill, (group._workers[0].process.pid, 9))', 1, f".*PeerLost: .* {LOST}"),
         (0, "", 0, ""),
     ],

@@ -41,6 +41,7 @@ def run(commands: str, folder: pathlib.Path) -> None:
     subprocess.run(["bash", "-eu", "-c", commands], cwd=folder, check=True, timeout=PATIENCE, env=environment)
 
 
+@pytest.mark.nightly
 def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = [each for each in PROGRAMS if "telegrad.local" in each]
     exec(program, {})

@@ -204,7 +204,8 @@ def pyright(program: pathlib.Path) -> set[int]:
     return {each["range"]["start"]["line"] + 1 for each in found if each["severity"] == "error"}
 
 
-@pytest.mark.parametrize("checker", [mypy, pytest.param(pyright, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("checker", [mypy, pyright])
 @pytest.mark.timeout(600)
 def test_right_and_wrong_lines(checker: Callable[[pathlib.Path], set[int]], tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"

@@ -10,6 +10,7 @@ import os
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from telegrad.errors import InvalidArgument
@@ -63,21 +64,30 @@ def raise_invalid(name: str, what: str, value: object) -> NoReturn:
     raise InvalidArgument(f"{name} must be {what}, not {short_repr(value)}")
 
 
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
     """Return a time unchanged. Return 0 for infinity where 0 means no limit."""
     if type(value) is float and value == inf and zero is FOR_EVER:
         return 0
     # Comparisons with NaN are False. So the range is written as a condition that must hold, here and in `number`.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
+    if not is_real(value) or not least <= value <= LONGEST:
         meaning = f", {zero}" if not least else ""
         raise_invalid(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
-    return value
+    return value if isinstance(value, int | float) else float(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Return True for integers, also those of NumPy, but neither for booleans nor for tensors and arrays."""
+    # Tensors and arrays with one element have `__index__`, too. NumPy's integers have `ndim`, but are `Integral`.
+    is_integer = hasattr(type(value), "__index__") and not hasattr(value, "ndim")
+    return (is_integer or isinstance(value, Integral)) and not isinstance(value, bool)
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
-    # `__index__` admits integers of other types. Tensors and arrays with one element have it, too, and are refused by
-    # `ndim`.
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
+    if not is_whole(value):
         raise_invalid(name, f"{what}, {least} or more", value)
     number = operator.index(value)
     if not least <= number <= most:
@@ -86,7 +96,7 @@ def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str 
 
 
 def number(name: str, value: Any, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    if not is_real(value) or not value >= least:
         raise_invalid(name, f"a number, {least:g} or more", value)
     try:
         return float(value)
@@ -145,7 +155,6 @@ def function(name: str, value: Any, what: str = "a function") -> Callable[..., A
 
 
 def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
-    """Return a dictionary, or another mapping."""
     if not isinstance(value, Mapping):
         raise_invalid(name, what, value)
     return value

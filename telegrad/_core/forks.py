@@ -185,8 +185,9 @@ def _find_origin() -> _Origin | None:
         frame = frame.f_back
     # Functions of torch and of the standard library, such as loops and hooks, lie between this package and the user
     # code.
-    first = next((at for at, each in enumerate(stack) if not (_is_ours(each) or _is_between(each))), len(stack))
-    ours = next((at for at in reversed(range(first)) if _is_ours(stack[at])), None)
+    others = {_PACKAGE, "torch", *sys.stdlib_module_names}
+    first = next((at for at, each in enumerate(stack) if _top(each) not in others), len(stack))
+    ours = next((at for at in reversed(range(first)) if _top(stack[at]) == _PACKAGE), None)
     if ours is None:
         return None
     if first == len(stack):  # for example a multiprocessing process, started by a call of its method
@@ -196,14 +197,6 @@ def _find_origin() -> _Origin | None:
 
 def _top(frame: FrameType) -> str:
     return (frame.f_globals.get("__name__") or "").partition(".")[0]
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return _top(frame) == _PACKAGE
-
-
-def _is_between(frame: FrameType) -> bool:
-    return _top(frame) in sys.stdlib_module_names or _top(frame) == "torch"
 
 
 def disable_stack() -> None:
@@ -220,7 +213,7 @@ def disable_stack() -> None:
     given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
     frame: FrameType | None = origin.ours
     while frame is not None:
-        for value in list(frame.f_locals.values()) if _is_ours(frame) else ():
+        for value in list(frame.f_locals.values()) if _top(frame) == _PACKAGE else ():
             if id(value) not in given:
                 with contextlib.suppress(TypeError):  # the class of the object cannot be changed
                     disable(value)

@@ -97,7 +97,8 @@ class GradientGraph:
         """Return the graph in the DOT language of Graphviz."""
         lines = [f"digraph {_quoted(str(self))} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
         for at, (worker, part) in enumerate(self.parts.items()):
-            lines += [f"  subgraph cluster_{at} {{", f"    label={_quoted(_title(worker, part))};"]
+            title = f"{worker} ({part.left_out:,} more nodes)" if part.left_out else worker
+            lines += [f"  subgraph cluster_{at} {{", f"    label={_quoted(title)};"]
             for index, node in enumerate(part.nodes):
                 text = _quoted("\n".join(filter(None, _words(node))))
                 lines.append(f'    n{at}_{index} [label={text}, fillcolor="{COLOURS[node.kind]}"];')
@@ -150,10 +151,6 @@ def _words(node: GraphNode) -> tuple[str, str]:
     if node.kind == RECEIVE:
         return f"receive {node.name}".strip(), f"from {node.detail}"
     return node.name, node.detail
-
-
-def _title(worker: str, part: WorkerPart) -> str:
-    return f"{worker} ({part.left_out:,} more nodes)" if part.left_out else worker
 
 
 def _quoted(text: str) -> str:

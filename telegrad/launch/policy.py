@@ -110,7 +110,7 @@ def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
     if not plan.roles:
         raise UsageError("there is no role to run: give a file with tables such as [actor], or a command after --")
     _check(isinstance(plan.logs, str), "logs must be the name of a folder", plan.logs)
-    _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds", plan.grace)
+    _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds, 0 or more", plan.grace)
     return plan
 
 
@@ -157,12 +157,11 @@ def _role(name: str, table: Mapping[str, Any]) -> Role:
 
 def _command(given: Any, of: str) -> tuple[str, ...]:
     try:
-        words = shlex.split(given) if isinstance(given, str) else list(given)
-    except (TypeError, ValueError):
-        words = []
-    _check(
-        bool(words) and all(isinstance(word, str) for word in words), f"{of}: command must be a string or a list", given
-    )
+        words = shlex.split(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise UsageError(f"{of}: command {short_repr(given)} cannot be split into words: {error}") from None
+    is_valid = isinstance(words, list) and words and all(isinstance(word, str) for word in words)
+    _check(bool(is_valid), f"{of}: command must be a string or a list of strings, and not empty", given)
     return (*(["python"] if words[0].endswith(".py") else []), *words)
 
 
@@ -175,7 +174,10 @@ def _env(given: Any, of: str) -> dict[str, str]:
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
     for key in given:
         if key not in known:
-            raise UsageError(f"{of} has a key {key!r} that is not one of {', '.join(known)}{did_you_mean(key, known)}")
+            below = "; the keys of a role go below its table, such as [actor]" if key in KEYS else ""
+            raise UsageError(
+                f"{of} has a key {key!r} that is not one of {', '.join(known)}{below or did_you_mean(key, known)}"
+            )
 
 
 def _check(holds: bool, rule: str, given: Any) -> None:

@@ -306,6 +306,7 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
+@pytest.mark.nightly
 def test_distributed_parameters_train_as_in_one_process(trainers: list[Process]) -> None:
     for trainer in trainers:
         trainer.begin(tensor_parallel)

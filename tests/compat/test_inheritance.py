@@ -58,6 +58,7 @@ def test_torchrun(tmp_path: pathlib.Path) -> None:
     assert run(tmp_path, program, "-m", "telegrad", *launcher)[0] == SERVED
 
 
+@pytest.mark.nightly
 def test_another_program_as_a_module(tmp_path: pathlib.Path) -> None:
     program = """
     if __name__ == "__main__":
@@ -66,6 +67,7 @@ def test_another_program_as_a_module(tmp_path: pathlib.Path) -> None:
     assert run(tmp_path, program, "-m", "telegrad", "-m", "program")[0] == f"{SERVED} __main__ True program"
 
 
+@pytest.mark.nightly
 def test_a_program_has_its_name_and_its_folder(tmp_path: pathlib.Path) -> None:
     program = """
     folder, name = os.path.split(sys.argv[0])
@@ -183,9 +185,10 @@ def test_usage(arguments: list[str]) -> None:
     assert "telegrad" in done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "frozen"),
-    [(["-m", "telegrad", "SCRIPT"], True), pytest.param(["SCRIPT"], False, marks=pytest.mark.nightly)],
+    [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)],
 )
 def test_torch_is_frozen_if_it_is_imported_before_the_program(
     tmp_path: pathlib.Path, command: list[str], frozen: bool

@@ -154,10 +154,11 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
     assert [each["told"] for each in told] == [[whose, whose, (rank + 1) % count] for rank in range(count)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize(
     "case",
-    [*SOME[1:2], *(pytest.param(case, marks=pytest.mark.nightly) for case in SOME if case is not SOME[1])],
+    SOME,
     ids=str,
 )
 def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:

@@ -73,7 +73,11 @@ TRY = """
 """
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
+@pytest.mark.parametrize(
+    "early",
+    [pytest.param(True, marks=pytest.mark.nightly), False],
+    ids=["imported before", "imported after"],
+)
 @pytest.mark.parametrize(
     "forms",
     [FORMS, *(pytest.param({form: value}, marks=pytest.mark.nightly) for form, value in LATE_FORMS.items())],
@@ -84,6 +88,7 @@ def test_forms_of_import(run: Run, forms: dict[str, str], early: bool) -> None:
     run(TRY.format(forms=forms, early=early))
 
 
+@pytest.mark.nightly
 def test_names_that_torch_keeps_itself(run: Run) -> None:
     run("""
         import torch.nn.parallel.distributed as ddp
@@ -130,6 +135,7 @@ def test_install_logs_its_message_once(run: Run) -> None:
     """)
 
 
+@pytest.mark.nightly
 def test_names_of_torch_c_lead_to_the_current_group(run: Run, tmp_path: pathlib.Path) -> None:
     """No name leads to torch's own RPC; unsupported names are errors that say so."""
     run(f"""
@@ -165,9 +171,10 @@ def test_names_of_torch_c_lead_to_the_current_group(run: Run, tmp_path: pathlib.
     """)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "early",
-    [pytest.param(True, marks=pytest.mark.nightly), False],
+    [True, False],
     ids=["installed before", "installed meanwhile"],
 )
 def test_one_thread_installs_while_another_imports_torch(run: Run, early: bool) -> None:

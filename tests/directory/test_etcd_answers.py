@@ -162,7 +162,7 @@ def test_answers_of_other_servers_are_errors(
 ) -> None:
     server = played(lambda *_: (status, body))
     with pytest.raises(error, match=text):
-        connected(f"etcd://127.0.0.1:{server.port}", 0.5).list("")
+        connected(f"etcd://127.0.0.1:{server.port}", 1.5).list("")
 
 
 @pytest.mark.parametrize("sends", [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])

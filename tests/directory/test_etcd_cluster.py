@@ -229,7 +229,8 @@ class TestSomeFail(Three):
         for each in clients:
             each.close()
 
-    @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.nightly)])
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("how", ["killed", "stopped"])
     def test_clients_wait_while_the_majority_is_lost(self, engine: Cluster, place: str, how: str) -> None:
         patient, client = engine.client(30.0), engine.client(2.0)
         lease = client.grant(LONG)

@@ -85,6 +85,12 @@ def test_a_process_that_cannot_write_is_reported_once_and_restarted_less_often(
     assert "SIGKILL" in caplog.text
 
 
+def test_a_process_is_not_restarted_after_its_keeper_has_left(keeper: ServerProcess) -> None:
+    end(keeper)
+    keeper.leave()
+    assert not keeper.restart_if_ended()
+
+
 def test_leaving_a_process_that_could_not_be_restarted_is_no_error(
     keeper: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,14 +126,11 @@ def wrong_comments(page: pathlib.Path, outcome: Outcome) -> Iterator[str]:
                     yield f"line {number} says {shows[1]}, but prints {text}"
 
 
-@pytest.mark.parametrize("block", of_languages("sh"))
-def test_the_commands_exist(block: Block) -> None:
-    assert [fault for words in commands_of(block) if (fault := fault_of(words))] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=path_of)
-def test_the_commands_within_the_text_exist(page: pathlib.Path) -> None:
-    assert [fault for words in inline_commands(page) if (fault := fault_of(words))] == []
+def test_the_commands_exist() -> None:
+    blocks = [block for block in BLOCKS if block.language == "sh"]
+    commands = [(block.name, words) for block in blocks for words in commands_of(block)]
+    commands += [(path_of(page), words) for page in PAGES for words in inline_commands(page)]
+    assert [(place, fault) for place, words in commands if (fault := fault_of(words))] == []
 
 
 def test_unknown_commands_are_found() -> None:
@@ -166,10 +163,10 @@ def test_every_output_belongs_to_a_program() -> None:
     assert [block.name for block in texts if block not in shown] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=path_of)
-def test_given_cells_belong_to_exactly_one_block(page: pathlib.Path) -> None:
-    texts = [block.text for block in blocks_of(page) if block.language == "python"]
-    assert [words for words in places_of_given(page) if words and sum(words in text for text in texts) != 1] == []
+def test_given_cells_belong_to_exactly_one_block() -> None:
+    for page in PAGES:
+        texts = [block.text for block in blocks_of(page) if block.language == "python"]
+        assert [words for words in places_of_given(page) if words and sum(words in text for text in texts) != 1] == []
 
 
 def test_other_tests_cover_the_excluded_pages() -> None:

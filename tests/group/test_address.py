@@ -161,7 +161,7 @@ URLS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=2_000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(URLS)
 def test_a_url_is_split_or_refused(text: str) -> None:
     with contextlib.suppress(UsageError):

@@ -95,6 +95,7 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert "4 of 4 workers answer" in page.locator("#group").inner_text()
 
 
+@pytest.mark.nightly
 def test_updates_arrive_automatically_and_keep_rows_in_place(open_page: Open, group: Group) -> None:
     page = open_page()
     page.evaluate("document.querySelector('#workers-table tbody tr').id = 'same'")
@@ -225,6 +226,7 @@ def test_pause_and_the_selected_time_span(open_page: Open) -> None:
     page.get_by_text("Live", exact=True).wait_for()
 
 
+@pytest.mark.nightly
 def test_hovering_shows_details(open_page: Open) -> None:
     page = open_page()
     box = page.locator("#timeline").bounding_box()

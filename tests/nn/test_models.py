@@ -229,6 +229,7 @@ def logits(outputs: Any) -> Tensor:
     return found
 
 
+@pytest.mark.nightly
 def test_a_language_model_trains_as_in_one_process() -> None:
     check(CASES["a GPT"], None)
 

@@ -515,7 +515,8 @@ def test_what_cannot_be_compared_is_not_called_mixing(function: Any) -> None:
     split_model(model, 2, at=["1"], example=torch.ones(8, WIDTH), chunks=4)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_compared_with_the_precision_of_its_type(dtype: torch.dtype) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -709,9 +710,10 @@ STATEMENTS: list[Callable[[Chance, Tensor, Tensor], Tensor]] = [
 ]
 
 
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+SEEDS = range(60)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_are_equal_or_refused(seed: int) -> None:
     torch.manual_seed(seed)

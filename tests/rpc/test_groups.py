@@ -226,6 +226,7 @@ def test_groups_form_by_each_kind_of_url(url: str, tmp_path: pathlib.Path) -> No
         assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
 
 
+@pytest.mark.nightly
 def test_a_group_forms_under_torchrun(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(
@@ -323,7 +324,7 @@ except KeyboardInterrupt: sys.exit(7)
     ("end", "code"),
     [
         ("", 0),
-        ("raise SystemExit(3)", 3),
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.nightly),
         pytest.param(
             INTERRUPTED.format(call="rpc.rpc_async('only', time.sleep, (60,)).wait()"), 7, marks=pytest.mark.nightly
         ),

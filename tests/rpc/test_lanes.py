@@ -224,6 +224,7 @@ def talk(rank: int, size: int) -> int:
     return len(lane_threads()) // 2  # half are of the connection to this worker
 
 
+@pytest.mark.nightly
 def test_two_processes_both_ways_at_once() -> None:
     with group(2, transport="tcp") as workers:
         assert run_all(workers, talk, 3_000_000) == [2 * LANES] * 2

@@ -509,10 +509,6 @@ def run_churn(workers: list[Process], total: int) -> None:
         worker.end(patience=20 * PATIENCE)
 
 
-def test_five_thousand_references(workers: list[Process]) -> None:
-    run_churn(workers, 5000)
-
-
 @pytest.mark.nightly
 def test_a_hundred_thousand_references(workers: list[Process]) -> None:
     run_churn(workers, 5000)  # every table and pool has grown by then

@@ -35,8 +35,8 @@ from telegrad.weights.transfer import (
 )
 from tests.seeds import run_each
 
-SEEDS = range(1_000)
-NIGHTLY = range(1_000, 100_000)
+SEEDS = range(500)
+NIGHTLY = range(500, 100_000)
 KEEP = 3
 WRITTEN = -1  # in place of the number of a version: its user has written there
 PUBLISHER = EndpointAddress("learner", "learner", 0)

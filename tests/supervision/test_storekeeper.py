@@ -64,7 +64,8 @@ def pids_joined(run: Run, count: int) -> set[int]:
     return found()
 
 
-@pytest.mark.parametrize("with_server", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("with_server", [False, True])
 def test_a_killed_keeper_is_restarted_and_workers_find_their_group_again(
     launch: Launch, tmp_path: pathlib.Path, with_server: bool
 ) -> None:

@@ -45,6 +45,7 @@ def is_refused(seen: dict[str, Any]) -> bool:
     return any("CannotEncode" in str(error) for error in seen[NAMES[0]].get("error", ()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [case(name) for name in ways.WAYS])
 def test_each_way_with_one_program(name: str, tmp_path: pathlib.Path) -> None:
     check(name, 0, tmp_path)

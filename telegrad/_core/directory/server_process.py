@@ -15,6 +15,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from time import monotonic
 
 from telegrad._core.directory.directory_server import BACKLOG, remove_all
@@ -35,7 +36,7 @@ log = logging.getLogger("telegrad")
 
 
 class ServerProcess:
-    """The serving process and its address. One thread at a time."""
+    """The serving process and its address."""
 
     def __init__(
         self, keys: Keyring, host: str = "127.0.0.1", port: int = 0, path: str = "", limits: Limits = DEFAULT
@@ -54,6 +55,9 @@ class ServerProcess:
                 self.path = os.path.join(folder.path, name)
         self._listener = socket.create_server(socket_address(host, port), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        # Guards all that follows, and the listener: a worker may leave while the thread that restarts the process is at
+        # it.
+        self._lock = threading.Lock()
         self._has_ended = False  # the end of the process has been noted
         self._told = ""  # the reason of its last end, if it reported one
         self._pause = self._starts_at = 0.0  # seconds before it is restarted, and the time of that
@@ -68,24 +72,25 @@ class ServerProcess:
         return self._process.pid
 
     def restart_if_ended(self) -> bool:
-        """Restart the process if it has ended; return True if this was done. Call it regularly.
+        """Restart the process if it has ended, unless this is closed; return True if this was done. Call it regularly.
 
         After repeated ends for the same reason, such as a full disk, restarts are delayed.
 
         Raises:
             OSError: it cannot be started.
         """
-        if self._process.poll() is None:
-            return False
-        if not self._has_ended:
-            self._has_ended = True
-            self._note_end()
-        if monotonic() < self._starts_at:
-            return False
-        self._close_pipe()
-        self._process = self._start()
-        self._has_ended = False
-        return True
+        with self._lock:
+            if self._listener.fileno() == -1 or self._process.poll() is None:
+                return False
+            if not self._has_ended:
+                self._has_ended = True
+                self._note_end()
+            if monotonic() < self._starts_at:
+                return False
+            self._close_pipe()
+            self._process = self._start()
+            self._has_ended = False
+            return True
 
     def _note_end(self) -> None:
         """Log how the process has ended. If it has reported the same reason before, only delay the restart."""
@@ -104,7 +109,8 @@ class ServerProcess:
 
     def leave(self) -> None:
         """Let the process run until no lease is left."""
-        self._listener.close()
+        with self._lock:
+            self._listener.close()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be restarted
             # The server takes any byte, like the end of the pipe, for the end of its keeper. Closing the pipe is not
@@ -117,7 +123,8 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the process, and with it the directory."""
-        self._listener.close()
+        with self._lock:
+            self._listener.close()
         self._close_pipe()
         self._process.terminate()  # closing is not enough: forked processes may hold the pipe
         try:

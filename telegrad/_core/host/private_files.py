@@ -53,15 +53,12 @@ class UnsafePath(PermissionError):
     """Another user owns or may change a file or folder that should be this user's, or has planted a symlink."""
 
 
-class Folder:
+class Folder(contextlib.AbstractContextManager["Folder"]):
     """An open folder. Its methods act on this folder even if its path changes. Use it in a `with`."""
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = pathlib.Path(path)
         self._descriptor = descriptor  # None on platforms without descriptors of folders
-
-    def __enter__(self) -> Folder:  # noqa: PYI034
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:

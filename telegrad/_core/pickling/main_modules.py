@@ -26,7 +26,6 @@ is bound once for each version.
 from __future__ import annotations
 
 import builtins
-import functools
 import logging
 import sys
 import threading
@@ -262,12 +261,7 @@ def _new_scope(program: Program) -> MainNamespace:
     return MainNamespace(program, vars(module), own=False)
 
 
-@functools.cache
-def _key_without_file() -> str:
-    """Return the key of a main program that has no file. Call it under `_lock`."""
-    return uuid.uuid4().hex
-
-
+_KEY_WITHOUT_FILE = uuid.uuid4().hex  # of a main program that has no file
 _own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
 
 
@@ -277,7 +271,7 @@ def own_scope() -> MainNamespace:
     # program of the driver.
     if not _own or _own[0].names is not names or _own[0].program.serves_torch != programs.serves_torch:
         with _lock:
-            key = own_program() or _key_without_file()
+            key = own_program() or _KEY_WITHOUT_FILE
             imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
             _own[:] = [MainNamespace(programs.find(key), names, own=True, imported=imported)]
     return _own[0]

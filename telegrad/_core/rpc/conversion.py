@@ -59,7 +59,7 @@ def named(to: Any, parameter: str = "to") -> str | int:
         to = to.name
     if isinstance(to, str):
         return to if to else checks.raise_invalid(parameter, WHAT, to)
-    if isinstance(to, bool) or not hasattr(type(to), "__index__") or hasattr(to, "ndim"):
+    if not checks.is_whole(to):
         checks.raise_invalid(parameter, WHAT, to)
     return operator.index(to)
 
