@@ -141,6 +141,9 @@ def test_missing_checkpoints_and_missing_entries(saved: Saved, tmp_path: pathlib
         current.enter(workers[0])
         with pytest.raises(UsageError, match="no complete checkpoint"):
             checkpoint.load({"step": 0}, tmp_path / "never")
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match=r"no complete checkpoint in .*file': .*Not a directory"):
+            checkpoint.load({"step": 0}, tmp_path / "file")
         with pytest.raises(UsageError, match=r"has no other\.bias, other\.weight"):
             checkpoint.load({"other": RemoteModule("w1", nn.Linear, (2, 2))}, saved[0])
         with pytest.raises(UsageError, match="other parameters"):

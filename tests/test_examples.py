@@ -12,11 +12,11 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE = 100  # seconds; an example takes 5 to 15
 
-IN_MAKE_TEST = "parameter_server.py --mode sync --steps 100"
+IN_MAKE_TEST = "first_calls.py"
 RUNS = {
-    IN_MAKE_TEST: "of the same, in one process",
+    "parameter_server.py --mode sync --steps 100": "of the same, in one process",
     "reinforcement.py --steps 12": "oldest weights",
-    "first_calls.py": "per second",
+    IN_MAKE_TEST: "per second",
 }
 VARIANTS = {
     "rnn.py --steps 30": "loss per character",
@@ -40,7 +40,7 @@ sys.argv.pop(0)
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SPAWNING = ("first_calls.py",)  # run as by users, as are all variants
+SPAWNING = (IN_MAKE_TEST,)  # run as by users, as are all variants
 
 
 @pytest.mark.timeout(3 * PATIENCE + 20)

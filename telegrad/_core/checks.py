@@ -87,7 +87,7 @@ def is_whole(value: Any) -> bool:
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
-    if not is_whole(value):
+    if type(value) is not int and not is_whole(value):  # the type first, since each pass checks the id of its context
         raise_invalid(name, f"{what}, {least} or more", value)
     number = operator.index(value)
     if not least <= number <= most:

@@ -284,7 +284,7 @@ def _reader(path: str) -> FileSystemReader:
 def _contents(path: str) -> Metadata:
     try:
         found = _reader(path).read_metadata()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
     except UnsafePath as error:
         raise UsageError(f"the checkpoint in {path!r} cannot be read: {reason(error)}") from None

@@ -421,10 +421,10 @@ class DistributedOptimizer(Optimizer):
         theirs = {name for group in groups for name in group["params"]}.union(checks.several("state", state, "names"))
         named = [set(group["param_names"]) for group in self.param_groups]
         if theirs != ours or [set(group["params"]) for group in groups] != named:
-            differ = sorted(map(str, ours ^ theirs))
+            sides = (("the state", theirs - ours), ("the optimizer", ours - theirs))
+            only = [f"; only {side} has {', '.join(sorted(map(str, more))[:5])}" for side, more in sides if more]
             raise UsageError(
-                "this state has other parameters, or other parameters in a group"
-                + (f"; only in one of them: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
+                f"this state has other parameters{''.join(only) or ' in a group'}"
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
         for number, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):

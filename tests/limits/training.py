@@ -407,7 +407,7 @@ RuntimeError: the norm of order 2 of the gradients of context ... is inf, so the
 state = optimizer.state_dict()
 state['param_groups'][0]['params'] = ['other']
 optimizer.load_state_dict(state)
-UsageError: this state has other parameters, or other parameters in a group; only in one of them: bias, other, weight
+UsageError: this state has other parameters; only the state has other; only the optimizer has bias, weight
 -> the state of the same model
 ## a state that has no parameter groups
 optimizer.load_state_dict({})

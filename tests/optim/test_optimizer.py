@@ -296,7 +296,7 @@ def test_the_state_lists_parameters_in_the_order_of_the_model() -> None:
     alone.load_state_dict(state)
     for name, parameter in whole.named_parameters():
         assert torch.equal(alone.state[parameter]["exp_avg"], state["state"][name]["exp_avg"])
-    with pytest.raises(UsageError, match=r"only in one of them: 0, 1, .* has positions: write names"):
+    with pytest.raises(UsageError, match=r"state has 0, 1, .*; only the optimizer has .* has positions: write names"):
         optimizer.load_state_dict(alone.state_dict())
     with pytest.raises(UsageError, match="has positions"):
         optimizer.load_state_dict({**alone.state_dict(), "param_groups": state["param_groups"]})
