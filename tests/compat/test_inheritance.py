@@ -28,6 +28,8 @@ def meet(rank, store):
         print(*rpc_sync("worker1", served), flush=True)
     rpc.shutdown()
 """
+PATIENT = 150  # seconds; a program imports torch twice, which takes 3 to 9
+pytestmark = pytest.mark.timeout(PATIENT + 30)
 SERVED = "telegrad.compat.rpc telegrad.compat.rpc.calls"
 
 
@@ -40,7 +42,7 @@ def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str]
         [sys.executable, *filled, str(tmp_path / "store")],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENT,
         env={**os.environ, **(env or {})},
         cwd=tmp_path,
     )
