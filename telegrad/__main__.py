@@ -28,7 +28,7 @@ INSIGHT = "why", "top", "dashboard", "trace", "dump"
 COMMANDS = "worker", "run", *INSIGHT
 
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
 
 
 def main() -> None:
@@ -44,6 +44,9 @@ def main() -> None:
             sys.exit(_run_command(first, arguments))
         except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
+        except BrokenPipeError:  # what reads the output has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush fails, too
+            sys.exit(CLOSED)
     elif first == "-m":
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")

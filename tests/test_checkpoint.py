@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,11 +21,11 @@ import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad._core.worker import current
 from telegrad.checkpoint import Saver
-from telegrad.errors import CheckpointFailed, UsageError, WorkersFailed
+from telegrad.errors import CheckpointFailed, NotInitialized, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import remote
-from tests.cluster import agents
+from tests.cluster import PATIENCE, agents
 
 Saved = tuple[pathlib.Path, dict[str, torch.Tensor], list[float], list[float]]
 
@@ -174,6 +175,53 @@ def test_an_incomplete_checkpoint_is_ignored_and_the_older_one_stays(
 
 def broken(self: Saver, plan: dcp.SavePlan) -> NoReturn:
     raise OSError("no space")
+
+
+def test_a_relative_path_is_that_of_the_folder_in_which_save_was_called(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, moved = Saver.write, threading.Event()
+
+    def write_later(self: Saver, plan: dcp.SavePlan) -> Any:
+        assert moved.wait(PATIENCE)
+        return write(self, plan)
+
+    with agents(1) as workers:
+        current.enter(workers[0])
+        monkeypatch.setattr(Saver, "write", write_later)
+        for name in ("here", "there"):
+            (tmp_path / name / "runs/1").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "here")
+        future = checkpoint.save({"x": torch.ones(2)}, "runs/1", wait=False)
+        monkeypatch.chdir(tmp_path / "there")
+        moved.set()
+        assert future.wait() == "runs/1"
+        assert checkpoint.latest("runs") is None
+        state = {"x": torch.zeros(2)}
+        checkpoint.load(state, tmp_path / "here/runs/1")
+        assert state["x"].tolist() == [1, 1]
+
+
+def test_files_of_an_owner_that_the_caller_does_not_see_are_an_error(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Saver.write
+
+    def write_elsewhere(self: Saver, plan: dcp.SavePlan) -> Any:
+        written = write(self, plan)
+        for result in written:
+            (tmp_path / "run" / result.storage_data.relative_path).unlink(missing_ok=True)
+        return written
+
+    with agents(2) as workers:
+        current.enter(workers[0])
+        monkeypatch.setattr(Saver, "write", write_elsewhere)
+        with pytest.raises(UsageError, match=r"worker 'w1' wrote .*under the same path"):
+            checkpoint.save({"m": RemoteModule("w1", nn.Linear, (2, 2))}, tmp_path / "run")
+        assert checkpoint.latest(tmp_path) is None
+    current.enter(None)
+    with pytest.raises(NotInitialized):
+        checkpoint.load({}, tmp_path / "run")
 
 
 def test_a_wrong_state_is_refused_at_once(tmp_path: pathlib.Path) -> None:

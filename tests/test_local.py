@@ -99,6 +99,26 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
     assert ran.stderr == ""
 
 
+PLACE = """
+import telegrad
+from telegrad.ext import starting
+
+def enter(name, options, open_store, enter=starting.enter_group):
+    print(open_store(1).where)
+    return enter(name, options, open_store)
+
+if __name__ == "__main__":
+    starting.enter_group = enter
+    with telegrad.local(["a"]):
+        pass
+"""
+
+
+def test_groups_that_are_starting_are_told_apart_by_their_ports(tmp_path: pathlib.Path) -> None:
+    ran = run(PLACE, tmp_path)
+    assert re.fullmatch(r"127\.0\.0\.1:\d+\n", ran.stdout), ran.stdout + ran.stderr
+
+
 INTERRUPTED = """
 import os, signal, threading
 import telegrad

@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_561,
-    "lines of the core": 39_087,
-    "lines of the tests": 88_228,
+    "lines of the package": 62_613,
+    "lines of the core": 39_088,
+    "lines of the tests": 88_367,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

@@ -12,6 +12,7 @@ writes the metadata with the results of all. With `wait=False` owners copy their
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import secrets
 from collections.abc import Mapping
@@ -96,10 +97,10 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     begun = _begin(state, path, copies=not wait)
     complete = partial(_complete, path, begun, keep, wait)
     if not wait:
-        return background.begin(path, complete)
+        return background.begin(os.fsdecode(checkpoint_id), complete)
     complete()
     future: Future[str] = Future()
-    future.set_result(path)
+    future.set_result(os.fsdecode(checkpoint_id))
     return future
 
 
@@ -162,6 +163,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
             {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
             current.agent().timeout,
         )
+        _check_visible(path, written)
         writer.finish(metadata, list(written.values()))
     except Exception:
         discard(path, mark)
@@ -170,6 +172,17 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     tidy(path, {result.storage_data.relative_path for results in written.values() for result in results})
     if keep is not None:
         keep_newest(path, keep)
+
+
+def _check_visible(path: str, written: dict[str, list[WriteResult]]) -> None:
+    """Raise UsageError if the files of an owner are not in this worker's folder."""
+    there = set(os.listdir(path))
+    for worker, results in written.items():
+        if missing := {result.storage_data.relative_path for result in results} - there:
+            raise UsageError(
+                f"worker {worker!r} wrote {', '.join(sorted(missing))} into {path!r}, but this worker does not see it "
+                "there, so nothing was saved: all workers must see the folder under the same path"
+            )
 
 
 def _marked(plan: SavePlan, mark: str) -> SavePlan:

@@ -63,6 +63,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         3
     """
     path = folder_of("load", state, checkpoint_id)
+    get_worker_info()  # raises NotInitialized outside of a group
     metadata = _contents(path)
     shares, own = shares_of(state)
     writes: list[tuple[Tensor, Tensor]] = []

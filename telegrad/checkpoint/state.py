@@ -27,7 +27,11 @@ class OwnerState(NamedTuple):
 
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
-    """Return the folder's path. Raise UsageError for arguments of other types."""
+    """Return the folder's path for all owners, whatever their current folders are.
+
+    Raises:
+        UsageError: the arguments have other types.
+    """
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:
@@ -40,7 +44,7 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
         raise UsageError(
             f"a checkpoint is saved in a folder: give its path (checkpoint_id), not {short_repr(checkpoint_id)}"
         )
-    return str(os.fspath(checkpoint_id))
+    return os.path.abspath(os.fsdecode(checkpoint_id))
 
 
 def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], dict[str, Any]]:

@@ -34,9 +34,13 @@ def main(arguments: list[str]) -> int:
         parser.error("--group selects a group of this host: leave it out when files are given")
     run: Callable[[argparse.Namespace], int] = given.run
     try:
-        return run(given)
+        found = run(given)
+        sys.stdout.flush()
+        return found
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        raise
     except (UsageError, OSError) as error:
         print(f"telegrad: {error}", file=sys.stderr)
         return NONE_HERE

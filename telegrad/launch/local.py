@@ -122,7 +122,7 @@ class LocalGroup:
             from telegrad.ext.starting import RendezvousStore, enter_group, serve_on
             from telegrad.ext.workers import current
 
-        size = 1 + len(self.names)
+        size, (host, port) = 1 + len(self.names), listener.getsockname()[:2]
         store = SealedStore(serve_on(listener)[0], Keyring([self.key]))
         # A worker may have ended before there was a store. Its thread (`_ended`) and this one take the same lock:
         # either that thread finds the store and calls the group off there, or this thread finds the worker in `_early`
@@ -136,7 +136,7 @@ class LocalGroup:
             self.driver,
             rpc.TelegradOptions(rpc_timeout=rpc_timeout),
             lambda timeout: RendezvousStore(
-                store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)
+                store, host, 0, size, names=(self.driver, *self.names), location=f"{bracketed(host)}:{port}"
             ),
         )
         assert current.worker is not None

@@ -242,11 +242,16 @@ class PublisherEndpoint(Endpoint[PublisherProtocol]):
             return self.machine.behind(number)
 
 
+_ROUNDING = "a type of floating numbers, or a function of a name and a tensor"
+
+
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
     """Raise InvalidArgument for arguments that cannot be published with."""
     checks.text("name", name, 'a name, as in Publisher("policy", model)')
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        checks.function("dtype", dtype, "a type of floating numbers, or a function of a name and a tensor")
+        checks.function("dtype", dtype, _ROUNDING)
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        checks.raise_invalid("dtype", _ROUNDING, str(dtype))
     checks.one_of("deltas", deltas, ("off", "fast", "small"))
 
 

@@ -27,7 +27,7 @@ from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
 from telegrad.weights.deltas import Deltas
 from telegrad.weights.publisher import Publisher, check_published, check_wait
-from telegrad.weights.shards import Box, Part, ShardCopy, plan, slices
+from telegrad.weights.shards import Box, Part, ShardCopy, is_within, plan, slices
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.tree_layout import Rounding, place_of
 from telegrad.weights.weight_version import Version
@@ -170,7 +170,10 @@ class ShardOwner:
         Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
         """
         share = self._share
-        found = share() if callable(share) else {name: each for part in share for name, each in state_of(part).items()}
+        if callable(share):
+            found = checks.mapping("the result of a function in source", share(), "a dictionary of tensors by names")
+        else:
+            found = {name: each for part in share for name, each in state_of(part).items()}
         contents: list[Content] = []
         state: dict[str, Tensor] = {}
         for name, value in found.items():
@@ -223,9 +226,7 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
     else:
         raise InvalidArgument(f"{name!r} cannot be published in parts: it is not a tensor, but {type(value).__name__}")
     box = Box(offsets, tuple(tensor.shape))
-    if len(offsets) != len(shape) or any(
-        start < 0 or start + size > end for start, size, end in zip(*box, shape, strict=True)
-    ):
+    if not is_within(box, shape):
         raise InvalidArgument(
             f"{name!r} is not a part of a tensor of shape {shape}: its offsets are {box[0]}, and its sizes {box[1]}"
         )
@@ -264,7 +265,11 @@ class ShardedSubscriber:
     def __init__(
         self, worker: str | int | WorkerInfo, name: str, wanted: Wanted = None, timeout: float = DEFAULT
     ) -> None:
-        if wanted is not None and not isinstance(wanted, Mapping):
+        if isinstance(wanted, Mapping):
+            for part in wanted.values():
+                if part is not None and not isinstance(part, Box):
+                    checks.raise_invalid("wanted", "names of tensors, or a Box or None for each name", wanted)
+        elif wanted is not None:
             wanted = [checks.text("wanted", each, _WANTED) for each in checks.several("wanted", wanted, _WANTED)]
         self._name = name
         self._wanted = wanted
@@ -343,6 +348,10 @@ class ShardedSubscriber:
 
     def _gather(self, version: Version, left: Callable[[], float]) -> Version | None:
         """Return the wanted parts of a version, or None if an owner no longer keeps its part."""
+        if not isinstance(version.state, Mapping) or version.state.keys() != {"contents", "numbers"}:
+            raise UsageError(
+                f"{self._name!r} on worker {self._manifest.worker!r} is a Publisher: read it by a Subscriber"
+            )
         contents: dict[str, list[Content]] = version.state["contents"]
         if self._plan is None or self._plan.contents != contents:
             self._plan = Plan(contents, self._wanted)
@@ -378,13 +387,19 @@ class ShardedSubscriber:
 class Plan:
     def __init__(self, contents: dict[str, list[Content]], wanted: Wanted) -> None:
         self.contents = contents
-        shapes = {content.part.name: content.shape for theirs in contents.values() for content in theirs}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, shape in (content for theirs in contents.values() for content in theirs):
+            if shapes.setdefault(part.name, shape) != shape:
+                raise UsageError(f"owners publish {part.name!r} with the shapes {shapes[part.name]} and {shape}")
         boxes = wanted if isinstance(wanted, Mapping) else dict.fromkeys(shapes if wanted is None else wanted)
         missing = sorted(boxes.keys() - shapes.keys())
         if missing:
             raise UsageError(
                 f"no worker publishes {', '.join(missing)}; the published names are {', '.join(sorted(shapes))}"
             )
+        for name, box in boxes.items():
+            if box is not None and not is_within(box, shapes[name]):
+                raise UsageError(f"the wanted part of {name!r}, {box}, is not within its shape {shapes[name]}")
         whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         self._parts = [Part(name, box or whole[name]) for name, box in boxes.items()]
         self._copies: list[list[ShardCopy]] = [[] for _ in self._parts]

@@ -23,6 +23,12 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def is_within(box: Box, shape: Sequence[int]) -> bool:
+    if not len(box.offsets) == len(box.sizes) == len(shape):
+        return False
+    return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in zip(*box, shape, strict=True))
+
+
 class Part(NamedTuple):
     """A box of the named tensor."""
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from telegrad import errors
 from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
 from telegrad._core.joining import form_generations
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.quorum import (
     COME,
     GENERATION,
@@ -428,3 +430,27 @@ def test_interrupts_reach_a_worker_that_waits(place: Place) -> None:
     with pytest.raises(KeyboardInterrupt):
         coming.join(held, member("b"), lives)
     assert ended.is_set()
+
+
+class Silent:
+    """Sends no message."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.lost: list[object] = []
+
+    def on(self, *_: object) -> None:
+        pass
+
+
+def test_a_directory_is_not_reported_as_lost_by_a_worker_that_leaves_it(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    formed, held = place.come("a", GroupSize(1, 1)).result(WAIT), place.held()
+    post: Any = Silent()
+    monitor = GenerationMonitor(post, formed.members[0], formed)
+    monitor._held = held, 1, place.lives
+    held.found = None
+    monitor._look()
+    assert not caplog.text

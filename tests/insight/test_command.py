@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import signal
 import socket
@@ -45,8 +46,6 @@ def chosen(members: list[Process]) -> list[str]:
 
 
 def write_to(folder: str) -> None:
-    import os
-
     os.environ[dump.VARIABLE] = folder
 
 
@@ -54,6 +53,14 @@ def ran(*arguments: str, status: int = 0) -> str:
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_a_closed_pipe_is_no_error(members: list[Process]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, "why"], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_why(chosen: list[str]) -> None:

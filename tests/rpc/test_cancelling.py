@@ -155,6 +155,20 @@ def test_a_cancelled_future_ends_at_once_and_its_function_notices(function: Call
     assert rpc.cancelled() is False
 
 
+@functions.async_execution
+def never(kind: Any) -> Any:
+    story.tell("never begins")
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [torch.futures.Future, rpc.Future])
+def test_a_cancelled_call_ends_although_the_future_of_its_function_does_not(kind: Any, five: list[Worker]) -> None:
+    with pytest.raises(CallTimeout):
+        rpc_sync("w1", never, (kind,), timeout=0.2)
+    story.wait_for("never begins")
+    wait_until(lambda: five[1].agent.idle)
+
+
 def test_a_call_that_is_done_cannot_be_cancelled() -> None:
     future = rpc_async("w1", abs, (-1,))
     assert future.wait() == 1

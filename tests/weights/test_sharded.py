@@ -16,7 +16,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.calls import call_all
 from telegrad.nn import RemoteModule
-from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, sharded_publisher
+from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, sharded_publisher
 from telegrad.weights.sharded_publisher import _described
 from tests.cluster import PATIENCE, agents
 from tests.weights.test_weights import on
@@ -231,6 +231,27 @@ def test_values_that_cannot_be_published_in_parts(four: list[Worker]) -> None:
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
+
+
+def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
+    with pytest.raises(InvalidArgument, match="the result of a function in source must be a dictionary of tensors"):
+        ShardedPublisher("tensor", {"w1": lambda: torch.ones(3)}).publish()
+    with pytest.raises(InvalidArgument, match=r"dtype must be a type of floating numbers.* not 'torch\.int64'"):
+        ShardedPublisher("rounded", {"w1": upper}, torch.int64)
+    plain = Publisher("plain", {"w": torch.ones(3)})
+    plain.publish()
+    with pytest.raises(UsageError, match="'plain' on worker 'w0' is a Publisher: read it by a Subscriber"):
+        on(four[3], lambda: ShardedSubscriber("w0", "plain").newest())
+    policy = ShardedPublisher("policy", SOURCE)
+    policy.publish()
+    for wrong, text in ((Box((0, 0), (7, 4)), r"is not within its shape \(6, 4\)"), ((0, 2), "a Box or None")):
+        wanted: Any = {"w": wrong}
+        with pytest.raises(UsageError, match=text):
+            on(four[3], lambda wanted=wanted: ShardedSubscriber("w0", "policy", wanted).newest())
+    other = ShardedPublisher("other", {"w1": upper, "w2": lambda: {"w": Shard(rows(2, 6), (2, 0), (7, 4))}})
+    other.publish()
+    with pytest.raises(UsageError, match=r"owners publish 'w' with the shapes \(6, 4\) and \(7, 4\)"):
+        on(four[3], lambda: ShardedSubscriber("w0", "other").newest())
 
 
 def test_a_part_without_an_owner_is_an_error(four: list[Worker]) -> None:

@@ -123,7 +123,7 @@ class Agent:
         if self.layers.graphs is not None:
             self.layers.graphs.close(reason)
         self._connections.close(reason, how)
-        self._server.close()
+        self._server.loop.close()
         self._reactor.close()
         self._timer.close()
         self._connections.release_memory()
@@ -158,7 +158,7 @@ class Agent:
 
     def serves_here(self) -> bool:
         """Return True if this thread runs calls of other workers, or callbacks of this worker's calls."""
-        return self._reactor.here.own is not None or self._server.on_loop()
+        return self._reactor.here.own is not None or self._server.loop.runs_here()
 
     @property
     def served(self) -> int:

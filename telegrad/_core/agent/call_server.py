@@ -97,7 +97,7 @@ class Server:
         self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
         self.intake = BackPressure(reactor, settings.most_waiting, settings.most_waiting_bytes)
         self.answers.sent_memory = self.intake.sent
-        self._loop = EventLoop(entered)
+        self.loop = EventLoop(entered)
         self.call_scheduler: CallScheduler | None = None
         self.orders = False  # also ask the call_scheduler about functions that are known to be short
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
@@ -403,17 +403,25 @@ class Server:
             self._fail(call, user_name(function), future)
             return
         self.going_on.add(call)
+        first = iter((True,))  # for the first of the functions below, which ends the call
 
         def done(future: Any) -> None:
             try:
-                self._answer(call, future.wait(), function)
+                if next(first, False):
+                    self._answer(call, future.wait(), function)
             except BaseException:
                 self._fail(call, user_name(function))
 
+        # Other code of the program may complete the future, or never do so. The call ends without it, as nobody waits
+        # for the value: `shutdown` would wait for the call.
+        def stop() -> None:
+            if not (isinstance(future, Future) and future.cancel()) and call.destination is None and next(first, False):
+                self._fail(call, user_name(function), CallCancelled(call.described))
+
         # `stop` is stored before `cancelled` is read. A thread that cancels the call stores `cancelled` and then reads
         # `stop`, so one of the two stops the function.
-        if isinstance(future, Future) and not finishes(function, ()):
-            call.stop = future.cancel
+        if isinstance(future, torch._C.Future) and not finishes(function, ()):
+            call.stop = stop
         if call.cancelled and not future.done():
             self._reactor.submit(Work(Incoming.end, call))
         future.add_done_callback(done)  # last, since an error of the above ends the call
@@ -427,7 +435,7 @@ class Server:
         async def run() -> None:
             try:
                 serving.set(call)
-                call.stop = self._loop.stopper(lambda: call.stop is not None)
+                call.stop = self.loop.stopper(lambda: call.stop is not None)
                 if call.cancelled and awaitable.cr_code not in FINISHING:
                     call.check_begins(finishes=False)
                 self._answer(call, await in_setting(awaitable, call.setting, self._streams), function)
@@ -439,7 +447,7 @@ class Server:
                 awaitable.close()  # perhaps it has not begun
 
         try:
-            self._loop.run(run())
+            self.loop.run(run())
         except BaseException:
             awaitable.close()
             call.on_end = on_end
@@ -455,12 +463,6 @@ class Server:
     def _end_going_on(self, call: Incoming) -> None:
         call.stop = None
         self.going_on.discard(call)
-
-    def on_loop(self) -> bool:
-        return self._loop.runs_here()
-
-    def close(self) -> None:
-        self._loop.close()
 
 
 def _note(call: Incoming, error: Any = None) -> None:

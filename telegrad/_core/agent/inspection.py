@@ -42,7 +42,7 @@ def calls_going_on(agent: Agent) -> list[Incoming]:
 
 def coroutines(agent: Agent) -> dict[int, list[FrameType]]:
     """Return the frames of the suspended coroutines that serve calls, innermost last, by id of the call."""
-    begun, found = agent._server._loop._begun, dict[int, list[FrameType]]()
+    begun, found = agent._server.loop._begun, dict[int, list[FrameType]]()
     for task in asyncio.all_tasks(begun[0]) if begun is not None else ():
         names = getattr(getattr(task.get_coro(), "cr_frame", None), "f_locals", {})
         inner: Any = names.get("awaitable")
