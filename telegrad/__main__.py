@@ -45,8 +45,7 @@ def main() -> None:
         except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
         except BrokenPipeError:  # what reads the output has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush fails, too
-            sys.exit(CLOSED)
+            os._exit(CLOSED)  # at a normal end, Python would flush its output, which fails again
     elif first == "-m":
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")

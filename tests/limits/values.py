@@ -180,8 +180,8 @@ Publisher('sparse', {'x': torch.eye(2).to_sparse()}).publish()
 InvalidArgument: a tensor of shape (2, 2) cannot be published, because it is torch.sparse_coo: publish its parts
 -> indices and values
 ## rounding to whole numbers
-Publisher('rounded', {'x': x}, dtype=torch.int8).publish()
-UsageError: '' cannot be published as torch.int8: weights are rounded to floating numbers, such as torch.bfloat16
+Publisher('rounded', {'x': x}, dtype=torch.int8)
+InvalidArgument: dtype must be a type of floating numbers, or a function of a name and a tensor, not 'torch.int8'
 -> a floating type
 ## a version that does not fit a module
 publisher = Publisher("shapes", nn.Linear(2, 3))
