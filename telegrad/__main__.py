@@ -44,7 +44,7 @@ def main() -> None:
             sys.exit(_run_command(first, arguments))
         except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
-        except BrokenPipeError:  # what reads the output has ended
+        except BrokenPipeError:  # the reader of the output has ended
             os._exit(CLOSED)  # at a normal end, Python would flush its output, which fails again
     elif first == "-m":
         if len(arguments) == 1:

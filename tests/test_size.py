@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_613,
     "lines of the core": 39_088,
-    "lines of the tests": 88_367,
+    "lines of the tests": 88_359,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

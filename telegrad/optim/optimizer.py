@@ -18,6 +18,7 @@ from telegrad._core import checks
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
+from telegrad._core.membership.members import listed
 from telegrad._core.modules.module_tree import Model, RemotePart, branches, by_owner
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.pickling.remote_text import folded
@@ -359,10 +360,8 @@ class DistributedOptimizer(Optimizer):
         """Return the whole state, by names in the order of the parameters, for any distribution of them."""
         has_map = current.agent().maps_devices_to
         states = call_all(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
-        return {
-            "state": {name: state for own in states.values() for name, state in own.items()},
-            "param_groups": self.state_groups(),
-        }
+        state = {name: state for own in states.values() for name, state in own.items()}
+        return {"state": state, "param_groups": self.state_groups()}
 
     def state_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as in `state_dict`: with names, and with the values in the owners' optimizers.
@@ -422,7 +421,7 @@ class DistributedOptimizer(Optimizer):
         named = [set(group["param_names"]) for group in self.param_groups]
         if theirs != ours or [set(group["params"]) for group in groups] != named:
             sides = (("the state", theirs - ours), ("the optimizer", ours - theirs))
-            only = [f"; only {side} has {', '.join(sorted(map(str, more))[:5])}" for side, more in sides if more]
+            only = [f"; only {side} has {listed(sorted(map(str, more)))}" for side, more in sides if more]
             raise UsageError(
                 f"this state has other parameters{''.join(only) or ' in a group'}"
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))

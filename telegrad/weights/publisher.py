@@ -248,10 +248,11 @@ _ROUNDING = "a type of floating numbers, or a function of a name and a tensor"
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
     """Raise InvalidArgument for arguments that cannot be published with."""
     checks.text("name", name, 'a name, as in Publisher("policy", model)')
-    if dtype is not None and not isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            checks.raise_invalid("dtype", _ROUNDING, str(dtype))
+    elif dtype is not None:
         checks.function("dtype", dtype, _ROUNDING)
-    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-        checks.raise_invalid("dtype", _ROUNDING, str(dtype))
     checks.one_of("deltas", deltas, ("off", "fast", "small"))
 
 

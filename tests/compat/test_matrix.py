@@ -156,11 +156,7 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize(
-    "case",
-    SOME,
-    ids=str,
-)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:
     check(case, children(case, tmp_path / "run"))
 

@@ -172,11 +172,7 @@ def test_names_of_torch_c_lead_to_the_current_group(run: Run, tmp_path: pathlib.
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "early",
-    [True, False],
-    ids=["installed before", "installed meanwhile"],
-)
+@pytest.mark.parametrize("early", [True, False], ids=["installed before", "installed meanwhile"])
 def test_one_thread_installs_while_another_imports_torch(run: Run, early: bool) -> None:
     """Each of the two threads may wait for the lock of the other."""
     run(

@@ -211,8 +211,7 @@ class GenerationMonitor:
             arrivals = arrivals_in(held.directory)
             wanted = self.leads and is_wanted(arrivals, self.generation, most, is_alive)
         except RendezvousError as error:  # the directory does not answer, or an attacker writes there
-            leaves = self._closed or held.found is None
-            if (said := str(error)) != self._failed and not leaves:
+            if (said := str(error)) != self._failed and not (self._closed or held.found is None):
                 self._failed = said
                 log.warning("telegrad: worker %r cannot see which workers wait to join: %s", self._me.name, said)
             held.restart()

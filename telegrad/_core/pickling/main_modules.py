@@ -26,6 +26,7 @@ is bound once for each version.
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import sys
 import threading
@@ -261,7 +262,7 @@ def _new_scope(program: Program) -> MainNamespace:
     return MainNamespace(program, vars(module), own=False)
 
 
-_KEY_WITHOUT_FILE = uuid.uuid4().hex  # of a main program that has no file
+_key_without_file = functools.cache(lambda: uuid.uuid4().hex)  # of a main program; called under `_lock`
 _own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
 
 
@@ -271,7 +272,7 @@ def own_scope() -> MainNamespace:
     # program of the driver.
     if not _own or _own[0].names is not names or _own[0].program.serves_torch != programs.serves_torch:
         with _lock:
-            key = own_program() or _KEY_WITHOUT_FILE
+            key = own_program() or _key_without_file()
             imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
             _own[:] = [MainNamespace(programs.find(key), names, own=True, imported=imported)]
     return _own[0]
