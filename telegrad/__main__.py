@@ -26,7 +26,7 @@ from telegrad.version import VERSION
 
 INSIGHT = "why", "top", "dashboard", "trace", "dump"
 COMMANDS = "worker", "run", *INSIGHT
-
+ABOUT = "", "-h", "--help", "-V", "--version"
 
 INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
 
@@ -34,18 +34,16 @@ INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
 def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
-    if first in ("", "-h", "--help"):
-        print(__doc__, file=sys.stdout if first else sys.stderr)
-        sys.exit(0 if first else 2)
-    if first in ("-V", "--version"):
-        print(f"telegrad {VERSION}")
-    elif first in ("worker", "run") or (first in INSIGHT and not os.path.exists(first)):
+    if first in (*ABOUT, "worker", "run") or (first in INSIGHT and not os.path.exists(first)):
         try:
-            sys.exit(_run_command(first, arguments))
+            try:
+                sys.exit(_run_command(first, arguments))
+            finally:
+                print(end="", flush=True)  # here, since an error of the interpreter's own flush cannot be caught
         except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
         except BrokenPipeError:  # the reader of the output has ended
-            os._exit(CLOSED)  # at a normal end, Python would flush its output, which fails again
+            os._exit(CLOSED)  # at a normal end, the interpreter would flush the output, which fails again
     elif first == "-m":
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
@@ -68,6 +66,10 @@ def main() -> None:
 
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command of Telegrad's own; return its exit code."""
+    if name in ABOUT:
+        text = f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__
+        print(text, file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     if name == "worker":
         from telegrad.launch import worker_command
 

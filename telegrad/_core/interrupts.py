@@ -63,6 +63,9 @@ BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
 # Seconds between two kicks. A blocked call sees only kicks, so this must be more than BLOCKED: otherwise no two runs of
 # `_Handler` would be far enough apart.
 KICK = 5e-3
+# Seconds of one sleep. A signal that arrives just before a call sleeps in the system does not end the sleep: Python
+# only takes note of it, and looks at its notes after the call. So waits are divided into sleeps.
+SLEEP = 1.0
 # Runs at the entry of one function. While functions are traced, Python 3.11 does not leave the entry of a function
 # until no signal is pending. A signal that is marked pending again each time would keep it there forever, so after this
 # many runs the signal is left to the next kick.

@@ -251,7 +251,9 @@ class LocalParts:
             with self._agent.streams.turn():
                 start = perf_counter()
                 while tasks := context.tasks.take():
-                    left = [tasks] if len(tasks) == 1 else _by_passes(tasks)
+                    left = [tasks]
+                    if len(tasks) > 1:  # group consecutive ones of the same pass
+                        left = [list(same) for _, same in itertools.groupby(tasks, lambda task: task.spec)]
                     while left:
                         self._do(context, left.pop(0))
                 # `close` may have dropped the parts just before `_begin` added one, which would keep the graph and the
@@ -435,11 +437,6 @@ class LocalParts:
             for spec, part in context.parts.copy().items():
                 if part is not None and who.name in part.outbox.reached and context.met(who.name) == who:
                     self._failed(spec, error)
-
-
-def _by_passes(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Group consecutive tasks of the same pass."""
-    return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
 
 
 def _advised(error: BaseException) -> BaseException:

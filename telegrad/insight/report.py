@@ -32,6 +32,7 @@ from telegrad.insight.wait_graph import Node, WaitGraph
 from telegrad.reporting import JOINING, LEAVING, QUEUED, RUNNING, WaitState, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
+STARTING = 10.0  # seconds in which a worker may still import torch
 COLUMNS = 100
 
 
@@ -193,7 +194,9 @@ def joining(graph: WaitGraph) -> Iterator[Finding]:
             found = _STORE.search((_join_wait(account) or {"about": ""})["about"])
             places[account["place"] or (found[1] if found else "")].append(account)
     for place, accounts in places.items():
-        if any(account["phase_age"] >= graph.long for account in accounts):
+        ages = [account["phase_age"] for account in accounts]
+        # If all are there, the group forms as soon as the last one has joined.
+        if (min(ages) if len(ages) == accounts[0]["size"] else max(ages)) >= graph.long:
             yield _join(graph, place, sorted(accounts, key=lambda each: (each["rank"], each["worker"])))
 
 
@@ -207,13 +210,18 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
     oldest = max(accounts, key=lambda account: account["phase_age"])
     main = graph.mains.get(oldest["worker"])
     at, verb = f" at {place}" if place else "", "wait" if len(names) > 1 else "waits"
+    age = oldest["phase_age"]
     details = [
-        f"{several(names)} {verb}{at}, for {seconds(oldest['phase_age'])}:",
+        f"{several(names)} {verb}{at}, for {seconds(age)}:",
         *lines_of(graph.threads[main] if main is not None else None),
+        *(["Perhaps others are starting still: importing torch takes seconds"] if age < STARTING else []),
     ]
     size, ranks = accounts[0]["size"], {f"rank {account['rank']}" for account in accounts}
-    told = sorted({name for account in accounts for name in account["missing"]} - ranks)
-    missing = told or [rank for rank in (f"rank {number}" for number in range(size or 0)) if rank not in ranks]
+    told = {name for account in accounts for name in account["missing"]} - ranks - set(names)
+    # A worker that started the others knows their names; the others know ranks.
+    missing = sorted(name for name in told if not name.startswith("rank ")) or sorted(told)
+    missing = missing or [rank for number in range(size or 0) if (rank := f"rank {number}") not in ranks]
+    has_no_store = any((_join_wait(each) or {"what": ""})["what"] == "store" for each in accounts)
     if len({account["size"] for account in accounts if account["place"]}) > 1:
         sizes = {
             each["worker"]: "any number of workers" if each["size"] is None else plural(each["size"], "worker")
@@ -225,8 +233,9 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
     elif not missing and size is None and (wait := _join_wait(oldest)) is not None and wait["what"] != "store":
         kind, title = "missing", f"{several(names)} cannot join yet: {wait['about']}."
         details.append("Check whether enough workers were started, and were given the same address")
-    elif not missing or any((_join_wait(each) or {"what": ""})["what"] == "store" for each in accounts):
-        kind, title = "store", f"No store answers{at}: {several(names)} cannot join."
+    elif has_no_store or not missing:
+        seems = "" if has_no_store else ", it seems"
+        kind, title = "store", f"No store answers{at}{seems}: {several(names)} cannot join."
         details += [
             "The worker of rank 0 usually serves it: check whether it was started, and its log",
             "Check that host and port (MASTER_ADDR, MASTER_PORT or init_method) are right for all workers",
@@ -239,7 +248,7 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
         if size is not None and missing == [f"rank {rank}" for rank in range(size - len(missing), size)]:
             details.append(f"If no more workers should join, world_size={size} is too large")
     known = stacks(graph, [main] if main is not None else [])
-    return Finding(kind, WEIGHTS[kind], workers, names, oldest["phase_age"], title, details, known)
+    return Finding(kind, WEIGHTS[kind], workers, names, age, title, details, known)
 
 
 def unanswered(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:

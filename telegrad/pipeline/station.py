@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from telegrad.autograd import backward
 from telegrad.errors import PeerError, PeerLost
@@ -244,7 +244,8 @@ class BatchRun:
             self._result.scalars.extend(scalars_of(output))
         if self._given.is_unsure:
             for values, value in ((self._outputs, output), (self._targets, targets)):
-                values.append(tree_map(_severed, value))
+                # Without their histories: a backward pass ends there.
+                values.append(tree_map_only(Tensor, lambda it: it.detach().requires_grad_(it.requires_grad), value))
             # The loss of the last micro-batch comes before its backward, for which all stages still wait. So if the
             # check fails, no worker has stepped.
             if len(losses) == self.spec.batches:
@@ -336,11 +337,6 @@ class BatchRun:
         # over whether actions are short.
         self._ended()
         tell()
-
-
-def _severed(leaf: Any) -> Any:
-    """Return a tensor without its history, for a backward pass that ends there."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 class StageWorker:

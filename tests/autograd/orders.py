@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from telegrad.autograd.engine import ROOTS, EngineRunner
@@ -121,13 +121,14 @@ def check(all_: Iterable[Watched]) -> None:
 
 def in_order(entries: Mapping[int, Sequence[Node]], batches: Iterable[Batch]) -> list[Node]:
     """Return all nodes that run, in the order of torch's engine."""
-    ahead = {node: _reachable(_following(node)) for node in _reachable(itertools.chain(*entries.values()))}
+    nodes = reachable(itertools.chain(*entries.values()), _following)
+    ahead = {node: reachable(_following(node), _following) for node in nodes}
     open_, waiting, done = set(entries), set(), []
     for batch in batches:
         for entry, reached in batch:
             open_.remove(entry)
             waiting.update(reached)
-        unsettled = _reachable(node for entry in open_ for node in entries[entry])
+        unsettled = reachable((node for entry in open_ for node in entries[entry]), _following)
         while True:
             ready = [
                 node for node in waiting if node not in unsettled and not any(node in ahead[other] for other in waiting)
@@ -142,16 +143,15 @@ def in_order(entries: Mapping[int, Sequence[Node]], batches: Iterable[Batch]) ->
 
 
 def _following(node: Node) -> list[Node]:
-    return (
-        [] if type(node) is RecvNode else [following for following, _ in node.next_functions if following is not None]
-    )
+    is_end = type(node) is RecvNode
+    return [] if is_end else [following for following, _ in node.next_functions if following is not None]
 
 
-def _reachable(starts: Iterable[Node]) -> set[Node]:
+def reachable(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
     stack, seen = list(starts), set()
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack += _following(node)
+            stack += following(node)
     return seen

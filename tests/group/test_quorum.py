@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Directory, Entry, Lease, Listing, Swap
+from telegrad._core.directory.directory import ABSENT, Directory, Swap
 from telegrad._core.joining.quorum import (
     COME,
     GENERATION,
@@ -25,6 +25,7 @@ from telegrad._core.joining.quorum import (
     look,
 )
 from telegrad._core.membership.members import Member
+from tests.directory.naive import Naive
 
 ANY = GroupSize(1)
 
@@ -187,25 +188,11 @@ def test_the_order_of_arrivals_does_not_change_the_ranks_of_survivors() -> None:
         assert names(quorum(GroupSize(1), *arrivals, running=generation(1, *"abcde"))) == list("abcde")
 
 
-class Kept:
+class Kept(Naive):
     """The part of a directory that elastic groups use."""
 
-    def __init__(self) -> None:
-        self.revision = 0
-        self.entries: dict[str, Entry] = {}
-
-    def list(self, prefix: str) -> Listing:
-        return Listing(
-            self.revision, tuple(self.entries[key] for key in sorted(self.entries) if key.startswith(prefix))
-        )
-
-    def swap(self, key: str, value: bytes, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
-        found = self.entries.get(key)
-        if (found.revision if found else ABSENT) != expected:
-            return Swap(False, found)
-        self.revision += 1
-        self.entries[key] = Entry(key, value, self.revision, found.created if found else self.revision, 0)
-        return Swap(True, self.entries[key])
+    def swap(self, key: str, value: bytes, expected: int = ABSENT) -> Swap:  # type: ignore[override]
+        return cast("Swap", super().swap(key, value, expected, 0))
 
 
 def test_the_state_of_an_elastic_group_is_read_and_ended() -> None:

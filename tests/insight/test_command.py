@@ -55,10 +55,11 @@ def ran(*arguments: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_closed_pipe_is_no_error(members: list[Process]) -> None:
+@pytest.mark.parametrize("argument", ["why", "--help"])
+def test_a_closed_pipe_is_no_error(members: list[Process], argument: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*COMMAND, "why"], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE)
+    done = subprocess.run([*COMMAND, argument], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 

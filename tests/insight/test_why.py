@@ -97,6 +97,17 @@ def test_a_worker_that_waits_alone_for_an_elastic_group() -> None:
     assert "worker0 cannot join yet: 1 worker of 2 to 3 joined: 'worker0'." in told
 
 
+def test_workers_that_start() -> None:
+    scene = joining("driver", "worker1", size=3, missing=["worker0", "worker1", "rank 2"])
+    assert "others are starting still" not in only(scene, "missing", "worker0")[1]
+    _tell(scene["driver"], phase_age=2.0)
+    _tell(scene["worker1"], phase_age=0.1)
+    assert "others are starting still" in only(scene, "missing", "worker0")[1]
+    _tell(scene["driver"], size=2)
+    _tell(scene["worker1"], size=2)
+    assert Report(scene.sight).findings == []
+
+
 def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     for name in ("worker0", "worker1", "worker2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import gc
@@ -9,6 +10,7 @@ import os
 import pathlib
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from tests.links import calls_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
 
+SLEEPS = ("wait_readable", "_wait_done", "wait_for")  # functions in which a thread that waits for a call sleeps
 SOON = 2.0  # seconds that a few milliseconds may become on a busy machine
 
 
@@ -248,10 +251,18 @@ class Watched:
     ],
     ids=["call", "group", "waits for workers", "gather", "references"],
 )
-def test_an_interrupt_cancels_the_called_functions(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("send", [os.kill, _thread.interrupt_main])
+def test_an_interrupt_cancels_the_called_functions(
+    call: Callable[[], Any], send: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     def interrupt() -> None:
         story.wait_for("watch begins")
-        os.kill(os.getpid(), signal.SIGINT)
+        if send is os.kill:
+            send(os.getpid(), signal.SIGINT)
+            return
+        # As a signal that arrives just before the thread sleeps in the system: it does not end the sleep.
+        wait_until(lambda: sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name in SLEEPS)
+        send()
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -29,6 +29,7 @@ from telegrad.autograd.passes import (
     Start,
 )
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from tests.autograd.orders import reachable
 from tests.seeds import ONLY, run_each
 
 ONE = torch.ones(1)
@@ -150,7 +151,7 @@ class FakeRunner:
 
     def call(self, call: EngineCall, ordered: bool) -> None:
         """Run the nodes behind those where gradients enter, as the engine would, up to those that it must return."""
-        behind = reachable(call.fed) - set(call.fed)
+        behind = reachable(call.fed, following) - set(call.fed)
         assert not behind.intersection([*call.leaves, *call.recvs, *call.fed]), "the engine would run what waits"
         seen: set[Node] = set(call.fed)
         found: list[Node] = []
@@ -188,15 +189,8 @@ class FakeRunner:
         return [str(entry) for entry in self.schedule.open]
 
 
-def reachable(starts: Iterable[Node]) -> set[Node]:
-    """Return the nodes that can be reached on one worker."""
-    stack, seen = list(starts), set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-    return seen
+def following(node: Node) -> list[Node]:
+    return [each for each, _ in node.next_functions]
 
 
 class World:
@@ -243,16 +237,10 @@ class World:
         self.nodes[other].append(received)
 
     def reachable(self) -> set[Node]:
-        stack, seen = list(self.roots), set()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-            if type(node) is RecvNode:
-                stack.append(self.sources[node])
-        return seen
+        def ahead(node: Node) -> list[Node]:
+            return [*following(node), self.sources[node]] if type(node) is RecvNode else following(node)
+
+        return reachable(self.roots, ahead)
 
     def check(self, node: Node) -> None:
         assert node.runs == 1, "a node ran twice"

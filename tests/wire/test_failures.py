@@ -248,8 +248,11 @@ def test_an_exception_of_the_main_program_keeps_its_type(monkeypatch: pytest.Mon
 
 
 def test_the_program_that_a_worker_imports_is_named_main() -> None:
-    kind = type("Stop", (BaseException,), {"__module__": "__mp_main__"})
-    assert "__mp_main__" not in str(journey(kind("z")))
+    kind = type("Stop", (Exception,), {"__module__": "__mp_main__"})
+    for error in (kind("z"), ExceptionGroup("both", [RuntimeError("y"), kind("z")])):
+        told = str(journey(error))
+        assert "__main__.Stop: z" in told, told
+        assert "__mp_main__" not in told, told
 
 
 def test_an_exception_type_that_cannot_be_subclassed() -> None:

@@ -218,7 +218,8 @@ class Fanout:
         # on.
         for packed in encodings.packed:
             if packed.near > 1:
-                packed.blobs = list(map(self._in_common, packed.blobs))
+                common, blobs = self._connections.memory.in_common, packed.blobs
+                packed.blobs = [common(b) if isinstance(b, Tensor) and b.numel() >= COMMON_FROM else b for b in blobs]
         may_wait = self._reactor.here.own is None  # a thread that serves a call must not block: others may wait for it
         has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
         self._send(list(compress(ready, has_room)), call, timeout)
@@ -228,11 +229,6 @@ class Fanout:
         for one in compress(ready, map(not_, has_room)):
             one[1].wait_for_capacity()
             self._send([one], call, timeout)
-
-    def _in_common(self, blob: Blob) -> Blob:
-        if not isinstance(blob, Tensor) or blob.numel() < COMMON_FROM:
-            return blob
-        return self._connections.memory.in_common(blob)
 
     def _send(self, ready: list[_Ready], call: PreparedCall, timeout: float) -> None:
         """Create all messages, then write them, then let the answers be read; otherwise the threads would alternate."""

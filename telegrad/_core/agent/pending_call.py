@@ -24,11 +24,10 @@ from telegrad._core.calls.call_names import KNOWN_AS, NOTED_AS, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
-from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
+from telegrad._core.interrupts import SLEEP, Resumed, releases_before_handler, waiting_loop
 from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.leader_threads import SOON, Spin
 from telegrad._core.texts import ProgramLine, hint, users_line
-from telegrad._core.threads import LONGEST_WAIT
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
@@ -206,7 +205,7 @@ class PendingCall:
                     if held:  # otherwise a signal handler has run, which released the right
                         link.stop_reading()
             else:
-                self._wait_done(min(remaining, LONGEST_WAIT))
+                self._wait_done(min(remaining, SLEEP))
         return True
 
     @releases_before_handler(give_back_read)
@@ -230,7 +229,7 @@ class PendingCall:
                     return
                 if self._use_waker():
                     continue
-                link.wait_readable(min(remaining, LONGEST_WAIT), self.waker)
+                link.wait_readable(min(remaining, SLEEP), self.waker)
         finally:
             self.awaited = False
             connection.is_prompt = perf_counter() - start < SOON

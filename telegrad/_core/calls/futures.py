@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from contextvars import copy_context
+from math import inf
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from telegrad._core import checks, forks
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.forks import process
-from telegrad._core.interrupts import raise_later, raised_by_handler
+from telegrad._core.interrupts import SLEEP, raise_later, raised_by_handler
 from telegrad._core.pickling.exceptions import ORIGINAL, fresh, without_frames
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import fold, remote_traceback_of
@@ -59,9 +60,8 @@ def completion_of(awaited: Any) -> asyncio.Future[None]:
 def _tells_of_cancelling(error: BaseException) -> bool:
     if isinstance(error, GroupError):
         return all(map(_tells_of_cancelling, error.errors.values()))
-    return isinstance(error, CallCancelled) and not remote_traceback_of(
-        error
-    )  # otherwise another worker's call was cancelled
+    # With a remote traceback, it is the call of another worker that was cancelled.
+    return isinstance(error, CallCancelled) and not remote_traceback_of(error)
 
 
 _devices: list[torch.device] = []  # that values of futures may use; per process, since a future knows no worker
@@ -387,9 +387,12 @@ def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) ->
     if not future.done():
         # A lock and not the future's own `wait`: torch waits in C++, where no signal handler runs before the future is
         # done.
-        begun = perf_counter()  # noqa: F841  # shown in stack dumps
+        begun = perf_counter()  # also shown in stack dumps
+        until = begun + timeout if timeout >= 0 else inf
         told = threading.Lock()
         told.acquire()
         future.add_done_callback(lambda _: told.release())
-        return told.acquire(timeout=timeout)
+        while not told.acquire(timeout=max(0.0, min(until - perf_counter(), SLEEP))):
+            if perf_counter() >= until:
+                return False
     return True

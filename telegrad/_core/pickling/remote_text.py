@@ -239,7 +239,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
 
 def as_main(text: str) -> str:
     """Return a text whose lines name `__main__`, not the module as which a worker imports that program."""
-    return re.sub(f"^{SPAWNED_MAIN}[.]", "__main__.", text, flags=re.MULTILINE)
+    return re.sub(f"^([ |]*){SPAWNED_MAIN}[.]", r"\1__main__.", text, flags=re.MULTILINE)
 
 
 def with_lines(story: str) -> str:
