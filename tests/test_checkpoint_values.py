@@ -437,6 +437,14 @@ def test_a_state_that_contains_itself_is_refused(worker: None, tmp_path: pathlib
         checkpoint.save({"d": endless}, tmp_path / "1")
 
 
+@pytest.mark.parametrize("inside", [lambda part: {"a": part}, lambda part: [{"a": part}], lambda part: (0, part)])
+def test_a_model_within_a_container_is_refused(inside: Any, tmp_path: pathlib.Path) -> None:
+    for part in (nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)])):
+        for use in (checkpoint.save, checkpoint.load):
+            with pytest.raises(UsageError, match=rf"part.* is a {type(part).__name__} in a .* name of its own"):
+                use({"part": inside(part)}, tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])

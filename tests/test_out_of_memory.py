@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import ENOMEM
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -54,44 +55,31 @@ def end() -> None:
     waits.pop().set_result(7)
 
 
-def errors_of_results() -> list[str]:
+MADE = {"size": lambda: SIZE // 4, "tensor": lambda: torch.zeros(SIZE // 4), "bytes": lambda: bytes(SIZE)}
+
+
+def errors_of(function: Callable[..., Any], kinds: tuple[str, ...], limited: str) -> list[str]:
     said = []
     other = rpc.rpc_async("worker1", wait_for_end)
-    for _ in range(2):
+    for kind in kinds:
         with pytest.raises(errors.CannotDecode) as caught:
-            rpc.rpc_sync("worker1", torch.ones, (SIZE // 4,))
+            rpc.rpc_sync("worker1", function, (MADE[kind](),))
         said.append(str(caught.value))
     rpc.rpc_sync("worker1", end)
     assert other.wait() == 7
-    unlimit()
-    assert rpc.rpc_sync("worker1", torch.ones, (SIZE // 4,)).sum() == SIZE // 4
+    rpc.rpc_sync(limited, unlimit)
+    assert rpc.rpc_sync("worker1", function, (MADE[kinds[0]](),)) is not None
     return said
 
 
-def test_a_caller_without_memory_for_a_result_loses_only_the_call(two: list[Process]) -> None:
-    two[0].run(limit, LEFT)
-    said = two[0].run(errors_of_results)
-    assert all(text.startswith(f"worker 'worker0' {SAID} 'worker1' sent") for text in said)
-
-
-def errors_of_arguments() -> list[str]:
-    said = []
-    other = rpc.rpc_async("worker1", wait_for_end)
-    for argument in (torch.zeros(SIZE // 4), bytes(SIZE)):
-        with pytest.raises(errors.CannotDecode) as caught:
-            rpc.rpc_sync("worker1", len, (argument,))
-        said.append(str(caught.value))
-    rpc.rpc_sync("worker1", end)
-    assert other.wait() == 7
-    rpc.rpc_sync("worker1", unlimit)
-    assert rpc.rpc_sync("worker1", len, (torch.zeros(SIZE // 4),)) == SIZE // 4
-    return said
-
-
-def test_a_callee_without_memory_for_arguments_fails_only_the_call(two: list[Process]) -> None:
-    two[1].run(limit, LEFT)
-    said = two[0].run(errors_of_arguments)
-    assert all(text.startswith(f"worker 'worker1' {SAID} 'worker0' sent") for text in said)
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_worker_without_memory_for_results_or_arguments_fails_only_their_calls(
+    two: list[Process], limited: int
+) -> None:
+    two[limited].run(limit, LEFT)
+    function, kinds = [(torch.ones, ("size", "size")), (len, ("tensor", "bytes"))][limited]
+    said = two[0].run(errors_of, function, kinds, f"worker{limited}")
+    assert all(text.startswith(f"worker 'worker{limited}' {SAID} 'worker{1 - limited}' sent") for text in said)
 
 
 @pytest.mark.parametrize(

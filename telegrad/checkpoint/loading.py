@@ -64,8 +64,8 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """
     path = folder_of("load", state, checkpoint_id)
     get_worker_info()  # raises NotInitialized outside of a group
-    metadata = _contents(path)
     shares, own = shares_of(state)
+    metadata = _contents(path)
     writes: list[tuple[Tensor, Tensor]] = []
     found = {key: _find(path, metadata, (key,)) for key in own}
     for key in own:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from telegrad.ext.modules import RemotePart, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
 NO_LIMIT = 0  # seconds: writing is limited only by the time without progress of an owner
 
 
@@ -56,12 +58,28 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
             shares += [OwnerState(key, branch) for branch in branches(value)]
         elif isinstance(value, DistributedOptimizer):
             shares += [OwnerState(key, RemotePart("", local)) for local in value.locals.values()]
+        elif hasattr(value, "state_dict"):
+            own[key] = value.state_dict()
         else:
-            own[key] = value.state_dict() if hasattr(value, "state_dict") else value
+            own[key] = value
+            with suppress(RecursionError):  # a value that contains itself is refused later
+                _check_inside(key, value if isinstance(value, _CONTAINERS) else ())
     by_worker: dict[str, list[OwnerState]] = {}
     for share in shares:
         by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
     return by_worker, own
+
+
+def _check_inside(name: str, value: Any) -> None:
+    """Raise UsageError if a container has a model, or a similar object, which would be pickled and not loaded into."""
+    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if hasattr(part, "load_state_dict"):
+            raise UsageError(
+                f"{name}.{key} in the state is a {type(part).__name__} in a {type(value).__name__}, where it would not "
+                f"be loaded: give it a name of its own in the state, such as {f'{name}.{key}'!r}"
+            )
+        if isinstance(part, _CONTAINERS):
+            _check_inside(f"{name}.{key}", part)
 
 
 def kind_of(tensor: Tensor) -> str:

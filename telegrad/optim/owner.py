@@ -283,11 +283,9 @@ def check_new(local: RRef[LocalOptimizer] | None, own: list[RemotePart]) -> None
     others = taken.copy()
     for name, parameter in (each for branch in own for each in parameters_of(branch)):
         if id(parameter) in taken:
-            fault = (
-                "some parameters appear in more than one parameter group"
-                if id(parameter) in others
-                else "a parameter group contains duplicate parameters"
-            )
+            fault = "a parameter group contains duplicate parameters"
+            if id(parameter) in others:
+                fault = "some parameters appear in more than one parameter group"
             raise InvalidArgument(
                 f"{fault}: {taken[id(parameter)]!r} and {name!r} are the same one, where a number is the position of "
                 "the reference among all. Give each parameter once"

@@ -194,10 +194,8 @@ def _gradients_differ(
 ) -> bool:
     """Return True if the batch's loss `value` has other gradients at `inputs` than the sum over the micro-batches."""
     with torch.enable_grad():
-        several = (
-            loss(*tree_map(_copied, (output, target))) * weight
-            for output, target, weight in zip(outputs, targets, weights, strict=True)
-        )
+        batches = zip(outputs, targets, weights, strict=True)
+        several = (loss(*tree_map(_copied, (output, target))) * weight for output, target, weight in batches)
         total = sum(several, torch.zeros_like(value))
     for whole, parts in zip(*(_gradients(root, inputs) for root in (value, total)), strict=True):
         # A gradient that should be 0 is about as large as rounding: an element of a mean's gradient is 1 / numel().

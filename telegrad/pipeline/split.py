@@ -190,9 +190,8 @@ def _check_names(model: nn.Module, count: int, at: Sequence[str]) -> None:
         for step in name.split("."):
             if step not in module._modules:
                 children = [f"{path}{child}" for child in module._modules]
-                there = (
-                    f"There are {', '.join(map(repr, children))}" if children else f"{path[:-1]!r} has no submodules"
-                )
+                names = ", ".join(map(repr, children))
+                there = f"There are {names}" if names else f"{path[:-1]!r} has no submodules"
                 raise UsageError(f"the model has no module {name!r} with which a stage could begin. {there}")
             module, path = module.get_submodule(step), f"{path}{step}."
 

@@ -203,9 +203,7 @@ class Publications:
 
         def text() -> str:
             why = f": {offer.problem}" if offer.problem else ""
-            return (
-                f"publish({offer.name!r}): the group's directory has not confirmed yet which worker owns the value{why}"
-            )
+            return f"publish({offer.name!r}): the directory has not confirmed yet which worker owns the value{why}"
 
         with Wait("publish", text, worker=self._worker.me.name) as wait:
             while not self._agent.wait_for(claimed, LOOK):

@@ -330,9 +330,7 @@ class Ownership(NamedTuple):
     def check(self) -> None:
         """Raise ClaimLost if this worker must not act as the owner."""
         if not self.holds:
-            late = (
-                "it did not renew its lease in the group's directory in time, so another worker may own the value now"
-            )
+            late = "it did not renew its lease in the directory in time, so another worker may own the value now"
             worker = current.here()
             over = self.group.over if worker.directory is self.group else ""  # else only the registration has ended
             why = f"refuses calls to the value {self.name!r}: {over or late}. The call was not run"

@@ -152,9 +152,7 @@ class Publisher:
             return [party.worker for party in endpoint.behind(number)]
 
         def text() -> str:
-            return (
-                f"Publisher.publish: version {number} of {self.name!r} has not been received yet by {listed(missing())}"
-            )
+            return f"Publisher.publish: version {number} of {self.name!r} was not received yet by {listed(missing())}"
 
         wait = Wait("Publisher.publish", text, missing, worker=self._agent.name)
         if endpoint.wait_until(is_over, wait, timeout) is None:
@@ -279,9 +277,7 @@ def join(
             left = until - monotonic()
             if left <= 0 or agent.closed:
                 names = sorted(service.published)
-                there = (
-                    f"its publishers are {listed([repr(each) for each in names])}" if names else "it has no publishers"
-                )
+                there = f"its publishers are {listed([*map(repr, names)])}" if names else "it has no publishers"
                 raise UnknownPublisher(
                     f"worker {agent.name!r} has no publisher {name!r}, and none was created within {timeout:g} s; "
                     f"{there}. Create it there with Publisher({name!r}, model), and keep the object"

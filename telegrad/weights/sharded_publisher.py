@@ -418,10 +418,8 @@ class Plan:
         state: dict[str, Tensor] = {}
         for part, copies in zip(self._parts, self._copies, strict=True):
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
-            same = (
-                part.box.sizes,
-                *((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
-            )
+            places = ((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True))
+            same = (part.box.sizes, *places)
             if same not in made:
                 made[same] = _joined(part, [copy.target for copy in copies], sources)
             state[part.name] = made[same].detach()

@@ -342,11 +342,8 @@ def _lie_alike(one: Pair, first: Pair) -> bool:
     (_, new, tensor), (_, other_new, other) = one, first
     if tensor is other:
         return bool(place_of(new) == place_of(other_new))
-    return (
-        tensor.data_ptr() - other.data_ptr() == new.data_ptr() - other_new.data_ptr()
-        and tensor.stride() == new.stride()
-        and other.stride() == other_new.stride()
-    )
+    relation = tensor.data_ptr() - other.data_ptr(), tensor.stride(), other.stride()
+    return relation == (new.data_ptr() - other_new.data_ptr(), new.stride(), other_new.stride())
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:

@@ -159,6 +159,22 @@ def test_a_member_is_lost_if_its_connection_reports_before_the_directory(ends: s
         assert ("a test" if ends == "declared lost" else "ended without rpc") in reasons.get(timeout=PATIENCE)
 
 
+def test_a_worker_that_ends_with_its_program_is_not_told_of_its_own_loss(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agents(2, dynamic=True) as (_, other):
+        may_end.clear()
+        call, close = other.agent.call_async("w0", wait_until_it_may_end, (), {}), other.agent.close
+        # The other worker hears of the end, and closes the connection, before this one does.
+        monkeypatch.setattr(other.agent, "close", lambda *args: [wait_until(call.done), close(*args)])  # type: ignore[func-returns-value]
+        other.end_with_the_program()
+        may_end.set()
+        with pytest.raises(PeerLost, match="no sign of life"):
+            call.wait()
+        told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert told == ["telegrad: worker 'w1' was lost: its program ended without rpc.shutdown()"]
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_dead_member_is_removed_if_the_directory_does_not_answer(
     is_known: bool, monkeypatch: pytest.MonkeyPatch

@@ -256,7 +256,7 @@ MORE = {
         more.slow_subscriber,
         "wait",
         "worker1",
-        "version 1 of 'policy' has not been received yet by worker1",
+        "version 1 of 'policy' was not received yet by worker1",
         "publisher.publish(wait=0)",
     ),
     "version": led(

@@ -335,9 +335,7 @@ def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) 
                 on(workers[0], rpc.lookup, "nothing", 2.5)
             assert time.monotonic() - begun < 4
             begun = time.monotonic()
-            with pytest.raises(
-                errors.RendezvousError, match=r"publish\('other'\): the group's directory has not confirmed"
-            ):
+            with pytest.raises(errors.RendezvousError, match=r"publish\('other'\): the directory has not confirmed"):
                 on(workers[2], rpc.publish, "other", pytest.fail)
             assert time.monotonic() - begun < 6
             wait_until(lambda: not registration(workers[1]).holds)
@@ -531,7 +529,7 @@ def test_an_owner_that_waits_for_its_lease_logs_no_refused_lookups(
 
         monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
         monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
-        with pytest.raises(errors.NotPublished, match="did not renew its lease in the group's directory in time"):
+        with pytest.raises(errors.NotPublished, match="did not renew its lease in the directory in time"):
             on(workers[0], rpc.lookup, "counter", 1.0)
         assert len(asked) > 3
         assert not [record for record in caplog.records if "lookup" in record.getMessage()]

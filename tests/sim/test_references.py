@@ -117,17 +117,7 @@ def test_user_to_owner_takes_one_letter(trio: Trio) -> None:
     assert trio.is_empty()
 
 
-def test_user_to_user_takes_three_letters(trio: Trio) -> None:
-    ref = trio.created()
-    trio.passed(ref, "b", "a", "c")
-    assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
-    trio.a.drop(ref)
-    trio.c.drop(ref)
-    assert trio.letters() == {DROPPED: 2}
-    assert trio.is_empty()
-
-
-def test_a_second_handle_on_one_worker_is_the_same_fork(trio: Trio) -> None:
+def test_user_to_user_takes_three_letters_and_a_second_handle_is_the_same_fork(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}

@@ -149,10 +149,8 @@ class BackPressure:
             self._reactor.timer.wake_by(monotonic() + LOOK_AGAIN)
 
     def _has_too_much(self, caller: Caller) -> bool:
-        return (
-            max(len(caller.calls), len(caller.queue), len(caller.control)) >= self._most_calls
-            or caller.queue.size + caller.control.size >= self._most_bytes
-        )
+        calls = max(len(caller.calls), len(caller.queue), len(caller.control))
+        return calls >= self._most_calls or caller.queue.size + caller.control.size >= self._most_bytes
 
     # Cancelled calls
 

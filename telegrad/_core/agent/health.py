@@ -113,9 +113,7 @@ class _Watched:
                 "the interpreter lock (see `telegrad why`)"
             )
         self.due = now + min(self._process.pause, self._voice.pause)
-        return (
-            why and f"{why}. Calls in flight to it may or may not have run; if it continues, the next call reconnects"
-        )
+        return why and f"{why}. Its calls in flight may or may not have run; if it continues, the next call reconnects"
 
     def _is_heard(self) -> bool:
         """Return True if the worker gave a sign of life since the last check; if so, request the next one."""

@@ -143,9 +143,8 @@ class Keyring:
         return ring
 
     def __repr__(self) -> str:
-        return (
-            f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'} from {self.source or 'a program'}>"
-        )
+        content = "open" if self.is_open else f"{len(self._secrets)} keys"
+        return f"<Keyring: {content} from {self.source or 'a program'}>"
 
 
 def open_ring() -> Keyring:

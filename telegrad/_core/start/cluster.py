@@ -211,7 +211,7 @@ class Elastic:
         current.replace(worker, made)
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
         ended = GenerationOver(
-            f"{over} generation {self.generation_of(made).number} now: repeat the call or create the reference there"
+            f"{over} generation {self.generation_of(made).number} now: repeat the call, or make the object again there"
         )
         worker.references.over = ended
         worker.end(MOVED, reason=ended)

@@ -119,9 +119,8 @@ class TelegradOptions(RpcBackendOptions):
                 self.set_device_map(checks.text("a key of device_maps", to, "the name of a worker"), map_)
         self.set_devices(() if devices is None else devices)
         self.transport: str = checks.one_of("transport", transport, TRANSPORTS)
-        self.address: str | None = (
-            None if address is None else checks.text("address", address, "an address of this host")
-        )
+        where = "an address of this host"
+        self.address: str | None = None if address is None else checks.text("address", address, where)
         self.key: Key = key if key is None or key is False else check_key(key, "the option key")
         self.tls: TlsFiles | None = None if tls is None else _tls(tls)
         if self.key is False and self.tls is not None:

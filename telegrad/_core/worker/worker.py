@@ -184,6 +184,7 @@ class Worker:
             self.turning.close()
         # Before the connections end: the membership must not report that as losses of the others.
         self.membership.close()
+        self.agent.word_losses(lambda who, why: "")  # workers that hear of this end close their connections first
         if self.group_ends and how:
             how = OVER
         try:
