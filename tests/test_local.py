@@ -376,25 +376,33 @@ def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return use
 
 
+@pytest.fixture
+def during_start(script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that starts workers, calls `act` with the group that has not formed yet, and ends the start."""
+
+    def start(workers: int, act: Callable[[local.LocalGroup], object], program: str = UNTIL_ITS_INPUT_ENDS) -> None:
+        def join(group: local.LocalGroup, *_: object) -> NoReturn:
+            act(group)
+            raise Enough
+
+        script(program)
+        monkeypatch.setattr(local.LocalGroup, "_join", join)
+        with pytest.raises(Enough):
+            telegrad.local(workers)
+
+    return start
+
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
 UNTIL_ITS_INPUT_ENDS = "exec cat > /dev/null"
 
 
 @needs_fork
-def test_a_child_forked_while_the_group_starts_has_no_inputs_of_workers(
-    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[bool] = []
+def test_a_child_forked_while_the_group_starts_has_no_inputs_of_workers(during_start: Callable[..., None]) -> None:
+    def forks(group: local.LocalGroup) -> None:
+        assert in_child(lambda: [worker.process.stdin.closed for worker in group._workers]) == [True, True]
 
-    def forks(group: local.LocalGroup, *_: object) -> None:
-        found.extend(in_child(lambda: [worker.process.stdin.closed for worker in group._workers]))
-        raise Enough
-
-    script(UNTIL_ITS_INPUT_ENDS)
-    monkeypatch.setattr(local.LocalGroup, "_join", forks)
-    with pytest.raises(Enough):
-        telegrad.local(2)
-    assert found == [True, True]
+    during_start(2, forks)
 
 
 def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
@@ -439,46 +447,32 @@ def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
 
 @needs_fork
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
-def test_a_fork_does_not_resume_a_stopped_worker(
-    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forks(group: local.LocalGroup, *_: object) -> None:
+def test_a_fork_does_not_resume_a_stopped_worker(during_start: Callable[..., None]) -> None:
+    def forks(group: local.LocalGroup) -> None:
         process: Any = group._workers[0].process
         state = partial(state_of, process.pid)
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: (state() or "?")[0] == "T")
         wait_until(process._waitpid_lock.locked)  # the thread that waits for its end
         in_child(int)
-        found.append(state())
-        raise Enough
+        assert (state() or "?")[0] == "T"
 
-    found: list[Any] = []
-    script(UNTIL_ITS_INPUT_ENDS)
-    monkeypatch.setattr(local.LocalGroup, "_join", forks)
-    with pytest.raises(Enough):
-        telegrad.local(1)
-    assert found[0][0] == "T"
+    during_start(1, forks)
 
 
 def test_workers_that_do_not_end_share_the_time_of_each_step(
-    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    during_start: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise Enough
-
     def kills(process: subprocess.Popen[bytes]) -> None:
         asked.append("kill")
         kill(process)
 
     asked: list[str] = []
     kill = subprocess.Popen.kill
-    script("exec sleep 60")
     monkeypatch.setattr(local, "GRACE", 0.02)
-    monkeypatch.setattr(local.LocalGroup, "_join", refuse)
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda _: asked.append("terminate"))
     monkeypatch.setattr(subprocess.Popen, "kill", kills)
-    with pytest.raises(Enough):
-        telegrad.local(3)
+    during_start(3, bool, "exec sleep 60")
     assert asked == 3 * ["terminate"] + 3 * ["kill"]
 
 

@@ -73,9 +73,7 @@ def errors_of(function: Callable[..., Any], kinds: tuple[str, ...], limited: str
 
 
 @pytest.mark.parametrize("limited", [0, 1])
-def test_a_worker_without_memory_for_results_or_arguments_fails_only_their_calls(
-    two: list[Process], limited: int
-) -> None:
+def test_a_worker_without_memory_for_values_fails_only_their_calls(two: list[Process], limited: int) -> None:
     two[limited].run(limit, LEFT)
     function, kinds = [(torch.ones, ("size", "size")), (len, ("tensor", "bytes"))][limited]
     said = two[0].run(errors_of, function, kinds, f"worker{limited}")

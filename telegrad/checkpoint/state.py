@@ -73,7 +73,7 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
 def _check_inside(name: str, value: Any) -> None:
     """Raise UsageError if a container has a model, or a similar object, which would be pickled and not loaded into."""
     for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if hasattr(part, "load_state_dict"):
+        if isinstance(part, RRef) or hasattr(part, "load_state_dict"):
             raise UsageError(
                 f"{name}.{key} in the state is a {type(part).__name__} in a {type(value).__name__}, where it would not "
                 f"be loaded: give it a name of its own in the state, such as {f'{name}.{key}'!r}"

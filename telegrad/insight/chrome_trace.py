@@ -140,11 +140,8 @@ def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
     if offset is None:
         return []
     placed = [tuple(clock.to_reference(offset.to_reference(time)) for time in span) for span in spans]
-    return [
-        (event, begun, ended)
-        for event, name, (begun, ended) in zip(events, names, placed, strict=True)
-        if not name.startswith(MARK)
-    ]
+    rows = zip(events, names, placed, strict=True)
+    return [(event, begun, ended) for event, name, (begun, ended) in rows if not name.startswith(MARK)]
 
 
 # Related events

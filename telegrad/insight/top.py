@@ -15,7 +15,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
 from telegrad.ext.texts import plural, safe
 from telegrad.insight.history import GroupHistory, Source, functions
-from telegrad.reporting import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
+from telegrad.reporting import MEMBER, QUEUED, RUNNING, UNFINISHED, SourceLine, ThreadState, WorkerState, counts
 from telegrad.reporting.figures import Rate, oldest_call, trouble
 
 LEAST = 0.2  # minimum seconds between two queries
@@ -196,10 +196,11 @@ def of_group(history: GroupHistory) -> list[Table]:
         states = counts(account["calls_in"], lambda call: call["state"])
         rate = rates.get(name)
         called = sum(event[0] == CALLED for event in recent.get(name, ())) / window
+        flight = counts(account["calls_out"], lambda call: call["to"])
         values = (
-            name, account["phase"], oldest_call(account) if account["calls_out"] else None, states[RUNNING],
-            states[QUEUED], (account["busy"], account["slots"]), rate and rate.processor, account["memory"],
-            rate and rate.calls, called, counts(account["calls_out"], lambda call: call["to"]).total(),
+            name, account["phase"], oldest_call(account) if account["calls_out"] else None,
+            states[RUNNING] + states[UNFINISHED], states[QUEUED], (account["busy"], account["slots"]),
+            rate and rate.processor, account["memory"], rate and rate.calls, called, flight.total(),
             rate and rate.sent, rate and rate.received, account["shared"], account["references"].get("owners"),
             account["references"].get("users"), account["contexts"], len(account["threads"]), account["generation"],
             account["rank"], account["host"],
@@ -320,9 +321,10 @@ def _peers(history: GroupHistory, account: WorkerState) -> Table:
             rates[flow.target if sends else flow.source][not sends] = flow.rate
     sent, got, members = account["bytes_out"], account["bytes_in"], account["members"]
     flight = counts(account["calls_out"], lambda call: call["to"])
+    hosts = {**members, **{each["worker"]: each["host"] for each in history.sight.accounts}}
     rows = []
     for name in {*members, *sent, *got, *flight} - {me}:
-        values = (name, *rates[name], sent.get(name, 0), got.get(name, 0), flight[name], members.get(name))
+        values = (name, *rates[name], sent.get(name, 0), got.get(name, 0), flight[name], hosts.get(name))
         rows.append(Row(values, OF_SILENT * (name in history.sight.silent) + OF_GONE * (name in lost)))
     return Table("Bytes", PEERS, rows)
 

@@ -326,6 +326,9 @@ class WaitGraph(GroupIndex):
         if what == "room":
             out = ([call for call in self.calls_of[me] if call.to == to] for to in wait["on"])
             return [Edge(max(calls, key=self.age), "room") for calls in out if calls]
+        if what == "future" and wait["on"]:  # the reader of a stream, which perhaps waits, too
+            readers = [self.mains[name] for name in wait["on"] if name in self.mains]
+            return [Edge(reader, "read", True) for reader in readers if self.awaits[reader]]
         # "future", and waits that are announced to users under the name of a function.
         if what not in (*_FOR_WORKERS, *AT_REST):
             return _guesses("future", self._unattended(me, served)) or _guesses("thread", self._aside(node))

@@ -353,7 +353,8 @@ def _future(names: Names, _: Missing) -> WaitState | None:
         return WaitState(what="value", on=[], about=about, age=age)
     if isinstance(getattr(future, "call", None), PendingCall):
         return None  # the list of calls has this one
-    return WaitState(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
+    on, about = getattr(future, "awaited", []), getattr(future, "about", "") or "a future that is not done"
+    return WaitState(what="future", on=on, about=about, age=age)
 
 
 _WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {

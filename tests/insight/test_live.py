@@ -466,7 +466,7 @@ def test_top_of_one_worker() -> None:
         "Bytes:",
         "worker sent/s got/s sent got flight host",
         "! w10 0 0 9 0 0 node2",
-        "ps 0 4.9K 0 0 1 node0",
+        "ps 0 4.9K 0 0 1 node",
         "",
         "Passes:",
         "age context number owing",

@@ -453,6 +453,15 @@ def test_several_threads_that_wait_for_a_lock() -> None:
     assert "worker0's thread saver is in save, and sleeps" in told
 
 
+def test_a_stream_whose_reader_waits_for_another_one() -> None:
+    scene = Scene("driver", "worker0", "worker1")
+    main = scene.thread("driver", "train.py:9 main: [next(stream) for stream in streams]")
+    scene.call("driver", "worker0", "train.games", 9, by=main, runs=f"train.py:4 games: {SLEEPS}")
+    at = "train.py:5 games: yield 1"
+    scene.call("driver", "worker1", "train.games", 9, runs=at, wait=wait("future", "driver", about="driver", age=9))
+    assert only(scene, "asleep", "worker0")[0].waiting == ["driver", "worker1"]
+
+
 def test_a_worker_that_waits_for_others_to_join() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: rpc.wait_for_workers(3)", wait=wait("workers", about="3 workers", age=9))

@@ -259,10 +259,9 @@ def test_an_interrupt_cancels_the_called_functions(
         story.wait_for("watch begins")
         if send is os.kill:
             send(os.getpid(), signal.SIGINT)
-            return
-        # As a signal that arrives just before the thread sleeps in the system: it does not end the sleep.
-        wait_until(lambda: sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name in SLEEPS)
-        send()
+        else:  # as a signal that arrives just before the thread sleeps in the system: it does not end the sleep
+            wait_until(lambda: sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name in SLEEPS)
+            send()
 
     thread = threading.Thread(target=interrupt)
     thread.start()

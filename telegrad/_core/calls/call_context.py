@@ -216,9 +216,8 @@ def _autocast_kinds() -> list[str]:
 
 
 def _autocast_types() -> dict[str, str]:
-    return {
-        kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
-    }
+    enabled = filter(torch.is_autocast_enabled, _autocast_kinds())
+    return {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in enabled}
 
 
 @contextmanager

@@ -146,9 +146,8 @@ class ReliableDelivery(Generic[L]):
     @property
     def unsettled(self) -> int:
         """The number of messages without a receipt."""
-        return sum(
-            len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in self._lines.values()
-        )
+        lines = self._lines.values()
+        return sum(len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in lines)
 
     def _line(self, worker: str) -> _PeerDelivery[L]:
         line = self._lines.get(worker)

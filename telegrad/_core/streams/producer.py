@@ -67,10 +67,11 @@ class Pull(Signal):
 class Room(Signal):
     """Set when a function that was too far ahead may continue."""
 
-    __slots__ = ("about",)
+    __slots__ = ("about", "awaited")
 
     def __init__(self, reader: str) -> None:
         super().__init__()
+        self.awaited = [reader]  # workers, for reports
         self.about = f"{reader}, which reads its stream, to read the yielded items"
 
 

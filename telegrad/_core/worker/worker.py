@@ -82,15 +82,12 @@ class Worker:
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins: from then on the others may send messages of the shutdown barrier.
-        self.parting: Leaving = (
-            LeavingTogether(self.agent, self.me, directory)
-            if isinstance(directory, Members)
-            else Leaving(self.agent, self.me)
-        )
+        self.parting: Leaving = Leaving(self.agent, self.me)
         self.membership = Membership(self.agent, self.me, directory, self._entered)
-        if isinstance(self.parting, LeavingTogether):
-            self.membership.answered.append(self.parting.remind)
-            self.membership.on_dead, self.membership.on_return = self.parting.lose, self.parting.take_back
+        if isinstance(directory, Members):
+            self.parting = together = LeavingTogether(self.agent, self.me, directory)
+            self.membership.answered.append(together.remind)
+            self.membership.on_dead, self.membership.on_return = together.lose, together.take_back
         self.membership.gone += self.at_gone
         self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
