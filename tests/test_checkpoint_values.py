@@ -306,31 +306,15 @@ FLOATS = "torch.float32 tensor of shape"
     ("saved", "own", "message"),
     [
         (torch.ones(2, 3), torch.zeros(3, 2), rf"^value in the state is a {FLOATS} \(3, 2\), and a {FLOATS} \(2, 3\)"),
-        (
-            torch.ones(1),
-            torch.zeros(()),
-            rf"a {FLOATS} \(\), and a {FLOATS} \(1,\) in the checkpoint: nothing was l",
-        ),
+        (torch.ones(1), torch.zeros(()), rf"a {FLOATS} \(\), and a {FLOATS} \(1,\) in the checkpoint: nothing was l"),
         (torch.ones(2), torch.zeros(2, dtype=torch.int64), rf"a torch.int64 tensor of shape \(2,\), and a {FLOATS}"),
         (torch.ones(2) * 1j, torch.zeros(2), r"\(2,\), and a torch.complex64 tensor of shape \(2,\) in the checkpoint"),
         (torch.ones(2), torch.zeros(2, device="meta"), "is a meta tensor, and a torch.float32 tensor"),
-        (
-            (torch.eye(2).to_sparse(),),
-            (torch.eye(2).to_sparse(),),
-            "^value.0 in the state is a torch.sparse_coo ten",
-        ),
+        ((torch.eye(2).to_sparse(),), (torch.eye(2).to_sparse(),), "^value.0 in the state is a torch.sparse_coo ten"),
         (3, torch.zeros(()), r"\(\), and of type int in the checkpoint"),
-        (
-            [torch.ones(1)],
-            [torch.zeros(1)] * 2,
-            "of type list and length 2, and of type list and length 1 in the",
-        ),
+        ([torch.ones(1)], [torch.zeros(1)] * 2, "of type list and length 2, and of type list and length 1 in the"),
         ({"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}, "^the checkpoint has no value.b: nothing"),
-        (
-            torch.ones(2, 3),
-            torch.zeros(3).expand(2, 3),
-            "^elements of value in the state share memory: give a ten",
-        ),
+        (torch.ones(2, 3), torch.zeros(3).expand(2, 3), "^elements of value in the state share memory: give a ten"),
         (torch.ones(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1)), "^elements of value in the state share memory"),
     ],
 )

@@ -99,6 +99,22 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
     assert ran.stderr == ""
 
 
+WITH_A_DAEMON = """
+import threading, telegrad, telegrad.rpc as rpc
+def loop():
+    while True: rpc.rpc_sync("worker0", abs, (-1,))
+if __name__ == "__main__":
+    telegrad.local(1)
+    threading.Thread(target=loop, daemon=True).start()
+    rpc.rpc_async("worker0", print, ("the last call",))
+"""
+
+
+def test_a_daemon_thread_that_calls_in_a_loop_does_not_keep_a_program_from_its_end(tmp_path: pathlib.Path) -> None:
+    ran = run(WITH_A_DAEMON, tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[worker0] the last call\n", "")
+
+
 PLACE = """
 import telegrad
 from telegrad.ext import starting
@@ -157,8 +173,7 @@ INTERRUPTS = {
 
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize(
-    "when",
-    [pytest.param(when, marks=() if when == "calls" else pytest.mark.nightly) for when in INTERRUPTS],
+    "when", [pytest.param(when, marks=() if when == "calls" else pytest.mark.nightly) for when in INTERRUPTS]
 )
 def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pathlib.Path) -> None:
     before, within = INTERRUPTS[when]

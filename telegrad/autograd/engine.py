@@ -41,17 +41,7 @@ from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
 from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
-from telegrad.autograd.schedule import (
-    ALONE,
-    LEAF,
-    PLAIN,
-    RECV,
-    EngineCall,
-    GraphSchedule,
-    GraphStep,
-    Kinds,
-    Node,
-)
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Kinds, Node
 from telegrad.errors import UsageError
 
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles

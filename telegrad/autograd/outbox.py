@@ -72,12 +72,7 @@ class Outbox:
     """Outgoing gradients of one pass, gathered while more for the same worker are about to come; and reports."""
 
     def __init__(
-        self,
-        agent: Agent,
-        context: AutogradContext,
-        spec: PassSpec,
-        is_short: bool,
-        gathers: Callable[[Outbox], None],
+        self, agent: Agent, context: AutogradContext, spec: PassSpec, is_short: bool, gathers: Callable[[Outbox], None]
     ) -> None:
         """`gathers` is called when gradients or reports begin to wait; it must have `send_early` called soon.
 

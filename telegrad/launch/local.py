@@ -236,6 +236,7 @@ class LocalGroup:
         return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver, level=logging.INFO))
 
     def _at_exit(self) -> None:
+        self._agent.park_daemons()  # the others have ended
         # The interpreter sets `last_type` for an uncaught exception. As in `__exit__`, a program that has failed ends
         # its workers at once.
         self.shutdown(graceful=not hasattr(sys, "last_type"))

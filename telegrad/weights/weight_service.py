@@ -27,14 +27,7 @@ from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
 from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.transfer import (
-    EndpointAddress,
-    JoinAgain,
-    Outgoing,
-    Unsubscribe,
-    VersionOpened,
-    WeightPiece,
-)
+from telegrad.weights.transfer import EndpointAddress, JoinAgain, Outgoing, Unsubscribe, VersionOpened, WeightPiece
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
 

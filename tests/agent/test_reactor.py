@@ -408,9 +408,13 @@ async def called_soon(kind: type[BaseException]) -> None:
     asyncio.get_running_loop().call_soon(raise_it)
 
 
+async def stop(_: type[BaseException]) -> None:
+    asyncio.get_running_loop().stop()
+
+
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("act", [gathered, called_soon])
-def test_the_loop_goes_on_after_system_exit_or_an_interrupt_in_a_task(
+@pytest.mark.parametrize("act", [gathered, called_soon, stop])
+def test_the_loop_goes_on_after_system_exit_or_an_interrupt_or_a_stop_in_a_task(
     act: Callable[[type[BaseException]], Coroutine[Any, Any, None]],
     kind: type[BaseException],
     caplog: pytest.LogCaptureFixture,

@@ -188,10 +188,7 @@ def test_usage(arguments: list[str]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("command", "frozen"),
-    [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)],
-)
+@pytest.mark.parametrize(("command", "frozen"), [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)])
 def test_torch_is_frozen_if_it_is_imported_before_the_program(
     tmp_path: pathlib.Path, command: list[str], frozen: bool
 ) -> None:

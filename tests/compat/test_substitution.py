@@ -74,9 +74,7 @@ TRY = """
 
 
 @pytest.mark.parametrize(
-    "early",
-    [pytest.param(True, marks=pytest.mark.nightly), False],
-    ids=["imported before", "imported after"],
+    "early", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["imported before", "imported after"]
 )
 @pytest.mark.parametrize(
     "forms",

@@ -15,17 +15,7 @@ from telegrad._core.stores import find_directory
 from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import Pointer
 from tests.cluster import PATIENCE, free_port, processes, wait_until
-from tests.group.test_finding import (
-    Finder,
-    call,
-    finder,
-    has_started,
-    hold,
-    join,
-    kept,
-    pointer_in_note,
-    values,
-)
+from tests.group.test_finding import Finder, call, finder, has_started, hold, join, kept, pointer_in_note, values
 
 __all__ = ["finder"]
 

@@ -281,10 +281,7 @@ def test_a_callback_that_does_not_end() -> None:
     assert "A thread waits for this one, it seems: worker0's thread telegrad-worker is in double" in finding.title
 
 
-@pytest.mark.parametrize(
-    ("more", "kind"),
-    [({}, "unfinished"), ({"runs": f"train.py:20 serve: {SLEEPS}"}, "asleep")],
-)
+@pytest.mark.parametrize(("more", "kind"), [({}, "unfinished"), ({"runs": f"train.py:20 serve: {SLEEPS}"}, "asleep")])
 def test_calls_of_a_worker_to_itself_do_not_wait_for_each_other(more: dict[str, str], kind: str) -> None:
     scene = Scene("worker0")
     for age in (3.0, 2.99):  # two of a loop

@@ -163,5 +163,5 @@ torch.autograd.set_detect_anomaly(True)
 torch.set_float32_matmul_precision("medium")
 torch.backends.cuda.enable_flash_sdp(False)
 -> `rpc.group().rpc_sync(torch.set_default_dtype, (torch.float64,))`
-""",
+"""
 }

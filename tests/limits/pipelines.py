@@ -221,5 +221,5 @@ with autograd.context():
     tied(x)
 UsageError: gradients of weights that are tied across workers are only summed in forward_backward
 -> `forward_backward`
-""",
+"""
 }

@@ -469,5 +469,5 @@ def f(normal, a):
 d = call(f, D.Normal(x, x.exp()), x)
 backward(d.log_prob(x.detach() + 0.5).nan_to_num(0).sum())
 found = gradients(x)
-""",
+"""
 }

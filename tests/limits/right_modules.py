@@ -469,5 +469,5 @@ import torch.distributed.nn.functional as F
 def f(a):
     return F.all_reduce(a * 2)
 found = through(f, x)
-""",
+"""
 }

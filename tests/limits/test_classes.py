@@ -16,10 +16,7 @@ def _compare(function: str, *arguments: str) -> None:
     assert not differences(*in_both(program))
 
 
-WAYS = {
-    "made_there": ("made", "backward", "gradients", "Opt"),
-    "sent": ("call", "backward", "gradients"),
-}
+WAYS = {"made_there": ("made", "backward", "gradients", "Opt"), "sent": ("call", "backward", "gradients")}
 OFTEN = ["Linear", "BatchNorm2d"]  # in the second way
 
 

@@ -174,9 +174,7 @@ def test_newest_at_least_and_refresh() -> None:
             assert number_in(waiting.result(PATIENCE)) == 6
 
 
-def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:

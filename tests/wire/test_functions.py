@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import math
 import operator
@@ -11,6 +12,7 @@ import pathlib
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,8 +21,10 @@ import pytest
 import torch
 
 from telegrad import errors
+from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling import function_names
 from telegrad._core.pickling.function_names import name_of, program, resolve
+from telegrad._core.pickling.global_names import lacks
 from tests.cluster import Process
 from tests.naming import alike
 
@@ -352,3 +356,17 @@ def test_an_interactive_session_and_a_program_in_a_pipe_have_no_program(
 def test_a_child_process_has_the_program_of_its_parent(workers: list[Process]) -> None:
     workers[0].begin(program)
     assert workers[0].end() == program()
+
+
+def test_a_function_that_is_defined_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("defines_again")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = []
+    for _ in range(3):
+        exec("def f(): pass", vars(module))
+        assert name_of(module.f, True) == "defines_again:f"
+        assert user_name(module.f) == "defines_again.f"
+        assert not lacks(module.f)
+        made.append(weakref.ref(module.f))
+    gc.collect()
+    assert [function() is None for function in made] == [True, True, False]

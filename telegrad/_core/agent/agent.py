@@ -346,6 +346,10 @@ class Agent:
     def find(self, to: str | int) -> Member:
         return self._connections.joined.directory.find(to)
 
+    def park_daemons(self) -> None:
+        """Let daemon threads of the program stop at their next call, as they do at the end of the interpreter."""
+        self._connections.park_daemons()
+
     def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
         """Use `news_of(who, why)` for the text of the warning that a worker is lost; an empty text means no warning."""
         self._connections.news_of = news_of

@@ -107,6 +107,7 @@ class Connections:
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
+        self._parks = False  # the program has ended
         self.names: dict[str | int | Identity, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
             settings.address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
@@ -151,8 +152,17 @@ class Connections:
                 raise PeerLost(f"worker {to.name!r} is no longer in the group: it left or died") from None
         peer = names.get(to)
         if peer is None:
-            peer = names[to] = self._peer_of(self.joined.directory.find(to))
+            if self._parks and (thread := threading.current_thread()).daemon and not isinstance(thread, Thread):
+                threading.Event().wait()
+            peer = self._peer_of(self.joined.directory.find(to))
+            if not self._parks:
+                names[to] = peer
         return peer
+
+    def park_daemons(self) -> None:
+        """Let daemon threads of the program stop at their next call, as they do at the end of the interpreter."""
+        self._parks = True
+        self.forget_names(())
 
     def of_life(self, to: str | int, incarnation: str) -> Peer:
         """Return the peer for calls to a worker, of that incarnation if one is given.

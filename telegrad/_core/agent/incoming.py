@@ -215,11 +215,7 @@ class Answers:
     level = logging.DEBUG  # of errors that callers get; the drop-in mode warns of them, as torch's workers do
 
     def __init__(
-        self,
-        reactor: Reactor,
-        layers: Layers,
-        streams: Streams,
-        undelivered: Callable[[Identity, PeerError], None],
+        self, reactor: Reactor, layers: Layers, streams: Streams, undelivered: Callable[[Identity, PeerError], None]
     ) -> None:
         """`undelivered` is called if an answer with references finds its connection closed."""
         self.name = ""  # of the worker

@@ -23,6 +23,7 @@ RUNS = "_telegrad_runs"  # of a function or object: computes the name from argum
 _PLAIN = (FunctionType, BuiltinFunctionType)
 _CACHED = 4096
 _names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
+_latest: dict[str, Any] = {}  # the functions in `_names`, by name
 
 
 def known_as(name: str) -> Callable[[F], F]:
@@ -66,7 +67,9 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
         if type(function) in _PLAIN and not hasattr(function, RUNS):
             if len(_names) >= _CACHED:
                 _names.clear()
-            _names[function] = shown
+                _latest.clear()
+            _names.pop(_latest.get(shown), None)  # it was defined again
+            _names[function], _latest[shown] = shown, function
         return shown
     return getattr(function, "__qualname__", type(function).__qualname__)
 

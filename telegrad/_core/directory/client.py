@@ -53,13 +53,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import bracketed, shut, tune_tcp
 from telegrad._core.threads import LONGEST_WAIT
-from telegrad.errors import (
-    HandshakeError,
-    InvalidArgument,
-    PeerUnreachable,
-    ProtocolViolation,
-    TelegradError,
-)
+from telegrad.errors import HandshakeError, InvalidArgument, PeerUnreachable, ProtocolViolation, TelegradError
 
 KEPT = 4  # idle sessions of one endpoint
 FIRST_PAUSE, LONGEST_PAUSE = 0.025, 0.5  # seconds after a round in which no endpoint answered

@@ -42,13 +42,7 @@ from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, tune_tcp
-from telegrad.errors import (
-    HandshakeError,
-    InvalidArgument,
-    PeerUnreachable,
-    ProtocolViolation,
-    TelegradError,
-)
+from telegrad.errors import HandshakeError, InvalidArgument, PeerUnreachable, ProtocolViolation, TelegradError
 
 BACKLOG = 4096  # connections waiting to be accepted; all workers of a group may connect at once
 PIECE = 1 << 16  # bytes read from one client in an iteration

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling import main_modules
 from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.global_names import closed_over, lookups_of
@@ -227,7 +228,12 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
             error = BoundToProcess(_ADVICE_FOR_OWN)
             break
         parts = _parts_of(value, same_program, top=not where)
-        bad = next((part for part in parts if not ValuePickler.can_dump(part[1], same_program)), None)
+        try:
+            bad = next((part for part in parts if not ValuePickler.can_dump(part[1], same_program)), None)
+        except Exception as own:  # of the value's code, such as its `__iter__`
+            if raised_by_handler(own):
+                raise
+            bad = None
         if bad is None:
             break
         step, part = bad
@@ -238,7 +244,7 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         else:
             where += step
         value = part
-    if isinstance(value, GeneratorType | AsyncGeneratorType):
+    if issubclass(type(value), GeneratorType | AsyncGeneratorType):
         advice = "To send its items, call its function by rpc.rpc_stream"
     advice = error.advice if isinstance(error, BoundToProcess) else advice
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -36,6 +36,7 @@ WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
 _looked: set[str] = set()  # functions of the main program whose globals were compared with the driver's
 _names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
+_latest: dict[str, Any] = {}  # the functions in `_names`, by name
 
 
 def name_of(function: Any, same_program: bool) -> str | None:
@@ -56,7 +57,9 @@ def name_of(function: Any, same_program: bool) -> str | None:
             if name is not None and not own_equality:
                 if len(_names) >= _CACHED:
                     _names.clear()
-                _names[function] = name
+                    _latest.clear()
+                _names.pop(_latest.get(name), None)  # it was defined again
+                _names[function], _latest[name] = name, function
     if name is not None and name.startswith(_MAIN_PREFIX):
         if not same_program:
             return None

@@ -19,9 +19,10 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ def names_of_main() -> dict[str, Any]:
 
 # By the id of the object in the entry: the names that workers may lack or have otherwise, and True if one of them is
 # bound as workers import the program. Entries are replaced as a whole.
-_known: dict[int, tuple[Any, frozenset[str], bool]] = {}
+_known: dict[int, tuple[Callable[[], Any], frozenset[str], bool]] = {}
 
 
 def lacks(thing: Any) -> bool:
@@ -147,7 +148,7 @@ def lacks(thing: Any) -> bool:
     """
     names = vars(sys.modules[MAIN])
     known = _known.get(id(thing))
-    if known is None or known[0] is not thing:
+    if known is None or known[0]() is not thing:
         source = source_of(str(names.get("__file__")))
         read, written = lookups_from(thing, names)
         if isinstance(thing, type | FunctionType):
@@ -160,7 +161,8 @@ def lacks(thing: Any) -> bool:
         if len(_known) >= _CACHED:
             _known.clear()
         other = frozenset(name for name in absent | again if not name.startswith("__"))
-        known = _known[id(thing)] = thing, other, bool(other & again & source.top)
+        ref = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
+        known = _known[id(thing)] = ref, other, bool(other & again & source.top)
     # A name in `again` that the top level binds, too, may have another value at workers. Any other name makes a
     # difference only while it is bound here. This runs for each call, and the second set is mostly empty.
     return known[2] or (bool(known[1]) and any(name in names for name in known[1]))

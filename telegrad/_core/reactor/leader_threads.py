@@ -321,16 +321,16 @@ class EventLoop:
         loop.close()
 
     def _has_run(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Run the loop. Return False if SystemExit or KeyboardInterrupt ended it; its caller gets that exception."""
+        """Run the loop. Return False if user code ended it: by `stop`, SystemExit or KeyboardInterrupt."""
+        what = "the event loop was stopped"
         try:
             loop.run_forever()
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt) as error:  # its caller gets that exception
             forks.exit_if_user_code_ended()
-            log.warning(
-                "telegrad: %s was raised in a task or a callback of asyncio; the event loop continues", repr(error)
-            )
-            return self._begun is None  # asyncio may have lost the request to stop
-        return True
+            what = f"{error!r} was raised"
+        if self._begun is not None:
+            log.warning("telegrad: %s in a task or a callback of asyncio; the event loop continues", what)
+        return self._begun is None  # asyncio may have lost the request to stop
 
     def runs_here(self) -> bool:
         begun = self._begun

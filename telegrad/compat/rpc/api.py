@@ -28,12 +28,7 @@ from telegrad._core.start import life
 from telegrad._core.texts import plural
 from telegrad._core.worker import current
 from telegrad.compat.rpc import calls
-from telegrad.compat.rpc.backend_registry import (
-    DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
-    RpcAgent,
-    TensorPipeAgent,
-)
+from telegrad.compat.rpc.backend_registry import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcAgent, TensorPipeAgent
 from telegrad.compat.rpc.calls import remote, rpc_sync
 from telegrad.compat.rpc.references import (  # noqa: F401 - programs look for some of them here
     PythonUDF,
