@@ -107,7 +107,7 @@ class Connections:
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
-        self._parks = False  # the program has ended
+        self._parks = False  # True once the program has ended, see `park_daemons`
         self.names: dict[str | int | Identity, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
             settings.address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
