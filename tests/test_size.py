@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_591,
-    "lines of the core": 39_068,
-    "lines of the tests": 88_357,
+    "lines of the package": 62_590,
+    "lines of the core": 39_067,
+    "lines of the tests": 88_359,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

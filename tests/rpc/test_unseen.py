@@ -168,14 +168,16 @@ def test_failures_that_the_program_holds_are_logged_once_at_its_end(log: Heard) 
     assert not log.said
 
 
-def test_held_failures_are_not_logged_if_a_similar_one_was_handled(monkeypatch: pytest.MonkeyPatch, log: Heard) -> None:
-    """Also if that was long before the end."""
+@pytest.mark.parametrize("end", [lambda _: life._leave_at_exit(), list.clear])
+def test_held_failures_are_not_logged_long_after_a_similar_one_was_handled(
+    end: Callable[..., None], monkeypatch: pytest.MonkeyPatch, log: Heard
+) -> None:
     held = [failed(), failed()]
     with pytest.raises(ValueError, match="boom"):
         held[0].wait()
-    ends = time.perf_counter() + 10 * unretrieved.QUIET
-    monkeypatch.setattr(unretrieved, "perf_counter", lambda: ends)
-    life._leave_at_exit()
+    later = time.perf_counter() + 10 * unretrieved.QUIET
+    monkeypatch.setattr(unretrieved, "perf_counter", lambda: later)
+    end(held)
     assert not log.said
 
 

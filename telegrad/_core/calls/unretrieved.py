@@ -58,14 +58,13 @@ class UnretrievedError:
         note_retrieved(self._about, self.kind, perf_counter())
         raise fresh(error)
 
-    def log(self, at_end: bool = False) -> None:
+    def log(self) -> None:
         """Log the failure, at most once, if the program has not seen it, nor a similar one."""
         # A wait for several calls, as by `collect_all` or in a loop, raises the first failure, and the others are
-        # dropped, or held until the program ends. They have begun before that failure was seen. A call that began
-        # afterwards has nothing to do with it.
+        # dropped, at once or much later, or held until the program ends. They have begun before that failure was seen.
+        # A call that began afterwards has nothing to do with it.
         now, similar = perf_counter(), _similar(self._about, self.kind)
-        retrieved = _retrieved.get(similar, -inf)
-        handled = self._begun <= retrieved and (at_end or now - retrieved < QUIET)
+        handled = self._begun <= _retrieved.get(similar, -inf)
         if not self.seen and not handled and now - _logged.get(similar, -inf) >= QUIET:
             _note(_logged, similar, now)
             log.error(
@@ -85,7 +84,7 @@ def log_held() -> None:
     """Log the failures that the program still holds when it ends."""
     for held in _held.copy():  # copied in one step: other threads add and discard
         if (failure := held()) is not None:
-            failure.log(at_end=True)
+            failure.log()
 
 
 forks.in_child(_held.clear)  # the failures of the parent, which logs them

@@ -183,10 +183,10 @@ class Creation:
         if self.error is not None:
             note_retrieved(self.about, type(self.error).__name__, self.used)
 
-    def ended(self, at_end: bool = False) -> None:
-        """Log an error that the program has not seen: the last handle has ended, or with `at_end` the worker."""
+    def ended(self) -> None:
+        """Log an error that the program has not seen: the last handle has ended, or the worker."""
         if self.error is not None and not self.used:
-            UnretrievedError(self.about, self.error, self.begun).log(at_end)
+            UnretrievedError(self.about, self.error, self.begun).log()
 
     def __repr__(self) -> str:
         return f"<Creation by {self.call!r}>"

@@ -477,7 +477,7 @@ class ReferenceTable(Maker):
         with self._lock:
             creations = list(self._creations.values())
         for creation in creations:
-            creation.ended(at_end=True)
+            creation.ended()
 
     def close(self, reason: PeerError) -> None:
         """Release everything; remaining handles cannot be used, for that reason, except for values in this process."""
