@@ -364,9 +364,8 @@ def test_a_function_that_is_defined_again_is_forgotten(monkeypatch: pytest.Monke
     made = []
     for _ in range(3):
         exec("def f(): pass", vars(module))
-        assert name_of(module.f, True) == "defines_again:f"
-        assert user_name(module.f) == "defines_again.f"
-        assert not lacks(module.f)
+        found = name_of(module.f, True), user_name(module.f), lacks(module.f)
+        assert found == ("defines_again:f", "defines_again.f", False)
         made.append(weakref.ref(module.f))
     gc.collect()
     assert [function() is None for function in made] == [True, True, False]
