@@ -135,7 +135,7 @@ class Client:
     def create(self) -> None:
         token, size = self._token(), self._chance.randrange(1, MEDIUM)
         reference = rpc.remote(self._one(), functions.pattern, (token, size), timeout=self._timeout)
-        reference.future().add_done_callback(bool)  # it may be dropped before an operation sees its failure
+        reference.future().add_done_callback(lambda _: None)  # it may be dropped before an operation sees its failure
         self._held.append((token, size, reference))
         if len(self._held) > HELD:
             self._held.pop(self._chance.randrange(HELD))
