@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-from telegrad._core.pickling.function_names import name_of
+from telegrad._core.pickling.function_names import keep_name, name_of
 from telegrad._core.pickling.remote_text import short
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,9 +21,7 @@ NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a short
 OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
 RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
 _PLAIN = (FunctionType, BuiltinFunctionType)
-_CACHED = 4096
 _names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
-_latest: dict[str, Any] = {}  # the functions in `_names`, by name
 
 
 def known_as(name: str) -> Callable[[F], F]:
@@ -65,11 +63,7 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
     if name is not None:
         shown = short(name.replace(":", "."))
         if type(function) in _PLAIN and not hasattr(function, RUNS):
-            if len(_names) >= _CACHED:
-                _names.clear()
-                _latest.clear()
-            _names.pop(_latest.get(shown), None)  # it was defined again
-            _names[function], _latest[shown] = shown, function
+            keep_name(_names, function, shown)
         return shown
     return getattr(function, "__qualname__", type(function).__qualname__)
 

@@ -36,7 +36,15 @@ WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
 _looked: set[str] = set()  # functions of the main program whose globals were compared with the driver's
 _names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
-_latest: dict[str, Any] = {}  # the functions in `_names`, by name
+
+
+def keep_name(names: dict[Any, str], function: Any, name: str) -> None:
+    """Store the name of a function; forget an earlier function of that name, which was defined again."""
+    if len(names) >= _CACHED:
+        names.clear()
+    for earlier in [each for each, known in names.copy().items() if known == name]:
+        names.pop(earlier, None)  # another thread may be faster
+    names[function] = name
 
 
 def name_of(function: Any, same_program: bool) -> str | None:
@@ -55,11 +63,7 @@ def name_of(function: Any, same_program: bool) -> str | None:
             # A callable with an equality of its own may equal another one, which would get its name from the table.
             own_equality = type(function).__eq__ is not _SAME and not isinstance(function, _REMADE)
             if name is not None and not own_equality:
-                if len(_names) >= _CACHED:
-                    _names.clear()
-                    _latest.clear()
-                _names.pop(_latest.get(name), None)  # it was defined again
-                _names[function], _latest[name] = name, function
+                keep_name(_names, function, name)
     if name is not None and name.startswith(_MAIN_PREFIX):
         if not same_program:
             return None
