@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_588,
-    "lines of the core": 39_065,
+    "lines of the package": 62_589,
+    "lines of the core": 39_066,
     "lines of the tests": 88_359,
     "files of the package": 270,
     "words of the glossary": 80,

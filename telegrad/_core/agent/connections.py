@@ -45,6 +45,7 @@ from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnr
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
 LEAVES_WITHIN = 0.5  # seconds for connections that are just being made, when this worker leaves without the others
+OTHERS = Thread, threading._DummyThread  # of this package, and of torch's engine: both may work for other workers
 
 log = logging.getLogger("telegrad")
 
@@ -152,7 +153,7 @@ class Connections:
                 raise PeerLost(f"worker {to.name!r} is no longer in the group: it left or died") from None
         peer = names.get(to)
         if peer is None:
-            if self._parks and (thread := threading.current_thread()).daemon and not isinstance(thread, Thread):
+            if self._parks and type(thread := threading.current_thread()) not in OTHERS and thread.daemon:
                 threading.Event().wait()
             peer = self._peer_of(self.joined.directory.find(to))
             if not self._parks:
