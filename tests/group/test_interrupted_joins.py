@@ -27,8 +27,8 @@ def begin(folder: pathlib.Path, name: str) -> Worker:
     return cluster.start(name, meet, TelegradOptions(rpc_timeout=PATIENCE), current.enter)
 
 
-def running() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name in THREADS)
+def running() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name in THREADS}
 
 
 def interrupt(*_: Any) -> None:
@@ -48,15 +48,16 @@ def interrupt(*_: Any) -> None:
 def test_an_interrupted_join_leaves_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, where: object, what: str, others: int
 ) -> None:
+    earlier = running()  # of other tests, which may end meanwhile
     workers = [begin(tmp_path, f"other{n}") for n in range(others)]
-    before = running()
+    before = running() - earlier
     with monkeypatch.context() as patch:
         patch.setattr(where, what, interrupt)
         with pytest.raises(KeyboardInterrupt):
             begin(tmp_path, "w")
     for other in workers:  # no lease has to end first
         assert len(other.directory.registry.roster().members) == others
-    wait_until(lambda: running() == before)
+    wait_until(lambda: running() - earlier == before)
     workers.append(begin(tmp_path, "w"))
     assert [member.name for member in workers[0].membership.workers()] == [each.me.name for each in workers]
     for worker in reversed(workers):

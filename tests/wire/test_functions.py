@@ -359,13 +359,12 @@ def test_a_child_process_has_the_program_of_its_parent(workers: list[Process]) -
 
 
 def test_a_function_that_is_defined_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("defines_again")
+    module: Any = ModuleType("again")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     made = []
     for _ in range(3):
         exec("def f(): pass", vars(module))
-        found = name_of(module.f, True), user_name(module.f), lacks(module.f)
-        assert found == ("defines_again:f", "defines_again.f", False)
+        assert (name_of(module.f, True), user_name(module.f), lacks(module.f)) == ("again:f", "again.f", False)
         made.append(weakref.ref(module.f))
     gc.collect()
     assert [function() is None for function in made] == [True, True, False]
