@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_589,
     "lines of the core": 39_066,
-    "lines of the tests": 88_359,
+    "lines of the tests": 88_357,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

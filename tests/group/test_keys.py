@@ -335,6 +335,19 @@ def test_a_key_file_that_is_replaced_as_a_worker_reads_it_is_read_again(
     assert proof(find_keys(None, environment)) == proof(Keyring([new]))
 
 
+def test_a_key_file_that_another_thread_is_reading_is_read(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, new, found = find_keys(), new_key(), list[bytes]()
+    (home / "telegrad" / "key").write_bytes(new)
+
+    def read_after(*given: str) -> list[bytes]:
+        monkeypatch.undo()
+        found.append(proof(ring))  # in place of the other thread
+        return read_keys(*given)
+
+    monkeypatch.setattr("telegrad._core.security.keyring.read_keys", read_after)
+    assert [proof(ring), *found] == [proof(Keyring([new]))] * 2
+
+
 @pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t \n"])
 def test_white_space_around_a_key_is_no_part_of_it(tmp_path: pathlib.Path, space: str) -> None:
     """`key=open(path).read()` has such space; another worker may get the file instead."""

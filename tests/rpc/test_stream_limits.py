@@ -10,7 +10,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Wor
         current.enter(None)
 
 
-def endless(name: str, item: Any = 0) -> Iterator[Any]:
+def endless(name: str, item: Any = 0) -> Generator[Any, None, None]:
     try:
         while True:
             yielded[name] += 1
@@ -65,12 +65,9 @@ def endless(name: str, item: Any = 0) -> Iterator[Any]:
 
 
 async def endless_async(name: str, item: Any = 0) -> AsyncIterator[Any]:
-    try:
-        while True:
-            yielded[name] += 1
-            yield bytes(item) if item else item
-    finally:
-        closed.append(name)
+    with contextlib.closing(endless(name, item)) as items:
+        for each in items:
+            yield each
 
 
 def numbered(count: int) -> Iterator[bytes]:

@@ -192,6 +192,9 @@ class Maker:
     def see(self, expression: str, label: str = "") -> None:
         self.line(f"see({label or self.fresh('v')!r}, {expression})")
 
+    def see_error(self, label: str, call: str) -> None:
+        self.line(f"try:\n    {call}\nexcept Exception as error:\n    see({label!r}, error)")
+
     def gain(self, expression: str) -> str:
         """Name a tensor that later parts may use, and see it."""
         name = self.fresh()

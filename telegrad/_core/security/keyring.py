@@ -51,6 +51,7 @@ _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
 VARIABLE, FILE_VARIABLE = "TELEGRAD_KEY", "TELEGRAD_KEY_FILE"
 FILE = "key"  # in the user's state folder
 
+Version = tuple[int, int, int]  # of a file
 Key = str | bytes | bool | None  # as users give it; of the two bool only False is valid
 
 
@@ -104,10 +105,10 @@ class Keyring:
         self.source = source
         self.group = ""  # the only group for which derived keys are valid
         self._path = path
-        self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
-        # Unknown, although the keys come from the file: it may have been replaced since it was read. So the first use
-        # reads it again.
-        self._version: tuple[int, int, int] | None = None
+        # The version of the file, and its keys; replaced as a whole, as threads may read the file at the same time. The
+        # version is unknown at first, although the keys come from the file: it may have been replaced since it was
+        # read. So the first use reads it again.
+        self._read: tuple[Version | None, tuple[bytes, ...]] = None, (_OPEN,) if is_open else (*map(_stretch, keys),)
 
     @property
     def may_change(self) -> bool:
@@ -116,20 +117,20 @@ class Keyring:
 
     def secrets(self) -> tuple[bytes, ...]:
         """Return 32 bytes for each key; the first authenticates this worker."""
-        if self._path:
-            # Keys are replaced while the group runs, so each handshake looks whether the file has changed, without
-            # reading it. A file that is missing for a moment changes nothing. The version is taken before the content
-            # is read: if the file is replaced between the two, the next handshake reads it again. It is stored even if
-            # the content is refused, so that this is logged once for each change and not for each handshake.
-            version = _version_of(self._path)
-            if version is not None and version != self._version:
-                self._version = version
-                try:
-                    self._secrets = tuple(map(_stretch, read_keys(self._path)))
-                # The file may be incomplete while it is written, which must not stop a running group.
-                except UsageError as error:
-                    log.warning("telegrad: the previous keys stay in use until the key file changes again: %s", error)
-        return self._secrets
+        # Keys are replaced while the group runs, so each handshake looks whether the file has changed, without reading
+        # it. A file that is missing for a moment changes nothing. The version is taken before the content is read: if
+        # the file is replaced between the two, the next handshake reads it again. It is stored even if the content is
+        # refused, so that this is logged once for each change and not for each handshake.
+        known, secrets = self._read
+        version = _version_of(self._path) if self._path else known
+        if version is not None and version != known:
+            try:
+                secrets = tuple(map(_stretch, read_keys(self._path)))
+            # The file may be incomplete while it is written, which must not stop a running group.
+            except UsageError as error:
+                log.warning("telegrad: the previous keys stay in use until the key file changes again: %s", error)
+            self._read = version, secrets
+        return secrets
 
     def derive(self, purpose: bytes) -> tuple[bytes, ...]:
         """Return 32 bytes for each key, valid for this purpose only; the first authenticates this worker."""
@@ -143,7 +144,7 @@ class Keyring:
         return ring
 
     def __repr__(self) -> str:
-        content = "open" if self.is_open else f"{len(self._secrets)} keys"
+        content = "open" if self.is_open else f"{len(self._read[1])} keys"
         return f"<Keyring: {content} from {self.source or 'a program'}>"
 
 
@@ -187,7 +188,7 @@ def _stretch(key: bytes) -> bytes:
     return hashlib.scrypt(key, salt=b"telegrad", n=1 << 14, r=8, p=1, dklen=32)
 
 
-def _version_of(path: str) -> tuple[int, int, int] | None:
+def _version_of(path: str) -> Version | None:
     try:
         status = os.stat(path)
     except OSError:

@@ -163,24 +163,14 @@ def exception(m: Maker) -> None:
         see('{g}', error)
         raise"""
     )
-    m.line(
-        f"""try:
-    {m.call(g, m.worker())}
-except Exception as error:
-    see("{f}", error)"""
-    )
+    m.see_error(f, m.call(g, m.worker()))
 
 
 @part(ANYWHERE, common=True)
 def exception_of_torch(m: Maker) -> None:
     f = m.fresh("f")
     m.define(f"def {f}(a):\n    return a @ torch.ones({m.draw.choice([2, 4, 5])}, 2, dtype=a.dtype)")
-    m.line(
-        f"""try:
-    {m.call(f, m.tensor())}
-except Exception as error:
-    see("{f}", error)"""
-    )
+    m.see_error(f, m.call(f, m.tensor()))
 
 
 @part(ANYWHERE, common=True)
