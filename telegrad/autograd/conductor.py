@@ -260,7 +260,7 @@ class Conductor:
         # Two threads may see the end at once, or one of them while another one fails the pass: `pop` decides.
         if driven.ended and self._driven.pop(driven.spec, None) is not None:
             driven.note()
-            driven.outcome.set_result(None)
+            self._complete(driven)
 
     def _on_failed(self, spec: PassSpec, error: BaseException) -> None:
         driven = self._driven.get(spec)
@@ -278,10 +278,17 @@ class Conductor:
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):
                 self._parts.tell(driven.context, worker, Abandon(driven.spec))
-        if self._closed:
-            driven.outcome.set_exception(error)
-        else:  # callbacks are user code, and this may be a reader thread
-            self._agent.later(driven.outcome.set_exception, error)
+        self._complete(driven, error)
+
+    def _complete(self, driven: DrivenPass, error: BaseException | None = None) -> None:
+        outcome = driven.outcome
+        act, result = (outcome.set_result, None) if error is None else (outcome.set_exception, error)
+        # Callbacks of a future are user code. They must not run on a reader thread, nor on the thread that runs the
+        # tasks of the context: another pass that they begin there would wait for them. A signal has no such callbacks.
+        if self._closed or type(outcome) is Signal:
+            act(result)
+        else:
+            self._agent.later(act, result)
 
     # Failures, ends of contexts, timeouts
 

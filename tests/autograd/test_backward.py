@@ -90,6 +90,16 @@ def test_a_context_that_ends_during_its_pass() -> None:
     GATE.set()
 
 
+def test_a_callback_that_begins_another_pass() -> None:
+    GATE.clear()
+    with autograd.context() as context:
+        loss = slow_backward(leaf(), Waiter()).sum()
+        future = autograd.backward_async(context, loss, retain_graph=True)
+        again = future.then(lambda _: autograd.backward(context, loss, timeout=5.0))
+        GATE.set()
+        again.wait()
+
+
 def test_a_context_that_ends_as_its_pass_begins(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     conductor = trio[0].conductor
     numbers = conductor._numbers
