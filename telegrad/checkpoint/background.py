@@ -149,11 +149,14 @@ class Copies:
         self._shelf = shelf
         self._note = note
         self._used: list[tuple[Kind, Tensor]] = []
-        self._made: dict[tuple[Any, ...], Tensor] = {}  # of tensors that occur in the state several times
+        self._made: dict[tuple[Any, ...], Tensor] = {}  # of tensors that occur in one value several times
         self._devices: set[torch.device] = set()
 
     def of(self, value: Any) -> Any:
         """Return a copy of the current value."""
+        # Only while the tensors of one value live: one that `state_dict` made for it alone is freed soon, and another
+        # tensor may have its address then.
+        self._made.clear()
         with torch.inference_mode(False), torch.no_grad():
             made = self._copy(value)
         # Copies from a device return before they are done.
