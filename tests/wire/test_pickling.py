@@ -31,12 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import errors, rpc
-from telegrad._core.pickling import by_value, function_names, main_modules, pickling
+from telegrad._core.pickling import by_value, function_names, main_modules, main_program, pickling
 from telegrad._core.pickling.main_modules import MainNamespace
 from telegrad._core.pickling.main_program import Program
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.unpacking import unpack
+from tests.cluster import PATIENCE, in_threads
 from tests.naming import alike
 
 
@@ -797,6 +798,29 @@ def test_threads_that_decode_the_same_function_make_one(
     monkeypatch.setattr(MainNamespace, step, interrupted)
     assert decode(sent.body, []) is found[0]
     assert decode(sent.body, []) is found[0]
+
+
+def test_threads_that_need_the_scope_of_this_process_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, waits, find = threading.Lock(), threading.Event(), main_program.find
+
+    class Watched:
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                waits.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def found(key: str) -> Program:
+        assert waits.wait(PATIENCE)  # for the other thread, which has found no scope
+        return find(key)
+
+    monkeypatch.setattr(main_modules, "_lock", Watched())
+    monkeypatch.setattr(main_modules, "_own", [])
+    monkeypatch.setattr(main_program, "find", found)
+    one, other = in_threads(main_modules.own_scope, main_modules.own_scope)
+    assert one is other
 
 
 class Refusing:

@@ -268,14 +268,20 @@ _own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
 
 def own_scope() -> MainNamespace:
     names = names_of_main()
+    if not _is_own(names):
+        with _lock:
+            if not _is_own(names):  # again, under the lock: two scopes would make two objects for a function
+                key = own_program() or _key_without_file()
+                imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
+                _own[:] = [MainNamespace(programs.find(key), names, own=True, imported=imported)]
+    return _own[0]
+
+
+def _is_own(names: dict[str, Any]) -> bool:
+    """Return True if the scope of this process is that of these names, the globals of its main module."""
     # The main module may change: a worker of `telegrad.local` runs this package as its main module, then adopts the
     # program of the driver.
-    if not _own or _own[0].names is not names or _own[0].program.serves_torch != programs.serves_torch:
-        with _lock:
-            key = own_program() or _key_without_file()
-            imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
-            _own[:] = [MainNamespace(programs.find(key), names, own=True, imported=imported)]
-    return _own[0]
+    return bool(_own) and _own[0].names is names and _own[0].program.serves_torch == programs.serves_torch
 
 
 def class_at(scope: MainNamespace, path: str) -> Any:
