@@ -526,6 +526,17 @@ def test_code_of_a_global_runs_without_the_lock_that_each_sent_function_takes(va
     assert not any(seen)
 
 
+def test_an_object_at_the_address_of_one_that_was_freed_is_not_shared() -> None:
+    sent, scope, others = SentGlobals(), {"first": {"part": ["old"]}}, [[""]]
+    sent.complete({"first"}, scope, frozenset())
+    sent.note_sent([("first", 1, scope["first"])])
+    freed = id(scope["first"]["part"])
+    del scope["first"]["part"]
+    while id(others[-1]) != freed:
+        others.append(["new"])
+    assert sent.complete({"second"}, scope | {"second": others[-1]}, frozenset()) == {"second"}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_profiler_as_main_program_causes_a_warning(tmp_path: pathlib.Path) -> None:

@@ -194,7 +194,8 @@ class SentGlobals:
         self._last: dict[str, Any] = {}  # by name: the value of the current version
         self.versions: dict[str, int] = {}  # by name; its keys are read without the lock
         self._looked: dict[str, Any] = {}  # values whose objects were examined; also read without the lock
-        self._owners: dict[int, str] = {}  # by id of an object: the first global that contains it
+        # by id of an object: the first global that contains it; also copied without the lock
+        self._owners: dict[int, str] = {}
         self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
         self._sent: set[str] = set()
         self._conflicts: dict[str, str] = {}  # by name: a global sent before that shares an object with it
@@ -264,7 +265,10 @@ class SentGlobals:
             CannotEncode: one of them shares an object with one that was sent before, or that receivers have.
         """
         fresh = self._look(scope)
+        gone = self._gone([part for _, _, parts in fresh for part in parts])
         with self._lock:
+            if gone:
+                self._owners = dict(self._owners.items() - gone)
             self._note_parts(fresh, scope, has)
             found = {other for name in names for other in self._group.get(name, (name,)) if other in scope}
             for name in sorted(found - has):
@@ -292,6 +296,18 @@ class SentGlobals:
             and not name.startswith("_")
             and hidden.get(name, self) is not value
         ]
+
+    def _gone(self, parts: list[Any]) -> set[tuple[int, str]]:
+        """Return the entries of `_owners` for objects that their globals no longer contain.
+
+        One of `parts` may be another object with the id of such an object, which was freed.
+        """
+        owners = self._owners.copy()
+        found: set[tuple[int, str]] = set()
+        for name in {owners[id(part)] for part in parts if id(part) in owners}:
+            now = set(map(id, _parts(self._looked[name])))
+            found |= {(key, owner) for key, owner in owners.items() if owner == name and key not in now}
+        return found
 
     def _note_parts(self, found: list[tuple[str, Any, list[Any]]], scope: dict[str, Any], has: frozenset[str]) -> None:
         """Record which globals share objects."""
