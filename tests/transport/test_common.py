@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
 import time
+from typing import NoReturn
 
 import pytest
 import torch
@@ -47,6 +49,22 @@ def test_receivers_see_the_content_and_write_privately() -> None:
     assert all(bool((each == 7).all()) for each in seen)
     seen[0].fill_(1)
     assert [int(each[-1]) for each in (tensor, *seen)] == [7, 1, 7, 7]
+    pool.close()
+
+
+def test_a_loan_that_cannot_be_mapped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int, **__: int) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pool = SharedBlockPool(8 * MB)
+    tensor = common(pool)
+    where = tensor.data_ptr()
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            pool.private(tensor)
+    del tensor
+    assert common(pool).data_ptr() == where
     pool.close()
 
 

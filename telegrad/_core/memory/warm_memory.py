@@ -338,7 +338,11 @@ class SharedBlockPool:
         loan = self.lend(blob)
         if loan is None:
             return blob.clone()
-        base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
+        try:
+            base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
+        except BaseException:  # there is no memory, or no descriptor
+            self.give_back([loan.number])
+            raise
         return self._lender.lend(base, blob.numel(), loan.number)
 
     def is_common(self, blob: Tensor) -> bool:
