@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from threading import get_ident
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
@@ -98,7 +99,8 @@ class DistributedOptimizer(Optimizer):
         self._rider = secrets.randbits(63)  # the number by which passes find the owners' parts
         self._rides: WeakSet[_Ride] = WeakSet()  # pending fused steps; after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
-        self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
+        # By thread and context id, for the call of `step` that follows. Each use of this and the next is atomic.
+        self._done: dict[tuple[int, int], Done] = {}
         self._rode: set[int] = set()  # ids of contexts that may go on, with passes that have stepped
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
@@ -238,11 +240,10 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ContextEnded: the context does not exist.
             UsageError: a pass of the context has stepped already, `backward(..., step=optimizer)`.
-            Exception: the optimizer's error on an owner; WorkersFailed if several owners failed. The others have
-                stepped.
+            Exception: the optimizer's error on an owner; WorkersFailed if several failed. The others have stepped.
         """
         checks.context_id(context_id, "step")
-        done = self._done.get(context_id) or first_step(context_id, self._rode)
+        done = self._done.get((get_ident(), context_id)) or first_step(context_id, self._rode)
         # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
         # have them, and the next step sends them to all again.
         changes = self._sending(self._changes()) if done.changes is None else done.changes
@@ -276,14 +277,15 @@ class DistributedOptimizer(Optimizer):
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
         # Ids of ended contexts are dropped here, so that the set does not grow: such a context cannot step again.
-        self._rode = {each for each in self._rode if not current.conductor().contexts.has_ended(each)} | {context_id}
+        self._rode -= {each for each in self._rode.copy() if current.conductor().contexts.has_ended(each)}
+        self._rode.add(context_id)
         # The step goes through `step`, so that overridden methods, hooks and schedulers see it like any other. `_done`
         # has the results of the pass so far.
-        self._done[context_id] = done
+        self._done[get_ident(), context_id] = done
         try:
             self.step(context_id)
         finally:
-            del self._done[context_id]
+            del self._done[get_ident(), context_id]
 
     def clipped(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Clipped:
         """For `backward(..., step=optimizer.clipped(1.0))`: clip gradients as `clip_grad_norm_` does, then step.

@@ -19,12 +19,14 @@ import telegrad.autograd as autograd
 from telegrad._core.agent.agent import Agent
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
+from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
+from telegrad.autograd.contexts import Contexts
 from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, in_threads
 from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, together
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -189,6 +191,52 @@ def test_a_step_after_a_pass_that_has_stepped_is_refused(clips: bool) -> None:
         optimizer.step(context)
         optimizer.step(context)
     assert leaf.to_here().unique().tolist() == [-3]
+
+
+class Meets(DistributedOptimizer):
+    """Steps when two threads are about to."""
+
+    barrier: threading.Barrier
+
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        self.barrier.wait(PATIENCE)
+        super().step(context_id)
+        self.barrier.wait(PATIENCE)
+
+
+def test_passes_of_one_context_may_step_at_once() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = Meets(torch.optim.SGD, [leaf], lr=1)
+    optimizer.barrier = threading.Barrier(2)
+    with autograd.context() as context:
+        value = leaf.to_here()
+        passes = [autograd.backward_async(context, value.sum(), step=optimizer) for _ in range(2)]
+        for future in passes:
+            future.wait()
+
+
+def test_contexts_of_several_threads_have_stepped(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, has_ended = remote("w1", make_leaf), Contexts.has_ended
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    meeting = threading.Barrier(2)
+
+    def meet(contexts: Contexts, id_: int) -> bool:
+        if id_ == first:  # both threads look which of the contexts that have stepped have ended
+            meeting.wait(PATIENCE)
+        return has_ended(contexts, id_)
+
+    def step() -> None:
+        current.enter(five[0])
+        with autograd.context() as context:
+            autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+            meeting.wait(PATIENCE)
+            with pytest.raises(UsageError, match="has already stepped"):
+                optimizer.step(context)
+
+    with autograd.context() as first:
+        autograd.backward(first, leaf.to_here().sum(), step=optimizer)
+        monkeypatch.setattr(Contexts, "has_ended", meet)
+        in_threads(step, step)
 
 
 # Failures
