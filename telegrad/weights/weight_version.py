@@ -126,7 +126,8 @@ class Version:
         # The plan of the last load fits each version of the layout, as long as the targets have the same names and
         # looks, addresses included. Then the tensors are not checked one by one, as below.
         if plan is not None and seen[1] is not None and plan[:2] == seen:
-            memory = self._memory if self._unwritten is None else self._unwritten
+            # Read once: another thread may look at the state of this version now.
+            memory = self._memory if (unwritten := self._unwritten) is None else unwritten
             plan.at_once.run(targets, memory, loads=True)
             for place, number in plan.others:
                 _write(targets[place], self._tensors()[number])

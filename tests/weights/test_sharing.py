@@ -351,6 +351,17 @@ def test_a_version_whose_state_was_read_is_loaded_from_that_state() -> None:
     assert target["t"].all()
 
 
+def test_a_version_whose_state_another_thread_reads_as_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, memory = filled(Snapshots(), {"w": torch.ones(3)})
+    target = {"w": torch.zeros(3)}
+    Version(1, layout, memory).load_into(target)  # makes the plan
+    version, read = Version(2, layout, memory), [memory]
+    kept = property(lambda _: read.pop() if read else None)  # None after the first look
+    monkeypatch.setattr(Version, "_unwritten", kept, raising=False)
+    version.load_into(target)
+    assert target["w"].all()
+
+
 def test_dictionaries_in_dictionaries() -> None:
     models = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
     version = published({name: model.state_dict() for name, model in models.items()})
