@@ -165,6 +165,7 @@ class EngineRunner:
                 raise UsageError(
                     f"context {self._context.id} received gradients for message {entry}, which is not open"
                 )
+            shared = len(parts) > 1 and len({*map(id, parts)}) < len(parts)  # one tensor may be sent for several
             for edge, gradient in zip(self._edges[entry], parts, strict=False):
                 if gradient is None:
                     continue
@@ -175,7 +176,7 @@ class EngineRunner:
                 if self._streams.used:  # it may have come to another device than the tensor's
                     gradient = gradient.to(device_of(edge))
                 if isinstance(edge, Tensor):
-                    self._context.gradients.add(edge, gradient, self._spec.create)
+                    self._context.gradients.add(edge, gradient, self._spec.create, shared)
                 else:
                     self._enter(edge.node, edge.output_nr, gradient)
             schedule.close(entry)
@@ -402,8 +403,10 @@ class EngineRunner:
         elif gradient is not None:
             waiting[number] = total(known, gradient)
 
-    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False, number: int = 0) -> None:
+    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = True, number: int = 0) -> None:
         """Accumulate the gradient of a leaf (complete, if the leaf has hooks), or capture a gradient for the driver."""
+        # Of a node that runs by hand, the function may have kept the gradient, or passed on the one that it got. So
+        # unless the engine has made it, it counts as `shared`.
         if self._spec.captures:
             if self._capture is not None:
                 self._capture.take((node, number), gradient)

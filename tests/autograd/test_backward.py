@@ -706,6 +706,19 @@ def test_gradients_have_memory_of_their_own(count: int, layout: str) -> None:
         assert torch.equal(Keeping.kept.to_dense(), wanted)
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+def test_gradients_of_nodes_apart_have_memory_of_their_own(arrives: bool) -> None:
+    """The node waits for another worker, and so runs by hand; or the leaf's gradient arrives for its output, too."""
+    x, inner = leaf(), leaf() * 1
+    with autograd.context() as context:
+        made = rpc_sync("w1", torch.add, (x, Keeping.apply(inner))) if arrives else Keeping.apply(x, inner)
+        other = inner if arrives else rpc_sync("w1", torch.mul, (inner, inner))
+        autograd.backward(context, (made * made + other).sum())
+        wanted = Keeping.kept.clone()
+        autograd.get_gradients(context)[x].mul_(0)
+        assert torch.equal(Keeping.kept, wanted)
+
+
 class Telling(torch.autograd.Function):
     """Records the address of the gradient that it gives."""
 
