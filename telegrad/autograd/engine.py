@@ -128,6 +128,7 @@ class EngineRunner:
         self._told: set[Node] = set()  # nodes whose hooks were called with the pending gradients
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._entered: Sequence[tuple[Any, ...]] = []  # the places at which the current act started
+        self._reached: Mapping[Origin, set[int]] | None = None  # what these lead to, once a Recv has asked
         # `ship` changes the following fields, and the engine's threads for several devices may call it concurrently. A
         # wrong count then only sends gradients alone, or at the end of the step. The other fields change by single set
         # operations.
@@ -299,7 +300,9 @@ class EngineRunner:
             self._received_on.update(self._streams.current())
         for gradient in gradients:
             if gradient is None:  # for a tensor that the pass has reached, it is WITHOUT
-                reached = outputs_reached(self._entered, origin)
+                if (found := self._reached) is None:
+                    found = self._reached = outputs_reached(self._entered)
+                reached = found.get(origin, ())
                 gradients = [
                     WITHOUT if each is None and number in reached else each for number, each in enumerate(gradients)
                 ]
@@ -333,6 +336,7 @@ class EngineRunner:
         if not roots:
             return
         self._entered = [*roots, *without] if without else roots  # `ship` follows the graph from here
+        self._reached = None
         if self._capture_kinds is None:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
@@ -373,6 +377,7 @@ class EngineRunner:
         if pending is None:
             return
         self._entered = [(node, number) for number in pending]
+        self._reached = None
         fire = node not in self._told
         kind = self._schedule.kind.get(node)
         if self._capture is not None and self._capture_kinds is not None:
@@ -437,15 +442,16 @@ def _outputs(nodes: Iterable[Node]) -> Sequence[GradientEdge]:
     return [GradientEdge(node, number) for node in nodes for number in range(len(node._input_metadata))]
 
 
-def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:
-    """Return the indices of the tensors of one message that a pass reaches from these outputs of nodes."""
-    stack = list(starts)
+def outputs_reached(starts: Iterable[tuple[Any, ...]]) -> dict[Origin, set[int]]:
+    """Return the indices of the tensors of each message that a pass reaches from these outputs of nodes."""
+    stack: list[Any] = list(starts)
     seen: set[Node] = set()
-    reached: set[int] = set()
+    reached: dict[Origin, set[int]] = {}
     while stack:
         node, number, *_ = stack.pop()
-        if getattr(node, "origin", None) is origin:
-            reached.add(number)
+        if type(node) is RecvNode:
+            recv: Any = node
+            reached.setdefault(recv.origin, set()).add(number)
         elif node is not None and node not in seen:
             seen.add(node)
             stack += node.next_functions

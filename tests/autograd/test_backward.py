@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
+from telegrad.autograd import engine
 from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
@@ -717,6 +719,15 @@ def test_gradients_of_nodes_apart_have_memory_of_their_own(arrives: bool) -> Non
         wanted = Keeping.kept.clone()
         autograd.get_gradients(context)[x].mul_(0)
         assert torch.equal(Keeping.kept, wanted)
+
+
+def test_the_graph_is_searched_once_for_all_received_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Mock(wraps=engine.outputs_reached)
+    monkeypatch.setattr(engine, "outputs_reached", search)
+    with autograd.context() as context:
+        made = [rpc_sync("w1", torch.aminmax, (leaf() * 1,)) for _ in range(3)]
+        autograd.backward(context, torch.stack([least for least, _ in made]).sum())
+    assert search.call_count == 1
 
 
 class Telling(torch.autograd.Function):
