@@ -106,7 +106,7 @@ def test_a_block_is_refilled_only_after_it_was_read(kind: str) -> None:
         for number in range(5):
             block.fill(DeviceBlob(torch.full((100,), number, dtype=torch.uint8, device="sim:0"), 1))
             arrived = there.take(100, 1, streams)
-            streams.arrivals(1).synchronize()
+            streams.stream("arrivals", 1).synchronize()
             assert arrived.blob.tolist() == [number] * 100
         assert accelerator.violations() == []
 

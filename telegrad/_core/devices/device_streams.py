@@ -79,13 +79,8 @@ class Streams:
                 self._begin(device(index))
                 self.used = (*self.used, index)
 
-    def arrivals(self, index: int) -> torch.Stream:
-        return self._stream("arrivals", index)
-
-    def departures(self, index: int) -> torch.Stream:
-        return self._stream("departures", index)
-
-    def _stream(self, purpose: str, index: int) -> torch.Stream:
+    def stream(self, purpose: str, index: int) -> torch.Stream:
+        """Return the stream for `work`, `arrivals` or `departures` on a device."""
         with self._lock:
             made = self._made.get((purpose, index))
             if made is None:
@@ -100,7 +95,7 @@ class Streams:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        inner = [self._stream("work", index) for index in self.used]
+        inner = [self.stream("work", index) for index in self.used]
         with on(*inner) as outer:
             for own, stream in zip(inner, outer, strict=True):
                 for early in self._around(own, stream):
@@ -121,7 +116,7 @@ class Streams:
 
     def aside(self) -> AbstractContextManager[Any]:
         """Process received data of this thread inside, ordered only after its arrival."""
-        return on(*map(self.arrivals, self.used)) if self.used else nullcontext()
+        return on(*(self.stream("arrivals", index) for index in self.used)) if self.used else nullcontext()
 
     def publish(self) -> None:
         """Order work begun from now on by other threads after the work of this thread."""

@@ -165,7 +165,7 @@ class Staging:
         index = bound.blob.device.index
         self.streams.use(index)
         self._thread.want()
-        return StagedCopy(self._pinned, self.streams.departures(index), bound)
+        return StagedCopy(self._pinned, self.streams.stream("departures", index), bound)
 
     def watch(self, departure: StagedCopy, resume: Callable[[], None]) -> None:
         """Call `resume` once the next piece of `departure` is copied."""
@@ -210,7 +210,7 @@ class Staging:
         Each buffer must be filled before the next one is requested.
         """
         self.streams.use(index)
-        stream = self.streams.arrivals(index)
+        stream = self.streams.stream("arrivals", index)
         with on(stream), torch.inference_mode(False):
             blob = torch.empty(size, dtype=torch.uint8, device=device(index))
         arrived = Arrived(blob)
@@ -232,7 +232,7 @@ class Staging:
 
     def put(self, blob: Tensor, index: int) -> Arrived:
         self.streams.use(index)
-        stream = self.streams.arrivals(index)
+        stream = self.streams.stream("arrivals", index)
         with on(stream), torch.inference_mode(False), torch.no_grad():
             return Arrived(blob.to(device(index)), stream.record_event())
 
@@ -355,7 +355,7 @@ class OpenBlock(NamedTuple):
         shares = sharer()
         assert shares is not None
         index, (filled, emptied) = self.memory.device.index, self.events
-        both = {each: streams.arrivals(each) for each in (index, to)}
+        both = {each: streams.stream("arrivals", each) for each in (index, to)}
         with on(*both.values()), torch.inference_mode(False), torch.no_grad():
             shares.wait(filled, index)
             # needed if the owner is in this process; else closing the block waits
