@@ -54,7 +54,7 @@ def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
     return bool(
         leaf._backward_hooks
         or leaf._post_accumulate_grad_hooks
-        or (node_calls.leaf_nodes.may_have_hooks and node_calls.has_hooks_of_leaf_node(leaf, node))
+        or (node_calls.hooked and node_calls.has_hooks_of_leaf_node(leaf, node))
     )
 
 

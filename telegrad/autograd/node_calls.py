@@ -188,22 +188,16 @@ def _look(*_: Any) -> None:
     """Do nothing. Registering this hook gives access to the others."""
 
 
-class _LeafNodes:
-    """The nodes that accumulate gradients of leaves, in this process."""
-
-    # Set by the first hook of any node that is registered from Python, and never reset. Without it each leaf of each
-    # pass would be asked for hooks, which registers and removes one (`_hooks`).
-    may_have_hooks = False
-
-
-leaf_nodes = _LeafNodes()
+# True, once a node of this process has got a hook from Python: then nodes of leaves may have some, too. Without this,
+# each leaf of each pass would be asked for hooks, which registers and removes one (`_hooks`).
+hooked: set[bool] = set()
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _watched_register_hook(hooks: Any, hook: Any) -> Any:
     """Register a hook of a node as torch does, and record that nodes of leaves may have hooks from now on."""
     if hook is not _look:
-        leaf_nodes.may_have_hooks = True
+        hooked.add(True)
     return _register_hook(hooks, hook)
 
 
@@ -218,12 +212,12 @@ def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
 
 def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that get a leaf's gradient before its node accumulates it."""
-    return _hooks(node.register_prehook) if leaf_nodes.may_have_hooks else []
+    return _hooks(node.register_prehook) if hooked else []
 
 
 def hooks_behind_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that are called after the node of a leaf has accumulated its gradient."""
-    return _hooks(node.register_hook) if leaf_nodes.may_have_hooks else []
+    return _hooks(node.register_hook) if hooked else []
 
 
 def call_hooks(
