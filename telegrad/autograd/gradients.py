@@ -159,12 +159,11 @@ class Gradients:
             made = gradient if known is None else total(known, gradient)
         elif known is None:
             made = self._own(leaf, gradient, shared)
-        elif leaf in self._added and not gradient.is_sparse:
-            with torch.no_grad():
-                known += gradient
-            return known
         else:
             with torch.no_grad():
+                if leaf in self._added and not gradient.is_sparse:
+                    known += gradient
+                    return known
                 made = total(known, gradient)
             if not made.is_sparse and has_memory(made):
                 self._added.add(leaf)

@@ -53,9 +53,6 @@ class PassSpec(NamedTuple):
     captures: bool = False  # the driver captures gradients of its own tensors, and no gradient is accumulated
     autocast: bytes = b""  # autocast state of the driver at the start, see `call_context.described_autocast`
 
-    def __str__(self) -> str:
-        return f"pass {self.number} of {self.driver!r} in context {self.context}"
-
 
 class Start(NamedTuple):
     """Begin at values of the receiving worker."""

@@ -92,9 +92,6 @@ class Origin:
             "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside that context"
         )
 
-    def __repr__(self) -> str:
-        return f"<Origin: message {self.number} of {self.sender.name!r} in context {self.context.id}>"
-
 
 class Recv(torch.autograd.Function):
     """One node for all received tensors of one message. It sends their gradients to the sender of the tensors.

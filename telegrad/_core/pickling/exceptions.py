@@ -121,10 +121,6 @@ def rebuild(data: bytes | memoryview) -> BaseException:
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
-def is_remote(error: BaseException) -> bool:
-    return bool(remote_traceback_of(error))
-
-
 def fresh(error: BaseException) -> BaseException:
     """Return a copy of an error with its causes, without their tracebacks.
 

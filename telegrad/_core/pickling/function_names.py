@@ -27,7 +27,7 @@ from telegrad.errors import FunctionNotFound
 _MAIN_PREFIX = f"{MAIN}:"
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
 _REMADE = (MethodType, BuiltinFunctionType)  # each attribute access returns a new, equal object
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SAME: Any = object.__eq__
 _CACHED = 4096
 
@@ -158,7 +158,7 @@ def cause_of(module_name: str, error: BaseException) -> BaseException | None:
 
 
 def _find_name(function: Any) -> str | None:
-    if isinstance(function, _OPERATORS):
+    if isinstance(function, OPERATORS):
         return _verified(function, "torch", f"ops.{function}")
     if isinstance(function, torch.jit.ScriptFunction):
         return _verified(function, *home_of_script(function))

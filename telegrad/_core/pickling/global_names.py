@@ -298,12 +298,8 @@ class SentGlobals:
         ]
 
     def _gone(self, parts: list[Any]) -> set[tuple[int, str]]:
-        """Return the entries of `_owners` for objects that their globals no longer contain.
-
-        One of `parts` may be another object with the id of such an object, which was freed.
-        """
-        owners = self._owners.copy()
-        found: set[tuple[int, str]] = set()
+        """Return the entries of `_owners` for objects that were freed: one of `parts` may have such an object's id."""
+        owners, found = self._owners.copy(), set[tuple[int, str]]()
         for name in {owners[id(part)] for part in parts if id(part) in owners}:
             now = set(map(id, _parts(self._looked[name])))
             found |= {(key, owner) for key, owner in owners.items() if owner == name and key not in now}

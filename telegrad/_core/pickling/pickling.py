@@ -428,7 +428,9 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
             raise
         fold(error)
         error.__context__ = None  # the same error in the fast way
-        raise _error_of_part(value, same_program, error) from error
+        from telegrad._core.pickling.by_value import find_unpicklable_part
+
+        raise find_unpicklable_part(value, same_program, error) from error
     if sent:
         from telegrad._core.pickling.main_modules import note_sent
 
@@ -440,13 +442,9 @@ def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEnc
     """Return the error for `value`, the part that users know: the rest are arguments added by this package."""
     if said.__cause__ is None or can_dump(value, same_program):
         return said
-    return _error_of_part(value, same_program, said.__cause__)
-
-
-def _error_of_part(value: Any, same_program: bool, error: BaseException) -> CannotEncode:
     from telegrad._core.pickling.by_value import find_unpicklable_part
 
-    return find_unpicklable_part(value, same_program, error)
+    return find_unpicklable_part(value, same_program, said.__cause__)
 
 
 def can_dump(value: Any, same_program: bool) -> bool:

@@ -23,7 +23,7 @@ import torch.fx
 from torch import Tensor
 from torch.nn import Parameter
 
-from telegrad._core.pickling.function_names import name_of, resolve
+from telegrad._core.pickling.function_names import OPERATORS, name_of, resolve
 from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter, Texts, expect_texts
 from telegrad._core.wire.tensors import PIECE, GilYielder, copy_of, held, is_intercepted
 from telegrad.errors import CannotEncode
@@ -327,8 +327,7 @@ REDUCERS: dict[type, Reducer] = {
     BuiltinFunctionType: _reduce_named,
     type: _reduce_named,
     _lru_cache_wrapper: _reduce_named,
-    torch._ops.OpOverload: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
-    torch._ops.OpOverloadPacket: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
+    **dict.fromkeys(OPERATORS, lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),))),
     torch.jit.ScriptFunction: _reduce_script,
     torch.jit.ScriptModule: _reduce_script,
     array: _reduce_elements,

@@ -25,8 +25,8 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, limit_of
 from telegrad._core.forks import renewed
 from telegrad._core.membership.members import Identity
-from telegrad._core.pickling.exceptions import is_remote
 from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.pickling.remote_text import remote_traceback_of
 from telegrad._core.progress import Wait
 from telegrad._core.references import Id, number
 from telegrad._core.references.handles import Handle
@@ -131,7 +131,7 @@ class RestorableRRef(RRef[T]):
                 # The function itself may have raised an error of one of these types: then the call has run. Such an
                 # error is remote. A ClaimLost shows by its claim which value was refused. If it is this one, the owner
                 # has refused the call before it ran; `Method` removes the claim of an error that a method has raised.
-                has_not_run = error.claim == trail if isinstance(error, ClaimLost) else not is_remote(error)
+                has_not_run = error.claim == trail if isinstance(error, ClaimLost) else not remote_traceback_of(error)
                 if not has_not_run or monotonic() >= until:
                     raise
                 self._renew(handle, self._left(until), error)
