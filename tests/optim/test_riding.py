@@ -193,21 +193,15 @@ def test_a_step_after_a_pass_that_has_stepped_is_refused(clips: bool) -> None:
     assert leaf.to_here().unique().tolist() == [-3]
 
 
-class Meets(DistributedOptimizer):
-    """Steps when two threads are about to."""
-
-    barrier: threading.Barrier
-
-    def step(self, context_id: int) -> None:  # type: ignore[override]
-        self.barrier.wait(PATIENCE)
-        super().step(context_id)
-        self.barrier.wait(PATIENCE)
-
-
 def test_passes_of_one_context_may_step_at_once() -> None:
-    leaf = remote("w1", make_leaf)
-    optimizer = Meets(torch.optim.SGD, [leaf], lr=1)
-    optimizer.barrier = threading.Barrier(2)
+    leaf, both = remote("w1", make_leaf), threading.Barrier(2)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+
+    def meet(*_: object) -> None:
+        both.wait(PATIENCE)
+
+    optimizer.register_step_pre_hook(meet)
+    optimizer.register_step_post_hook(meet)
     with autograd.context() as context:
         value = leaf.to_here()
         passes = [autograd.backward_async(context, value.sum(), step=optimizer) for _ in range(2)]
