@@ -13,6 +13,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
+from telegrad._core.calls.futures import wait_for
 from telegrad.groups.collectives import parts, tree_of
 from telegrad.rpc import functions
 from tests.agent.test_fanout import count_encodings
@@ -91,6 +92,23 @@ def test_a_group_error_has_the_errors_and_results_by_worker(actors: rpc.Group) -
     assert repr(future).endswith("done, 3 failed>")
     with pytest.raises(errors.GroupError):
         actors.gather(odd_ones_fail, (7,))
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def fail_mutely(*_: Any) -> None:
+    raise Mute
+
+
+def test_an_error_whose_text_cannot_be_formatted_ends_the_calls(actors: rpc.Group) -> None:
+    reduction = actors.rpc_async(fail_mutely, reduce=operator.add)
+    for future in (actors.rpc_async(fail_mutely), actors.map(fail_mutely, range(9)), reduction):
+        assert wait_for(future, PATIENCE)
+        with pytest.raises(errors.GroupError, match=r": Mute: \(its text could not be formatted\)"):
+            future.wait()
 
 
 def fails_as_a_group() -> None:

@@ -18,6 +18,7 @@ from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.futures import Future
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
+from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.progress import Wait
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.transport.silence import Silence
@@ -184,10 +185,11 @@ def _written(sizes: Mapping[str, int], late: list[str]) -> str:
     return f", with {(total - sum(sizes.get(worker, 0) for worker in late)) / unit:.1f} of {total / unit:.1f} {name}"
 
 
-def summary(first_line: str, errors: Mapping[Any, BaseException]) -> str:
+def summary(heading: str, errors: Mapping[Any, BaseException]) -> str:
     """Return the text of an error of several workers, or of several items with these numbers."""
-    lines = [first_line]
+    lines = [heading]
     for key, error in errors.items():
-        said = str(error).partition("\n")[0]
+        # It does not raise, whatever the `__str__` of the error does: else the future of the calls would never be done.
+        said = first_line(error)
         lines.append(f"  {key if isinstance(key, str) else f'item {key}'}: {type(error).__name__}: {said}")
     return "\n".join(lines)
