@@ -168,16 +168,17 @@ class Collective:
 
 class CollectiveManager:
     def __init__(self, agent: Agent) -> None:
-        self._lock = threading.Lock()  # guards all fields below
+        self._lock = threading.Lock()  # guards _meetings
         self._meetings: dict[Key, list[Collective]] = {}  # pending meetings, in the order in which they began
         self._listens = False
 
     def listen(self) -> None:
         """Subscribe to workers leaving the group."""
-        with self._lock:
-            listens, self._listens = self._listens, True
-        if not listens:
+        # The flag is set once this has succeeded. If two threads do it at the same time, the second call of `_on_leave`
+        # finds nothing to end.
+        if not self._listens:
             current.here().membership.on_leave(self._on_leave)
+            self._listens = True
 
     def arrive(
         self, key: Key, arrival: CollectiveArrival, members: list[str], value: Any, op: Op | None

@@ -161,7 +161,8 @@ class Publications:
         self._agent = agent
         self._worker = current.here()
         self._life = self._worker.me.incarnation
-        # guards all fields below, and the fields of offers; _offers and _given_up are also read without the lock
+        # Guards all fields below but _hears_of_losses, and the fields of offers; _offers and _given_up are also read
+        # without the lock.
         self._lock = threading.Lock()
         self._offers: dict[str, Publication] = {}
         self._given_up: set[int] = set()  # tokens of claims that were released, but may still be valid
@@ -184,11 +185,12 @@ class Publications:
                 )
             self._offers[offer.name] = offer
             offer.is_busy = True
-            hears, self._hears_of_losses = self._hears_of_losses, True
         try:
-            # the members of a dynamic group remove dead workers themselves
-            if not hears and self._worker.membership.is_fixed:
+            # The members of a dynamic group remove dead workers themselves. The flag is set once this has succeeded. If
+            # two threads do it at the same time, a lost worker is declared lost twice, which does no harm.
+            if self._worker.membership.is_fixed and not self._hears_of_losses:
                 self._worker.membership.on_lost(self.registration.declare_lost)
+                self._hears_of_losses = True
             if self._claim_in_time(offer):
                 self._make(offer)
         except BaseException:

@@ -50,8 +50,18 @@ Address = tuple[str, int]
 def on_thread(function: Callable[..., Any], *args: Any) -> Signal:
     """Call a function on another thread; return a signal of its result."""
     done = Signal()
-    run_in_thread(THREAD, _complete, done, function, args)
+    _call_on_thread(done, function, *args)
     return done
+
+
+def _call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
+    """Complete a signal by a call on another thread; return False if there is no thread, of which the signal tells."""
+    try:
+        run_in_thread(THREAD, _complete, done, function, args)
+    except RuntimeError as error:
+        done.set_exception(error)
+        return False
+    return True
 
 
 def _complete(done: Signal, function: Callable[..., Any], args: Any) -> None:
@@ -130,8 +140,9 @@ class Registration:
                     self._address = address
                 else:
                     address.set_result()
-        if starts:
-            run_in_thread(THREAD, _complete, address, self._start, ())
+        if starts and not _call_on_thread(address, self._start):
+            with self._lock:
+                self._address = None
         return address
 
     def declare_lost(self, worker: WorkerInfo, _: Exception) -> None:
@@ -156,8 +167,8 @@ class Registration:
             # Not in the pause after an answer, in which no question waits for one.
             self._silent_since = self._silent_since or (now if asks else 0.0)
             silent, refusal = now - (self._silent_since or now), self._refusal
-        if asks:
-            run_in_thread(THREAD, self._look, group, name)
+        if asks and not _call_on_thread(Signal(), self._look, group, name):
+            self._is_asking = False
         if refusal is not None:
             raise type(refusal)(str(refusal))
         if silent > SILENT:
@@ -174,8 +185,9 @@ class Registration:
             refusal = error
         except TelegradError:
             pass
-        with self._lock:
-            self._is_asking, self._refusal = False, refusal
+        finally:
+            with self._lock:
+                self._is_asking, self._refusal = False, refusal
 
     # The directory of a group that is not dynamic
 
@@ -186,7 +198,7 @@ class Registration:
             if joining is not None and not (joining.done() and self._group is None):
                 return joining
             joining = self._joining = Signal()
-        run_in_thread(THREAD, _complete, joining, self._join, ())
+        _call_on_thread(joining, self._join)
         return joining
 
     def _join(self) -> DynamicGroup:

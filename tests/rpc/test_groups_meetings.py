@@ -25,7 +25,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
-from tests.cluster import group, processes, run_all, wait_until
+from tests.cluster import PATIENCE, agents_here, group, processes, run_all, wait_until
 from tests.rpc.members import error_of, join
 
 come: list[str] = []
@@ -215,6 +215,22 @@ def test_a_member_that_left_while_the_first_arrived_is_named(
     monkeypatch.setattr(CollectiveManager, "arrive", leave_first)
     with pytest.raises(errors.PeerLost, match=r"worker 'w2', .* will not arrive: it is no longer in the group"):
         rpc.rpc_sync("w1", meet, (actors, "left"))
+
+
+def test_departures_are_noticed_though_the_first_arrival_found_no_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    with agents_here(2) as (keeper, other):
+        monkeypatch.setattr(keeper.membership._teller.thread, "want", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rpc.group().barrier()
+        met = rpc.rpc_async("w0", meet, (rpc.group(),), timeout=PATIENCE)
+        wait_until(lambda: bool(keeper.attached(CollectiveManager)._meetings))
+        other.end("")
+        with pytest.raises(errors.PeerLost, match="'w1', for which all wait here, will not arrive"):
+            met.wait()
 
 
 def test_workers_that_withdrew_are_named_only_if_no_others_are_missing() -> None:

@@ -24,6 +24,7 @@ from telegrad._core.start.cluster import start
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.find_directory import Pointer
 from telegrad._core.stores.stores import open_store
+from telegrad._core.threads import run_in_thread
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
@@ -340,6 +341,26 @@ def test_a_worker_registers_though_its_first_connection_is_altered(monkeypatch: 
         assert rpc.lookup("counter").rpc_sync().where() == workers[1].me.name
     for each in middlemen:
         each.close()
+
+
+@pytest.mark.parametrize("lacks", ["_join", "_start", "_look"])
+def test_values_are_found_after_a_moment_without_a_free_thread(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_once(name: str, run: Callable[..., Any], *args: Any) -> None:
+        if lacks in (run.__name__, getattr(args[1], "__name__", "")):
+            monkeypatch.undo()
+            raise RuntimeError("can't start new thread")
+        run_in_thread(name, run, *args)
+
+    with agents(2) as workers:
+        current.enter(workers[1])
+        monkeypatch.setattr(registration, "run_in_thread", fail_once)
+        with contextlib.suppress(RuntimeError):
+            rpc.publish("one", Counter)
+        rpc.publish("two", Counter)
+        with contextlib.suppress(RuntimeError, errors.NotPublished):
+            rpc.lookup("nothing", 0.2)
+        with pytest.raises(errors.NotPublished):
+            rpc.lookup("nothing", 1.5)
 
 
 def test_a_claim_whose_reply_was_lost_is_released_when_publish_fails(
