@@ -12,6 +12,7 @@ import datetime
 import itertools
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
 from time import monotonic
@@ -458,9 +459,14 @@ def process_group(group: Participants, backend: str = "gloo", timeout: float = D
     )
     c10d._world.pg_group_ranks[made] = {place: place for place in range(len(names))}
 
+    # torch keeps it until it is destroyed. If the program does that, its threads and sockets must not stay until this
+    # worker leaves.
+    kept = weakref.ref(made)
+
     def destroy() -> None:
-        with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed it already
-            dist.destroy_process_group(made)
+        if (left := kept()) is not None:
+            with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed it already
+                dist.destroy_process_group(left)
 
     worker.at_end.append(destroy)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import operator
 import os
@@ -10,6 +11,7 @@ import pathlib
 import random
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -329,8 +331,11 @@ def leave(_: int) -> bool:
     return True
 
 
-def destroy(_: int) -> None:
+def destroy(_: int) -> bool:
+    gone = weakref.ref(made_groups[-1])
     dist.destroy_process_group(made_groups.pop())
+    gc.collect()
+    return gone() is None
 
 
 def test_process_groups_reduce_gather_and_broadcast() -> None:
@@ -338,7 +343,7 @@ def test_process_groups_reduce_gather_and_broadcast() -> None:
         expected = [([6.0, 6.0], 2 - rank, 3, False) for rank in range(3)]
         assert run_all(made, collect) == expected
         assert run_all(made, collect, "cpu:gloo") == expected
-        run_all(made, destroy)
+        assert run_all(made, destroy) == [True] * 3
         assert run_all(made, leave) == [True] * 3
 
 
