@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from telegrad import errors
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Lease, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LEFT, LOST, Change, Ended, MemberGone, MemberJoined
@@ -399,6 +399,20 @@ def test_a_change_that_cannot_be_handled_does_not_end_the_watch(make: Make, capl
     make("b").join()
     wait_until(lambda: len(told) == 2)
     assert worker.names() == ["a", "b", "w"]
+
+
+def test_a_departure_during_a_renewal_is_no_loss(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make("w").join().group
+
+    def renew(_: Lease) -> Lease:
+        group.leave()
+        raise LeaseLost("it was revoked")
+
+    monkeypatch.setattr(group.directory, "renew", renew)
+    group._lease = group._lease._replace(ends=0.0)
+    group.renew_if_due()
+    with pytest.raises(errors.ShutDown, match="this worker has left the group"):
+        group.find("w")
 
 
 class KeptOnce:

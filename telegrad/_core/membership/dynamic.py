@@ -77,7 +77,8 @@ class DynamicGroup:
         self._ttl, self._clock = ttl, clock
         self._lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole, by one thread at a time
         self._epoch = 0
-        self._me: Member | None = None
+        self._me: Member | None = None  # None before the join, and once `leave` was called, at any moment
+        self._name = ""
         self._launched = launched
         self._founded = False  # this worker has made the group, or was the first living member
         self._store: SealedStore | None = None  # the store that this worker may serve for later workers
@@ -91,7 +92,8 @@ class DynamicGroup:
         self.claims: dict[str, Claim] = {}  # to published values, as known here; written under _applying
         self.on_claim: Callable[[str], None] = lambda _: None  # called like `on_change`, with the name of the value
         self._stopped = threading.Event()
-        self._ending = threading.Lock()  # acquired once, without waiting, by the thread that finds this life ended
+        # Acquired once, without waiting, by the thread that ends this life: it finds the end, or leaves.
+        self._ending = threading.Lock()
         self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the retry, if an attempt fails
         self._unrenewed = ""  # the logged reason of the last failed renewal; set by the renewing thread
         self._thread = Background("telegrad-directory", self._main)
@@ -117,6 +119,7 @@ class DynamicGroup:
                 self.directory.revoke(self._lease)
             raise
         self._me, self._epoch = registered
+        self._name = registered.member.name
         self._known = {**roster.members, me.incarnation: registered}
         self.claims, self._since = dict(roster.claims), roster.revision
         self._founded = has_made or not any(map(is_alive, members))
@@ -428,12 +431,9 @@ class DynamicGroup:
             return
         # Set first, because `on_change` reads it for the error of this worker.
         self.over = over
-        if self._me is not None:
-            self._on_change(MemberGone(self._me.incarnation, LOST, why or over))
-
-    @property
-    def _name(self) -> str:
-        return self._me.name if self._me is not None else ""
+        me = self._me
+        if me is not None:
+            self._on_change(MemberGone(me.incarnation, LOST, why or over))
 
     def _say_lost(self, why: str, how: str = "") -> None:
         """Log once that the directory cannot be used, and once that it answers again."""
@@ -452,9 +452,11 @@ class DynamicGroup:
 
     def leave(self, lost: str = "") -> None:
         """Free the name and the rank. With the reason `lost`, the others count this worker as lost."""
+        # A renewal that is under way may find the lease ended by this departure: that is no end of its own.
+        is_first = self._ending.acquire(blocking=False)
         me, self._me = self._me, None
         self._stopped.set()
-        if me is not None and not self.over:
+        if me is not None and is_first:
             self.over = HAS_LEFT
             # If the directory does not answer, the lease expires.
             run_in_thread("telegrad-leave", self._leave, me, lost, patience=PATIENCE)
