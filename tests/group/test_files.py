@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.stores import raw_stores
-from tests.cluster import opened
+from telegrad._core.stores import raw_stores, sealed_store
+from tests.cluster import opened, sealed
 from tests.other_user import NOBODY, as_nobody, is_root, shared
 
 pytest.importorskip("fcntl")  # without it, torch's own store is used
@@ -142,14 +142,15 @@ def test_a_file_of_another_user_is_refused(shared: pathlib.Path) -> None:
 def test_a_file_that_stays_locked_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
-    monkeypatch.setattr(raw_stores, "LOCKED", 0.1)
+    monkeypatch.setattr(raw_stores, "LOCKED", raw_stores.LOCKED / 10)
+    monkeypatch.setattr(sealed_store, "ANSWER", sealed_store.ANSWER / 10)
     path = tmp_path / "store"
-    store = raw_stores.FileStore(str(path))
+    store = sealed(raw_stores.FileStore(str(path)))
     with path.open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         with pytest.raises(errors.StoreLost, match=f"{path}.*locked by another process"):
-            store.add("n", 1)
-    store.add("n", 1)
+            store.call("add", "n", 1)
+    store.call("add", "n", 1)
 
 
 def test_a_read_needs_no_lock(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ from telegrad._core.stores.address import is_address, listening_address, spelled
 from telegrad._core.threads import wait_for_torch
 from telegrad.errors import StoreLost, StoreUnreachable, StoreUntrusted
 
-LOCKED = 20.0  # seconds for the lock, which others hold for less than a millisecond
+# Seconds for the lock, which others hold for less than a millisecond. Two threads may wait for it one after the other,
+# and must end before `SealedStore` takes the store for lost (ANSWER).
+LOCKED = 4.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 2e-2  # seconds between two attempts
 _LENGTH = struct.Struct("=I")
 _OPEN = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
