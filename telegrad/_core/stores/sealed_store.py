@@ -451,5 +451,4 @@ class SealRenewal:
             try:
                 self._renew()
             except (TelegradError, RuntimeError) as error:
-                log.debug("telegrad: the store cannot be sealed again, because it is lost: %s", error)
-                return
+                log.debug("telegrad: the store cannot be sealed again yet: %s", error)
