@@ -364,8 +364,11 @@ def test_a_value_of_another_user_is_refused(shared: pathlib.Path, plant: Plant) 
         create_once(shared / "key", b"mine")
 
 
-def test_a_file_system_without_hard_links_is_an_error(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refuse)
+@pytest.mark.parametrize("step", ["fsync", "link"])  # of a full disk; of a file system without hard links
+def test_a_file_that_cannot_be_made_leaves_nothing(
+    home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(os, step, refuse)
     path = state_folder() / "key"
     with pytest.raises(UsageError, match="Permission denied"):
         create_once(path, b"new")

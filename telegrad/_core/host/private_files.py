@@ -184,21 +184,22 @@ def create_once(path: Path, data: bytes) -> bytes:
     path = os.fspath(path)
     temporary = _beside(path)
     try:
-        with os.fdopen(os.open(temporary, _CREATE, PRIVATE_FILE), "wb") as file:
-            if _POSIX:
-                os.fchmod(file.fileno(), PRIVATE_FILE)  # the umask may have taken bits away
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # else its name may survive a power failure without the content
-        # Unlike a rename, a link fails if the name exists. So of several processes one creates the file, and no reader
-        # sees a part of it.
         try:
+            with os.fdopen(os.open(temporary, _CREATE, PRIVATE_FILE), "wb") as file:
+                if _POSIX:
+                    os.fchmod(file.fileno(), PRIVATE_FILE)  # the umask may have taken bits away
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # else its name may survive a power failure without the content
+            # Unlike a rename, a link fails if the name exists. So of several processes one creates the file, and no
+            # reader sees a part of it.
             os.link(temporary, path)
             return data
         except FileExistsError:
             return _read_private(path)
         finally:
-            os.unlink(temporary)
+            with contextlib.suppress(OSError):  # it could not be created
+                os.unlink(temporary)
     except OSError as error:
         raise UsageError(f"{path!r} can be neither created nor read: {reason(error)}") from None
 
