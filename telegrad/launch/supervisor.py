@@ -216,7 +216,7 @@ class Supervisor:
         command = [slot.filled_in(word) for word in slot.role.command]
         try:
             child = Child(command, self._environment(slot, restarts))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: "=" or "\0" where none may be
             self._do(self._policy.could_not_start(slot.name, str(error), monotonic()))
             return
         # If this process is killed before the storekeeper knows the process group, the kernel still kills the worker

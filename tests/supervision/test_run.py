@@ -223,6 +223,13 @@ def test_a_missing_command_ends_the_run(launch: Launch, command: str) -> None:
     assert "bad0 could not be started: no program" in said
 
 
+def test_a_variable_without_a_valid_name_ends_the_run(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "roles.toml").write_text('[good]\ncommand = "sleep 600"\n[bad]\nenv = { "A=B" = 1 }\n')
+    code, said = launch("roles.toml").end()
+    assert code == 127
+    assert "bad0 could not be started: illegal environment variable name" in said
+
+
 def test_a_signal_shows_the_state_of_each_worker(launch: Launch) -> None:
     run = launch("--", *SLEEPS)
     run.wait_for("] sleeps")
