@@ -79,14 +79,6 @@ def test_operations_that_were_not_committed_are_gone(path: str) -> None:
     assert [entry.key for entry in LeaseTable(path).list("").entries] == ["a"]
 
 
-def test_an_empty_value_is_no_deletion(path: str) -> None:
-    opened = LeaseTable(path)
-    opened.swap("a", b"")
-    opened.file.commit(opened.revision)
-    opened.file.close()
-    assert LeaseTable(path).changes("", 0)[1][0].entry == ("a", b"", 1, 1, 0)
-
-
 def test_two_servers_do_not_share_a_file(path: str) -> None:
     opened = LeaseTable(path)
     with pytest.raises(UsageError, match="Another server"):

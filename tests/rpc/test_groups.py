@@ -6,7 +6,6 @@ import operator
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -188,25 +187,9 @@ def test_a_worker_that_did_not_join_is_named() -> None:
     assert took < 3
 
 
-def init_alone(count: int, timeout: float, rank: int = 0, port: int | None = None) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port or free_port()}", rpc_timeout=timeout)
-    rpc.init_rpc("alone", rank=rank, world_size=count, rpc_backend_options=options)
-
-
-def test_an_unreachable_store_is_an_error() -> None:
-    kind, text, took = error_of(init_alone, 2, 0.5, 1)
-    assert kind is errors.StoreUnreachable
-    assert "rank 0" in text
-    assert took < 3
-
-
-def test_another_server_at_the_address_of_the_store_is_an_error() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        kind, _, took = error_of(init_alone, 2, 1, 1, other.getsockname()[1])
-        assert kind is errors.StoreUnreachable
-        assert took < 10
+def init_alone(count: int, timeout: float) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=timeout)
+    rpc.init_rpc("alone", rank=0, world_size=count, rpc_backend_options=options)
 
 
 def test_calls_before_init() -> None:
