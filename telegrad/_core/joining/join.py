@@ -167,7 +167,7 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Rend
             f"{min(timeout, LONGEST):g} s; {type(error).__name__}: {first_line(error)}): is Telegrad installed on the "
             "cluster's head node? See `ray list actors`"
         ) from error
-    keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
+    keys = given or Keyring([made])
     pointer = Pointer.from_json(text)
     # The actor gives the address, so no store is needed. This one is local, and unused.
     store = SealedStore(dist.HashStore(), keys)

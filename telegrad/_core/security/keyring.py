@@ -96,13 +96,12 @@ def check_key(key: object, source: str) -> bytes:
 
 
 class Keyring:
-    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
+    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False) -> None:
         """`path` is the file of the keys, if any; it is read again after it has changed.
 
-        `is_open`: there is no key. `source` describes for people where the keys come from.
+        `is_open`: there is no key.
         """
         self.is_open = is_open
-        self.source = source
         self.group = ""  # the only group for which derived keys are valid
         self._path = path
         # The version of the file, and its keys; replaced as a whole, as threads may read the file at the same time. The
@@ -143,14 +142,10 @@ class Keyring:
         ring.group = group
         return ring
 
-    def __repr__(self) -> str:
-        content = "open" if self.is_open else f"{len(self._read[1])} keys"
-        return f"<Keyring: {content} from {self.source or 'a program'}>"
-
 
 def open_ring() -> Keyring:
     """Return the ring of a group without a key: connections are encrypted, but anyone can connect."""
-    return Keyring((), is_open=True, source="key=False")
+    return Keyring((), is_open=True)
 
 
 def read_keys(path: str, setting: str = "") -> list[bytes]:
@@ -218,13 +213,13 @@ def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -
         )
         return open_ring()
     if given is not None:
-        return Keyring([check_key(given, "the option key")], source="the option key")
-    keys, path, source = of_environment(environment)
-    return Keyring(keys, path, source=source) if keys else None
+        return Keyring([check_key(given, "the option key")])
+    keys, path = of_environment(environment)
+    return Keyring(keys, path) if keys else None
 
 
-def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[bytes], str, str]:
-    """Return the keys given by the environment, their file and their source; without keys, all three are empty.
+def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[bytes], str]:
+    """Return the keys given by the environment, and their file if they are in one; without keys, both are empty.
 
     Programs that make their own key call this as well: an invalid setting is an error in each of them.
 
@@ -232,13 +227,13 @@ def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[by
         UsageError: as for `given_keys`.
     """
     if VARIABLE in environment:
-        return [check_key(environment[VARIABLE], VARIABLE)], "", VARIABLE
+        return [check_key(environment[VARIABLE], VARIABLE)], ""
     path = environment.get(FILE_VARIABLE)
     if path is None:
-        return [], "", ""
+        return [], ""
     if not path:
         raise UsageError(f"{FILE_VARIABLE} is empty: give the path of the file that holds the group's key, or unset it")
-    return read_keys(path, FILE_VARIABLE), path, f"{FILE_VARIABLE} ({path})"
+    return read_keys(path, FILE_VARIABLE), path
 
 
 def user_keys() -> Keyring:
@@ -256,4 +251,4 @@ def user_keys() -> Keyring:
             f"the same key of at least 16 bytes in {VARIABLE}, in a file that {FILE_VARIABLE} names, or by key=...; "
             "key=False makes a group without a key, in which anyone who reaches a worker can run code"
         ) from None
-    return Keyring(read_keys(path), path, source=path)
+    return Keyring(read_keys(path), path)
