@@ -20,6 +20,7 @@ from telegrad import errors
 from telegrad._core.directory.directory import Lease
 from telegrad._core.joining import join
 from telegrad._core.joining.join import open_meeting
+from telegrad._core.membership.registry import Registry
 from telegrad._core.start.life import init_rpc
 from telegrad._core.stores import address
 from telegrad._core.stores.address import await_name
@@ -218,6 +219,11 @@ def test_a_ray_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: p
         "num_cpus": 0,
         "resources": {join.HEAD: join.LITTLE},
     }
+
+    def roster(_: Registry) -> None:
+        raise errors.DirectoryReset("its file was removed")
+
+    monkeypatch.setattr(Registry, "roster", roster)
     assert not ray.killed.wait(0.1)
     monkeypatch.setattr(join, "IDLE", 0.0)
     assert ray.killed.wait(30)

@@ -200,7 +200,7 @@ class Keeper:
         registry = Registry(connect(self._keeping.pointer, self._keys))
         while monotonic() - self._needed < IDLE:
             sleep(LOOK)
-            with contextlib.suppress(DirectoryLost):
+            with contextlib.suppress(TelegradError):
                 if registry.roster().members:
                     self._needed = monotonic()
         end()
