@@ -16,10 +16,16 @@ import pytest
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import Chunk
+from telegrad._core.memory.blobs import Chunk, MemorySources
+from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState
+from telegrad._core.transport import link as links
+from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
+from telegrad._core.wire.messages import CALL, Message
+from telegrad.errors import PeerError
 
 SECRET = bytes(KEY)
 FREED = 0xDD
@@ -121,3 +127,31 @@ def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
                 step()
             assert not held
             assert writer.drained is None
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "step"),
+    [
+        (Writer, "_has_next", Link.on_writable),  # as of a device that fails
+        (Writer, "_has_next", lambda link: link.send(Message(CALL, 1))),
+        (links, "_new", lambda link: link.send(Message(CALL, 1, body=bytes(1 << 24)))),  # a part was sent
+    ],
+)
+def test_an_error_during_a_write_ends_only_the_connection(
+    place: Any, name: str, step: Callable[[Link], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("too little")
+
+    ours, theirs = socket.socketpair()
+    sources, handlers = MemorySources(ReceiveBufferPool(0), None, Staging(Streams())), (lambda *_: None,) * 2
+    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs):
+        link = Link(ours, "w1", poller, sources, LinkHandlers(*handlers, prompt=False))
+        if name == "_has_next":
+            link._outbox.append(Chunk(b"x"))
+        monkeypatch.setattr(place, name, fail)
+        with contextlib.suppress(MemoryError):  # of the sender
+            step(link)
+        assert "a message could not be sent (too little)" in str(link.closed)
+        with pytest.raises(PeerError):  # it would be taken for the rest
+            link.send(Message(CALL, 2))

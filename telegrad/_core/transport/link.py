@@ -148,9 +148,20 @@ class Link:
             self._send_with_blobs(message)
             return False
         data = encode(message)
-        with self._lock:
-            if self.closed is not None:
-                raise fresh(self.closed)
+        try:
+            with self._lock:
+                if self.closed is not None:
+                    raise fresh(self.closed)
+                return self._send_now(data, later)
+        except PeerError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _send_now(self, data: bytes, later: bool) -> bool:
+        """Send or queue a message, with the lock held."""
+        try:
             self.sent += len(data)
             if self._maps.released:
                 self._queue_release()
@@ -180,6 +191,9 @@ class Link:
             self._outbox.append(_new(Chunk, (data, (), None)))
             if not later:
                 self._writer.flush()
+        except BaseException:
+            self._writer.end()
+            raise
         return False
 
     def _send_with_blobs(self, message: Message) -> None:
@@ -208,18 +222,22 @@ class Link:
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
-            table, fds, before, behind = self._outgoing.commit(prepared)
-            self._outbox.extend(before)
-            data = encode(message, table)
-            self.sent += len(data) + sum(each.size for each in prepared)
-            # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
-            most = blobs.DESCRIPTORS_AT_ONCE
-            while len(fds) > most:
-                self._outbox.append(Chunk(encode(Message(messages.RELEASE)), tuple(fds[:most])))
-                del fds[:most]
-            self._outbox.append(Chunk(data, tuple(fds)))
-            self._outbox.extend(behind)
-            self._writer.flush()
+            try:
+                table, fds, before, behind = self._outgoing.commit(prepared)
+                self._outbox.extend(before)
+                data = encode(message, table)
+                self.sent += len(data) + sum(each.size for each in prepared)
+                # Send descriptors above the limit of one write ahead: the receiver takes them in the table's order.
+                most = blobs.DESCRIPTORS_AT_ONCE
+                while len(fds) > most:
+                    self._outbox.append(Chunk(encode(Message(messages.RELEASE)), tuple(fds[:most])))
+                    del fds[:most]
+                self._outbox.append(Chunk(data, tuple(fds)))
+                self._outbox.extend(behind)
+                self._writer.flush()
+            except BaseException:
+                self._writer.end()
+                raise
         self.lanes_out.make_wanted()
         if self._outgoing.way:
             self._log_way()
@@ -247,7 +265,7 @@ class Link:
             with self._lock:
                 if self.closed is None:
                     self._queue_release()
-                    self._writer.flush()
+            self._write(self._writer.flush)
 
     def ask(self) -> None:
         with contextlib.suppress(PeerError):  # the connection has ended, and this was reported
@@ -262,23 +280,27 @@ class Link:
             known = self._outgoing.forget(numbers)
             if known and self.closed is None:
                 self._outbox.append(Chunk(encode(Message(messages.RETIRE, body=pack_numbers(known)))))
-                self._writer.flush()
+        self._write(self._writer.flush)
 
     def on_writable(self) -> None:
-        with self._lock:
-            if self.closed is None:
-                self._writer.flush(is_writable=True)
+        self._write(partial(self._writer.flush, is_writable=True))
         self._tell_drained()
 
     def _resume(self) -> None:
         """Continue writing after a device has copied the next piece, or has failed."""
+        self._write(self._writer.resume)
+        self._tell_drained()
+
+    def _write(self, step: Callable[[], None]) -> None:
+        """Take a step of the writer. After an error, it is unknown what was sent, so the connection ends."""
         try:
             with self._lock:
                 if self.closed is None:
-                    self._writer.resume()
-            self._tell_drained()
-        except Exception as error:
+                    step()
+        except BaseException as error:
             self.fail(error)
+            if not isinstance(error, Exception):
+                raise
 
     # Receiving
 

@@ -70,11 +70,21 @@ class Writer:
         except NOT_NOW:
             waits = True
         except OSError:
-            self.clear()  # the reader thread gets the same error and reports it
-            shut(self._sock)
+            self.end()  # the reader thread gets the same error and reports it
+        except BaseException:  # of a device, or without memory
+            self.end()
+            raise
         if waits != self.waits:
             self.waits = waits
             self._watch(waits)
+
+    def end(self) -> None:
+        """Send nothing any more: it is unknown which part of the outbox was sent or encrypted.
+
+        Call this before the lock is released, as another thread would send its message in the place of the rest.
+        """
+        self.clear()
+        shut(self._sock)
 
     def clear(self) -> None:
         self.outbox.clear()
@@ -106,43 +116,35 @@ class Writer:
             records.sent(sent)
 
     def _encrypt(self, records: RecordWriter) -> None:
-        """Encrypt the beginning of the outbox, as much as one write sends.
-
-        An interruption here ends the connection: it is unknown which chunks were encrypted.
-        """
+        """Encrypt the beginning of the outbox, as much as one write sends."""
         outbox = self.outbox
         small: list[Chunk] = []  # share one record; a chunk's keeper owns its memory
         size, most = 0, JOINED
-        try:
-            while outbox and isinstance(chunk := outbox[0], Chunk):
-                data = chunk.data
-                if len(data) < JOINED:
-                    size += len(data)
-                    if size > most:
-                        break
-                    small.append(chunk)
-                    outbox.popleft()
-                    continue
-                if small:
-                    records.add(_joined(small))
-                    small, size = [], 0
-                room = records.room()
-                if room <= 0:
+        while outbox and isinstance(chunk := outbox[0], Chunk):
+            data = chunk.data
+            if len(data) < JOINED:
+                size += len(data)
+                if size > most:
                     break
-                records.add(memoryview(data)[:room])
-                if len(data) > room:
-                    outbox[0] = Chunk(memoryview(data)[room:], (), chunk.keeper)
-                    break
+                small.append(chunk)
                 outbox.popleft()
-                most = min(JOINED, records.room())
-            if small and records.unsent:
+                continue
+            if small:
                 records.add(_joined(small))
-            elif small:
-                records.keep(records.encrypt(_joined(small)))
-        except BaseException:
-            self.clear()
-            shut(self._sock)
-            raise
+                small, size = [], 0
+            room = records.room()
+            if room <= 0:
+                break
+            records.add(memoryview(data)[:room])
+            if len(data) > room:
+                outbox[0] = Chunk(memoryview(data)[room:], (), chunk.keeper)
+                break
+            outbox.popleft()
+            most = min(JOINED, records.room())
+        if small and records.unsent:
+            records.add(_joined(small))
+        elif small:
+            records.keep(records.encrypt(_joined(small)))
 
     def _has_next(self) -> bool:
         """Return True if the first entry can be sent; for a device's copy, insert its next piece before it."""
