@@ -8,6 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from telegrad import errors
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import Message
 from tests.cluster import agents, wait_until
 
 
@@ -50,3 +52,22 @@ def test_a_tick_that_fails_does_not_prevent_others() -> None:
         one.agent.ticking += [lambda now: 1 / 0, tick]
         one.agent.wake_at(time.monotonic())
         wait_until(lambda: called)
+
+
+def test_messages_after_the_report_of_a_loss_are_lost_with_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends with the first message, and the thread that connects drops the second."""
+    with agents(2, transport="tcp") as (one, _):
+        known: list[str] = []
+        one.agent.lost.append(lambda _, why: known.append(f"reported: {why}"))
+        true = Link.send
+
+        def send(link: Link, message: Message, later: bool = False) -> bool:
+            monkeypatch.setattr(Link, "send", true)
+            link.close(errors.PeerLost("cut"))
+            one.agent.notify("w1", Ping(2))
+            known.append("sent")
+            return link.send(message, later)
+
+        monkeypatch.setattr(Link, "send", send)
+        one.agent.notify("w1", Ping(1))
+        wait_until(lambda: known == ["reported: cut", "sent", "reported: cut"])

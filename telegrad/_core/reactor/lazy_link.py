@@ -240,7 +240,10 @@ class LazyLink:
                     batch.popleft()
             except Exception as error:  # the connection has ended, or there is no memory
                 link.fail(error)
-                self._abort(batch, link.closed or PeerError("the connection ended"))
+                reason = link.closed or PeerError("the connection ended")
+                self._abort(batch, reason)
+                # Reported once more: messages may have been queued since the end of the link was reported.
+                self._owner.lost(reason)
                 return False
         return True
 
