@@ -15,10 +15,11 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.agent.pending_call import SEARCH_PAUSE
 from telegrad._core.calls.cancelling import Nested, Served, serving
 from telegrad._core.membership.membership import Membership
 from telegrad._core.rpc.idempotency import IdempotentCalls
-from telegrad._core.rpc.retry_queue import Failure, classify
+from telegrad._core.rpc.retry_queue import Failure, RetryQueue, classify
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests import links
@@ -544,3 +545,19 @@ def test_gradients_flow_through_a_repeated_call(stage: Stage) -> None:
         may_end.set()
         autograd.backward(context, [future.wait().sum()])
         assert autograd.get_gradients(context)[weight].tolist() == [2, 2, 2]
+
+
+def test_a_call_that_begins_to_wait_does_not_look_at_all_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, true = list[float](), RetryQueue.next
+
+    def look(queue: RetryQueue[Any]) -> float:
+        looks.append(true(queue))
+        return looks[-1]
+
+    monkeypatch.setattr(RetryQueue, "next", look)
+    begun = time.monotonic()
+    futures = [rpc.rpc_async("none", abs, (n,), wait_for_worker=True) for n in range(300)]
+    wait_until(lambda: looks)
+    assert len(looks) <= 2 + (time.monotonic() - begun) / SEARCH_PAUSE
+    for future in futures:
+        assert future.cancel()

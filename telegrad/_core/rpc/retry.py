@@ -31,7 +31,7 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
-from telegrad._core.agent.pending_call import PendingCall, PreparedCall
+from telegrad._core.agent.pending_call import SEARCH_PAUSE, PendingCall, PreparedCall
 from telegrad._core.calls.call_context import CallerContext, DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import known_as, user_name
 from telegrad._core.calls.cancelling import Served, serving
@@ -58,6 +58,7 @@ class Retries:
         self.may_come: Callable[[str | int], bool] = lambda to: True
         self.lock = threading.Lock()  # guards the queue, and ensures that a call ends once
         self.queue: RetryQueue[RetriedCall] = RetryQueue()
+        self._due = inf  # when the queue must be looked at; changed under the lock
         agent.ticking.append(self._tick)
         agent.busy.append(lambda: not self.queue.empty)
 
@@ -66,19 +67,27 @@ class Retries:
         with self.lock:
             if not self.queue.wait(call, monotonic(), pause, why):
                 return False
-            upcoming = self.queue.next()
+            upcoming = self.queue.next_of(call)
+            self._due = min(self._due, upcoming)
         self.agent.wake_at(upcoming)
         return True
+
+    def look_now(self) -> None:
+        with self.lock:
+            self._due = 0.0
+        self.agent.wake_at(monotonic())
 
     def withdraw(self, call: RetriedCall) -> bool:
         with self.lock:
             return self.queue.withdraw(call)
 
     def _tick(self, now: float) -> float:
-        if self.queue.empty:
-            return inf
+        if now < self._due:
+            return self._due
         with self.lock:
-            late, due, upcoming = self.queue.expired(now), self.queue.due(now), self.queue.next()
+            late, due = self.queue.expired(now), self.queue.due(now)
+            # Each look goes through all calls, of which many may wait.
+            upcoming = self._due = max(self.queue.next(), now + SEARCH_PAUSE)
         for call, why in late:
             self.agent.later(call.fail, call.too_late(why))
         for to in due:
@@ -273,7 +282,7 @@ class RetriedCall:
             done, self.done = self.done, True
             waited = self._retries.queue.end(self, answered)
         if waited and answered:
-            self._retries.agent.wake_at(monotonic())  # for others that wait for the worker
+            self._retries.look_now()  # for others that wait for the worker
         if not done:
             if self.parent is not None:
                 self.parent.ended(self)

@@ -155,6 +155,11 @@ class RetryQueue(Generic[C]):
         late = [(call, target.why) for target in self._targets.values() for call in target.calls if call.until <= now]
         return [(call, why) for call, why in late if self.withdraw(call)]
 
+    def next_of(self, call: C) -> float:
+        """Return the time of the next event of a waiting call."""
+        target = self._targets[call.to]
+        return min(max(target.due, target.calls[call]), call.until)
+
     def next(self) -> float:
         """Return the time of the next event, if nothing happens before."""
         times = [target.next for target in self._targets.values()]
