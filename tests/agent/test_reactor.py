@@ -439,3 +439,10 @@ def test_the_loop_goes_on_after_system_exit_or_an_interrupt_or_a_stop_in_a_task(
     thread[0].join(PATIENCE)
     assert not thread[0].is_alive()
     assert caplog.text.count("the event loop continues") == 2
+
+
+def test_a_loop_that_was_closed_does_not_begin_again() -> None:
+    loop = EventLoop(lambda: None)
+    loop.close()
+    with pytest.raises(RuntimeError, match="has left its group"):
+        loop.run(leave(KeyError))

@@ -274,7 +274,8 @@ class EventLoop:
     def __init__(self, entered: Callable[[], None]) -> None:
         """`entered` is the first function called on that thread."""
         self._entered = entered
-        self._lock = threading.Lock()  # guards _begun; `runs_here` reads it without the lock
+        self._lock = threading.Lock()  # guards _closed and _begun; `runs_here` reads that without the lock
+        self._closed = False
         self._begun: tuple[asyncio.AbstractEventLoop, Background] | None = None
         # Strong references to running coroutines: asyncio keeps only weak ones. No lock: each use is one set operation.
         self._running: set[Future[None]] = set()
@@ -283,6 +284,8 @@ class EventLoop:
         """Run a coroutine soon. If the loop cannot start, close the coroutine and raise; the next call tries again."""
         try:
             with self._lock:
+                if self._closed:
+                    raise RuntimeError("this worker has left its group")
                 if self._begun is None:
                     loop = asyncio.new_event_loop()
                     self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
@@ -341,7 +344,7 @@ class EventLoop:
 
     def close(self) -> None:
         with self._lock:
-            begun, self._begun = self._begun, None
+            self._closed, begun, self._begun = True, self._begun, None
         if begun is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: an exception has just ended it
                 begun[0].call_soon_threadsafe(begun[0].stop)
