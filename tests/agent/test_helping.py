@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 
 import pytest
 
+from telegrad import rpc
 from telegrad._core.calls.futures import Future
 from telegrad._core.reactor import reactor as reactors
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.reading import ReadOwner, ReadRight
+from telegrad._core.worker import current
+from tests.cluster import PATIENCE, agents_here, wait_until
 
 
 class Reactor:
@@ -116,3 +119,30 @@ def test_an_error_in_work_done_while_waiting_is_only_logged(reactor: Reactor, ca
     link = Link(lambda: submit(reactor, Work(fail, None)))
     run_for(Future(), [link], reactor)
     assert "inside" in caplog.text
+
+
+go = threading.Event()
+
+
+class Slow(Exception):
+    def __reduce__(self) -> Any:
+        return rebuilt, ()
+
+
+def rebuilt() -> Slow:
+    assert current.agent().name == "w1" or go.wait(PATIENCE)
+    return Slow()
+
+
+def fail() -> NoReturn:
+    raise Slow
+
+
+def test_a_worker_answers_while_it_rebuilds_an_exception() -> None:
+    with agents_here(2) as (_, other):
+        made: rpc.RRef[None] = rpc.remote("w1", fail)
+        wait_until(lambda: other.agent.served and other.agent.idle)
+        assert other.agent.call("w0", abs, (-1,), None) == 1
+        go.set()
+        with pytest.raises(Slow):
+            made.to_here()

@@ -26,7 +26,7 @@ from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.connect import part
 from telegrad._core.transport.link import Link
-from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unknown
+from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, RESULT, Message, unknown
 from telegrad._core.wire.packing import DeviceRoutes
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, ProtocolViolation
 
@@ -223,7 +223,8 @@ class Peer:
         if call.outcome is not None and not call.reader_completes:
             if complete is not None:
                 complete(call)
-            elif call.outcome.quick:
+            # An error is rebuilt by its class, which is user code.
+            elif call.outcome.quick and (call.answer is None or call.answer.kind == RESULT):
                 self.host.complete(call)
             else:
                 self.reactor.submit(Work(self.host.complete, call))
