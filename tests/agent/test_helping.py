@@ -146,3 +146,18 @@ def test_a_worker_answers_while_it_rebuilds_an_exception() -> None:
         go.set()
         with pytest.raises(Slow):
             made.to_here()
+
+
+def test_a_call_ends_although_a_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def aside() -> NoReturn:
+        raise RuntimeError("the device has failed")
+
+    with agents_here(2) as (one, _):
+        monkeypatch.setattr(one.agent.streams, "aside", aside)
+        monkeypatch.setattr(one.agent.streams, "used", (0,))
+        future, errors = rpc.rpc_async("w1", abs, (-1,)), list[Any]()
+        future.add_done_callback(errors.append)
+        wait_until(lambda: errors)
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            future.value()
+        monkeypatch.undo()

@@ -249,7 +249,11 @@ class Agent:
         # other, and the future may outlive the call for long.
         outcome.call = pending.outcome = pending.keep_alive = None
         if self.streams.used:
-            with self.streams.aside():
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(self.streams.aside())
+                except Exception as error:  # the device has failed
+                    pending.error = pending.error or error
                 self._tell(outcome, pending)
         # Without accelerators there is nothing to set aside, and a context manager would cost each asynchronous call
         # three more calls of functions.
