@@ -10,8 +10,9 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.agent.peer import Peer
 from telegrad._core.worker.worker import Worker
-from tests.cluster import group, wait_until
+from tests.cluster import agents_here, group, wait_until
 from tests.rpc import members
 
 NAMES = ["w1", "w2", "w3", "w4", "w5"]
@@ -164,3 +165,19 @@ def test_an_owner_that_died_is_named() -> None:
         made[1].join()
         assert made[0].run(use_them) == {"worker1": True}
         assert made[0].run(create_after_a_death) == ["worker1"]
+
+
+def test_an_interrupt_while_a_group_of_values_is_made_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of w1 is answered, and that of w2 waits for room."""
+    with agents_here(3) as (here, one, _):
+
+        def wait(_: Peer) -> None:
+            wait_until(lambda: len(here.references._creations) == 1)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Peer, "is_full", property(lambda peer: peer.name == "w2"))
+        monkeypatch.setattr(Peer, "wait_for_capacity", wait)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.group(["w1", "w2"]).remote(Counter)
+        monkeypatch.undo()
+        wait_until(lambda: not any(here.references.counts().values()) and not one.references.counts()["owners"])

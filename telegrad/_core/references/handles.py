@@ -321,11 +321,14 @@ class Maker:
         return handle, creation, (kind, ref, fork)
 
     def _unmake(self, handle: Handle, target: Target) -> None:
-        """Undo `_begin`: the call was never sent."""
-        handle.fault = "never made"  # `Handle.__del__` must not count an end: the record goes here
+        """Undo `_begin`: the call was not sent. If it has ended, as others may have that were sent, do nothing."""
         with self._lock:
-            del self._creations[handle.id]
-            (self._machine.drop if target[0] == HERE else self._machine.cancel)(handle.id)
+            if target[0] == HERE:
+                self._machine.drop(handle.id)
+            elif not self._machine.cancel(handle.id):
+                return
+            handle.fault = "never made"  # `Handle.__del__` must not count an end: the record goes here
+            self._creations.pop(handle.id, None)
 
     def _on_created(self, creation: Creation) -> None:
         with self._lock:

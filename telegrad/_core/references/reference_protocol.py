@@ -148,9 +148,12 @@ class References:
         else:
             share.confirmed = True  # the usual case of `_on_confirmed`
 
-    def cancel(self, ref: Id) -> None:
-        """Remove a reference whose creating call was never sent."""
-        del self._creating[ref], self.shares[ref]
+    def cancel(self, ref: Id) -> bool:
+        """Remove a reference whose creating call is given up; return False if that call has ended."""
+        if self._creating.pop(ref, None) is None:
+            return False
+        del self.shares[ref]
+        return True
 
     def stillborn(self, ref: Id, fork: Id, owner: str) -> None:
         """Handle the loss of the creating call; only the owner knows if it arrived."""
