@@ -21,6 +21,7 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
+from telegrad._core.agent.peer import Peer
 from telegrad._core.calls.futures import completion_of
 from telegrad._core.pickling.pickling import LARGE
 from telegrad._core.streams import streams
@@ -873,3 +874,19 @@ def echo_large(n: int) -> float:
 
 def test_large_tensors_between_processes(workers: list[Process]) -> None:
     assert workers[0].run(echo_large, 40) == sum(range(40))
+
+
+@here_w0
+def test_a_stream_goes_on_after_an_interrupt_of_a_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = rpc_stream("w1", count, (1000,), window=2)
+    assert next(stream) == 0
+
+    def interrupt(_: Peer) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Peer, "wait_for_capacity", interrupt)
+    monkeypatch.setattr(Peer, "is_full", True)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert list(stream)[-1] == 999

@@ -12,12 +12,12 @@ of the long call takes the lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 from math import inf
@@ -103,6 +103,7 @@ class Stream(Generic[T]):
         self._lock = threading.Lock()  # guards the intake and the pulls
         self._intake = ReceiveWindow(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
+        self._unsent: deque[tuple[_Pull, int, int]] = deque()  # of these, with their numbers, and those of taken items
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
         # Its failure is raised to the reader, and is no unretrieved error if the reader has closed the stream.
@@ -113,7 +114,7 @@ class Stream(Generic[T]):
         self._run_soon = here.references.for_finalisers()
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
         in_turn = getattr(self._ran, "in_turn", None)  # of an actor's method, which waits for the function
-        self._waiting = nullcontext if in_turn is None else in_turn.waited_for
+        self._waiting = contextlib.nullcontext if in_turn is None else in_turn.waited_for
         self._broken: BaseException | None = None  # error of a failed pull
         self._ended = False  # the end was reported to the reader, or the stream was closed
         self._reader = threading.get_ident()  # the thread that has opened it, or has read it last
@@ -201,7 +202,6 @@ class Stream(Generic[T]):
 
     def _advance(self, least: int) -> _Pull | None:
         """Process answers and send pulls; return the pull to wait for, None if items are here or none will come."""
-        begun: list[tuple[_Pull, int, int]] = []
         with self._lock:
             while self._pulls and self._pulls[0].done():
                 self._take_in(self._pulls.popleft())
@@ -210,13 +210,21 @@ class Stream(Generic[T]):
                 wanted = AHEAD if self._grad_mode is None else least if self._intake.empty else 0
                 while len(self._pulls) < wanted:
                     made = _Pull(self._ran)
-                    begun.append((made, *self._intake.pull()))
+                    self._unsent.append((made, *self._intake.pull()))
                     self._pulls.append(made)
             awaited = self._pulls[0] if self._intake.empty and not self._intake.over else None
-        # A copy of the context, since two threads cannot be in one context at once.
-        for made, index, taken in begun:
-            self._here.copy().run(self._pull, made, index, taken)
+        while self._unsent and not self._intake.over:
+            with contextlib.suppress(IndexError):  # another thread has just taken the last one
+                self._send(self._unsent.popleft())
         return awaited
+
+    def _send(self, unsent: tuple[_Pull, int, int]) -> None:
+        try:
+            # A copy of the context, since two threads cannot be in one context at once.
+            self._here.copy().run(self._pull, *unsent)
+        except BaseException:  # the wait for room was interrupted: the next read sends it
+            self._unsent.appendleft(unsent)
+            raise
 
     def _take_in(self, answered: _Pull) -> None:
         """Process an answer, with the lock held."""
@@ -234,7 +242,7 @@ class Stream(Generic[T]):
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
         call = PreparedCall(pull, (self._number, index, taken), asked=f"the next items of {self._name}")
         try:
-            with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
+            with contextlib.nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
                 self._agent.call_for(made, self._owner, call, 0)
             self._agent.expect(self._owner.name)
         except Exception as error:
