@@ -890,3 +890,32 @@ def test_a_stream_goes_on_after_an_interrupt_of_a_wait_for_room(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         list(stream)
     assert list(stream)[-1] == 999
+
+
+@here_w0
+def test_waits_that_time_out_leave_nothing_behind(five: list[Worker]) -> None:
+    stream, value = rpc_stream("w1", gated_items, timeout=0.01), remote("w1", gated_items_of_a_list)
+
+    async def ahead() -> None:
+        with pytest.raises(errors.CallTimeout):
+            await anext(stream)
+
+    for _ in range(3):
+        asyncio.run(ahead())
+        for wait in (stream.__next__, functools.partial(value.to_here, 0.01)):
+            with pytest.raises(errors.CallTimeout):
+                wait()
+    assert not stream._pulls[0]._callbacks
+    wait_until(lambda: not any(call.cancelled for call in five[1].agent._server.going_on))
+    wait_until(lambda: not any(box._callbacks for box in five[1].references._boxes.values()))
+    event("go").set()
+    assert value.to_here() == list(stream) == [1]
+
+
+def gated_items() -> Iterator[int]:
+    event("go").wait(PATIENCE)
+    yield 1
+
+
+def gated_items_of_a_list() -> list[int]:
+    return list(gated_items())

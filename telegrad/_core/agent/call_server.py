@@ -28,7 +28,7 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import entered, in_setting
 from telegrad._core.calls.call_names import RUNS, user_name
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
-from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.events import RAN
@@ -417,10 +417,11 @@ class Server:
         def stop() -> None:
             if not (isinstance(future, Future) and future.cancel()) and call.destination is None and next(first, False):
                 self._fail(call, user_name(function), CallCancelled(call.described))
+                forget(future, done)
 
         # `stop` is stored before `cancelled` is read. A thread that cancels the call stores `cancelled` and then reads
         # `stop`, so one of the two stops the function.
-        if isinstance(future, torch._C.Future) and not finishes(function, ()):
+        if call.stop is None and not finishes(function, ()):
             call.stop = stop
         if call.cancelled and not future.done():
             self._reactor.submit(Work(Incoming.end, call))

@@ -53,7 +53,9 @@ def completion_of(awaited: Any) -> asyncio.Future[None]:
         if not waiter.done():
             waiter.set_result(None)
 
-    awaited.add_done_callback(lambda _: run_on(loop, wake))
+    tell = lambda _: run_on(loop, wake)  # noqa: E731
+    awaited.add_done_callback(tell)
+    waiter.add_done_callback(lambda _: forget(awaited, tell))  # it may be cancelled
     return waiter
 
 
@@ -382,6 +384,13 @@ class Signal:
         return self._value
 
 
+def forget(future: Any, callback: Callable[[Any], None]) -> None:
+    """Remove a callback from a signal that may be waited for again and again; no other future can do so."""
+    if isinstance(future, Signal) and not future.done():
+        with future._lock:
+            future._callbacks = [each for each in future._callbacks if each is not callback]
+
+
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
     """Wait until `future` is done or the timeout expires; return True if it is done. Signals interrupt the wait."""
     if not future.done():
@@ -391,8 +400,10 @@ def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) ->
         until = begun + timeout if timeout >= 0 else inf
         told = threading.Lock()
         told.acquire()
-        future.add_done_callback(lambda _: told.release())
+        tell = lambda _: told.release()  # noqa: E731
+        future.add_done_callback(tell)
         while not told.acquire(timeout=max(0.0, min(until - perf_counter(), SLEEP))):
             if perf_counter() >= until:
+                forget(future, tell)
                 return False
     return True

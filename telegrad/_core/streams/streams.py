@@ -156,8 +156,10 @@ class Stream(Generic[T]):
                 # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future
                 # completes.
                 with self._waiting():
-                    await asyncio.wait((completion_of(awaited),), timeout=self._timeout or None)
+                    waiter = completion_of(awaited)
+                    await asyncio.wait((waiter,), timeout=self._timeout or None)
                 if not awaited.done():
+                    waiter.cancel()
                     raise self._too_late()
             return self._open(item)
         except BaseException as error:
