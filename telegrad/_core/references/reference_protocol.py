@@ -142,11 +142,7 @@ class References:
         # The owner has asked WANTED during the call. If it has got the value since, it ignores this message.
         if self._creating.pop(ref, False):
             self._post(owner, STILLBORN, ref, ref)
-        share = self.shares.get(ref)
-        if share is None or share.fork != fork or share.fault or share.parents or share.extras or not share.handles:
-            self._on_confirmed(owner, ref, fork)
-        else:
-            share.confirmed = True  # the usual case of `_on_confirmed`
+        self._on_confirmed(owner, ref, fork)
 
     def cancel(self, ref: Id) -> bool:
         """Remove a reference whose creating call is given up; return False if that call has ended."""

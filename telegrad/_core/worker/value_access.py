@@ -66,7 +66,7 @@ class Method:
     """Calls a method of a value that this worker owns, or the value itself if the name is empty."""
 
     def __init__(self, attribute: str) -> None:
-        self.__name__ = name = attribute[len(_CALL) :]
+        self.__name__ = name = attribute[len(_CALL) :].removeprefix(_EACH)
         self.__qualname__ = f"methods.{attribute}"
         known_as(f"{name or '__call__'}() of the value of a reference")(self)
         setattr(self, OWN_ARGUMENTS, 2)
@@ -107,8 +107,6 @@ class MethodOfEach(Method):
 
     def __init__(self, attribute: str) -> None:
         super().__init__(attribute)
-        self.__name__ = self.__name__.removeprefix(_EACH)
-        known_as(f"{self.__name__ or '__call__'}() of the value of a reference")(self)
         self.one = Method(attribute.replace(_EACH, "", 1))
         setattr(self, OWN_ARGUMENTS, 1)
 
