@@ -18,6 +18,7 @@ from telegrad._core.rpc.idempotency import ENTRY, LATE, LONGEST, IdempotencyTabl
 from telegrad._core.worker import current
 from tests.cluster import wait_until
 from tests.rpc.test_returns import Stage, stage
+from tests.seeds import run_each
 
 __all__ = ["stage"]
 
@@ -98,23 +99,21 @@ class Calls:
 
 
 def test_calls_in_any_order_run_once_and_stay_within_the_limits() -> None:
-    for seed in range(150):
+    def run(seed: int) -> None:
         calls = Calls(random.Random(seed))
         events = [calls.come] * 4 + [calls.end] * 4 + [calls.repeat, calls.settle, calls.wait, calls.die]
-        try:
-            for _ in range(150):
-                calls.rng.choice(events)()
-                calls.check()
-            for key in calls.running:
-                calls.table.ended(*key)
-            for key in calls.until:
-                calls.table.settled(*key)
-            calls.table.expire(calls.now + 2 * LONGEST)
-            assert not len(calls.table)
-            assert not calls.table.kept
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
+        for _ in range(150):
+            calls.rng.choice(events)()
+            calls.check()
+        for key in calls.running:
+            calls.table.ended(*key)
+        for key in calls.until:
+            calls.table.settled(*key)
+        calls.table.expire(calls.now + 2 * LONGEST)
+        assert not len(calls.table)
+        assert not calls.table.kept
+
+    run_each(range(150), run)
 
 
 @dataclass

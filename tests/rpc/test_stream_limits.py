@@ -30,6 +30,7 @@ from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViol
 from telegrad.rpc import RRef, Stream, actor, rpc_stream, rpc_sync
 from tests import links
 from tests.cluster import PATIENCE, agents, next_turn, wait_until
+from tests.seeds import run_each
 
 MOST = 5  # streams
 KIB = 1 << 10
@@ -314,7 +315,7 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
 def is_at_rest(callee: Worker, caller: Worker) -> bool:
     """Return True if the functions of a reader's streams wait."""
     reader = reader_of(callee, caller)
-    feeds = [each for each in gc.get_objects() if type(each) is Feed and each._reader is reader]
+    feeds = [each for each in gc.get_objects() if type(each) is Feed and getattr(each, "_reader", 0) is reader]
     return bool(feeds) and all(each._room is not None for each in feeds)
 
 
@@ -420,9 +421,4 @@ class Account:
 
 def test_the_limit_of_bytes_holds_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
-    for seed in range(300):
-        try:
-            Account(random.Random(seed)).run()
-        except BaseException:
-            print(f"SEED={seed}")
-            raise
+    run_each(range(300), lambda seed: Account(random.Random(seed)).run())
