@@ -16,7 +16,7 @@ import torch
 
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from tests.cluster import Process, agents, group
+from tests.cluster import Process, agents, free_port, group
 
 if TYPE_CHECKING:
     from tests.rpc.test_publishing import Crowd
@@ -55,6 +55,12 @@ def used_worker() -> Iterator[None]:
     """After each module, let this thread use the worker of the process again."""
     yield
     current.enter(None)
+
+
+@pytest.fixture
+def tcp() -> str:
+    """Return a TCP address at which the workers of a test meet."""
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="session")

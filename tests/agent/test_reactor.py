@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any, NoReturn
@@ -27,6 +27,13 @@ from tests.cluster import PATIENCE, next_turn, wait_until
 
 def reactor_of(slots: int = 1) -> Reactor:
     return Reactor(slots, 1, lambda: None, TimerThread(lambda _: 0.0))
+
+
+@pytest.fixture
+def reactor() -> Iterator[Reactor]:
+    made = reactor_of()
+    yield made
+    made.close()
 
 
 def test_a_reactor_may_be_closed_while_a_thread_is_about_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +121,8 @@ class Value:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_arguments_of_a_call_are_freed_before_its_thread_runs_the_next(is_long: bool) -> None:
+def test_arguments_of_a_call_are_freed_before_its_thread_runs_the_next(is_long: bool, reactor: Reactor) -> None:
     """Otherwise an unused value would be kept for as long as the next call runs."""
-    reactor = reactor_of()
     begun, goes_on, runs, ends = (threading.Event() for _ in range(4))
     threads: list[int] = []
 
@@ -134,26 +140,22 @@ def test_arguments_of_a_call_are_freed_before_its_thread_runs_the_next(is_long: 
     kept = weakref.ref(value)
     queue = WorkQueue()
     reactor.start()
-    try:
-        reactor.submit(Work(hold, value, is_long), queue)
-        del value
-        assert begun.wait(PATIENCE)
-        reactor.submit(Work(wait, None, is_long=True), queue)
-        while not reactor._scheduler.waiting:  # until another thread leads and has found no slot
-            reactor.watch(perf_counter() + 1)
-        goes_on.set()
-        assert runs.wait(PATIENCE)
-        assert threads[0] == threads[1]
-        assert kept() is None
-    finally:
-        goes_on.set()
-        ends.set()
-        reactor.close()
+    reactor.submit(Work(hold, value, is_long), queue)
+    del value
+    assert begun.wait(PATIENCE)
+    reactor.submit(Work(wait, None, is_long=True), queue)
+    while not reactor._scheduler.waiting:  # until another thread leads and has found no slot
+        reactor.watch(perf_counter() + 1)
+    goes_on.set()
+    assert runs.wait(PATIENCE)
+    assert threads[0] == threads[1]
+    assert kept() is None
+    ends.set()
 
 
-def test_the_timer_watches_a_thread_while_it_frees_arguments() -> None:
+def test_the_timer_watches_a_thread_while_it_frees_arguments(reactor: Reactor) -> None:
     """The end of an argument may run user code."""
-    reactor, since, freed = reactor_of(), list[float](), threading.Event()
+    since, freed = list[float](), threading.Event()
 
     class Ending:
         def __del__(self) -> None:
@@ -162,21 +164,17 @@ def test_the_timer_watches_a_thread_while_it_frees_arguments() -> None:
 
     reactor.submit(Work(lambda _: None, Ending()), WorkQueue())
     reactor.start()
-    try:
-        assert freed.wait(PATIENCE)
-    finally:
-        reactor.close()
+    assert freed.wait(PATIENCE)
     assert since[0] > 0
 
 
 @pytest.mark.parametrize("takes", [1e-6, 1e-4, 1e-3])
 def test_the_leader_soon_looks_at_all_connections_despite_a_busy_one(
-    monkeypatch: pytest.MonkeyPatch, takes: float
+    monkeypatch: pytest.MonkeyPatch, takes: float, reactor: Reactor
 ) -> None:
     """`takes`: seconds of each read, and of the work that it brings."""
     now, looks = [1.0], [1.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    reactor = reactor_of()
 
     class Busy:
         prompt = True
@@ -192,22 +190,17 @@ def test_the_leader_soon_looks_at_all_connections_despite_a_busy_one(
     monkeypatch.setattr(reactor.poller, "poll", poll)
     while len(looks) < 10:
         reactor._polling.poll(alone=True)
-    reactor.close()
     assert max(later - sooner for sooner, later in itertools.pairwise(looks[1:])) <= TURN + 3 * takes
 
 
-def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
+def test_work_may_be_submitted_on_a_thread_that_holds_the_lock(reactor: Reactor) -> None:
     """A finalizer does so if it makes a call while the collector runs under the lock."""
-    reactor = reactor_of()
     queue, ran = WorkQueue(), threading.Semaphore(0)
     reactor.start()
-    try:
-        for each in (None, queue):
-            with reactor._lock:
-                reactor.submit(Work(lambda _: ran.release(), None), each)
-            assert ran.acquire(timeout=PATIENCE)
-    finally:
-        reactor.close()
+    for each in (None, queue):
+        with reactor._lock:
+            reactor.submit(Work(lambda _: ran.release(), None), each)
+        assert ran.acquire(timeout=PATIENCE)
 
 
 def test_a_close_during_a_busy_poll_ends_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +222,8 @@ def test_a_close_during_a_busy_poll_ends_the_leader(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: not len(reactor._threads))
 
 
-def test_works_begin_after_another_resumes_while_the_leader_sleeps() -> None:
+def test_works_begin_after_another_resumes_while_the_leader_sleeps(reactor: Reactor) -> None:
     """Two slots are then in use though one is allowed, and the works that wait for a slot are looked at anew."""
-    reactor = reactor_of(1)
     queue = WorkQueue()
     answered, released, begun, ran = (threading.Event() for _ in range(4))
 
@@ -244,24 +236,20 @@ def test_works_begin_after_another_resumes_while_the_leader_sleeps() -> None:
         assert released.wait(PATIENCE)
 
     reactor.start()
-    try:
-        reactor.submit(Work(wait, None, is_long=True), queue)
-        reactor.submit(Work(hold, None, is_long=True), queue)
-        reactor.submit(Work(lambda _: ran.set(), None), queue)
-        assert begun.wait(PATIENCE)
-        wait_until(lambda: bool(reactor._scheduler.waiting) and reactor._polling.asleep)
-        answered.set()
-        wait_until(lambda: queue.held == 1 and len(reactor._threads._standby) == 1)
-        released.set()
-        assert ran.wait(PATIENCE)
-    finally:
-        reactor.close()
+    reactor.submit(Work(wait, None, is_long=True), queue)
+    reactor.submit(Work(hold, None, is_long=True), queue)
+    reactor.submit(Work(lambda _: ran.set(), None), queue)
+    assert begun.wait(PATIENCE)
+    wait_until(lambda: bool(reactor._scheduler.waiting) and reactor._polling.asleep)
+    answered.set()
+    wait_until(lambda: queue.held == 1 and len(reactor._threads._standby) == 1)
+    released.set()
+    assert ran.wait(PATIENCE)
 
 
 def test_works_run_after_a_new_leader_could_not_start_while_the_old_one_fell_asleep(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, reactor: Reactor
 ) -> None:
-    reactor = reactor_of()
     threads = reactor._threads
     begun, goes_on, ran = (threading.Event() for _ in range(3))
 
@@ -275,23 +263,19 @@ def test_works_run_after_a_new_leader_could_not_start_while_the_old_one_fell_asl
         raise RuntimeError("can't start new thread")
 
     reactor.start()
-    try:
-        reactor.submit(Work(hold, None))
-        assert begun.wait(PATIENCE)
-        stuck = threads.leader
-        assert stuck is not None
-        monkeypatch.setattr(threads, "_spawn", fail)
-        threads.hand_over(stuck)
-        reactor.submit(Work(lambda _: ran.set(), None))
-        assert ran.wait(5.0)
-    finally:
-        goes_on.set()
-        reactor.close()
+    reactor.submit(Work(hold, None))
+    assert begun.wait(PATIENCE)
+    stuck = threads.leader
+    assert stuck is not None
+    monkeypatch.setattr(threads, "_spawn", fail)
+    threads.hand_over(stuck)
+    reactor.submit(Work(lambda _: ran.set(), None))
+    assert ran.wait(5.0)
 
 
-def test_only_the_found_works_are_dropped() -> None:
+def test_only_the_found_works_are_dropped(reactor: Reactor) -> None:
     """A work that begins and is freed meanwhile may leave its address to a new one, which nobody has looked at."""
-    reactor, queue = reactor_of(), WorkQueue()
+    queue = WorkQueue()
 
     def drop_late(queue: WorkQueue, unwanted: Any) -> list[Work]:
         work, _ = reactor._scheduler.next(reactor._scheduler.ready)
@@ -310,7 +294,6 @@ def test_only_the_found_works_are_dropped() -> None:
         reactor._scheduler.drop = drop_late
     assert reactor.drop(queue, lambda _: True) == []
     assert len(queue) > 0
-    reactor.close()
 
 
 # The timer's thread

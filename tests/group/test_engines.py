@@ -17,6 +17,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server
+from tests.rpc.members import call, join, names
 
 
 @pytest.mark.parametrize("engine", ["etcd", "redis"])
@@ -71,33 +72,19 @@ def server(stopped: Server) -> Server:
     return stopped
 
 
-def join(url: str, name: str, rank: int = -1) -> int:
-    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
-    return rpc.get_worker_info().id
-
-
-def names() -> list[str]:
-    return [worker.name for worker in rpc.workers()]
-
-
-def call(to: str) -> int:
-    return int(rpc.rpc_sync(to, sum, ([1, 2],)))
-
-
 def test_workers_join_call_one_another_and_are_replaced(server: Server) -> None:
     with processes(4) as made:
         boss, x, y, again = made
-        assert boss.run(join, server.where, "boss", 0) == 0
-        assert x.run(join, server.where, "x") == 1
-        assert y.run(join, server.where, "y") == 2
+        assert boss.run(join, "boss", server.where, 0) == 0
+        assert x.run(join, "x", server.where) == 1
+        assert y.run(join, "y", server.where) == 2
         for process in (boss, x, y):
             process.run(rpc.wait_for_workers, 3, PATIENCE)
             assert process.run(names) == ["boss", "x", "y"]
         assert boss.run(call, "y") == x.run(call, "boss") == y.run(call, "x") == 3
         y.kill()
         wait_until(lambda: boss.run(names) == x.run(names) == ["boss", "x"])
-        assert again.run(join, server.where, "y") == 2
+        assert again.run(join, "y", server.where) == 2
         assert x.run(rpc.wait_for_workers, ["y"], PATIENCE)
         assert x.run(call, "y") == again.run(call, "boss") == 3
         again.run(rpc.shutdown)
@@ -105,12 +92,12 @@ def test_workers_join_call_one_another_and_are_replaced(server: Server) -> None:
         x.begin(rpc.serve)
         boss.run(rpc.shutdown)
         assert x.end() is None
-        assert boss.run(join, server.where, "alone") == 1  # nothing is left
+        assert boss.run(join, "alone", server.where) == 1  # nothing is left
 
 
 def test_workers_wait_for_a_server_that_is_not_there_yet(stopped: Server) -> None:
     with processes(1) as (boss,):
-        boss.begin(join, stopped.where, "boss")
+        boss.begin(join, "boss", stopped.where)
         started = threading.Timer(0.5, stopped.start)
         started.start()
         assert boss.end() == 1
@@ -122,11 +109,11 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
     with processes(3) as made:
         for process, name in zip(made, "xyz", strict=True):
             if name != "z":
-                process.run(join, server.where, name)
+                process.run(join, name, server.where)
         made[0].run(rpc.wait_for_workers, 2, PATIENCE)
         server.kill()
         assert made[0].run(call, "y") == made[1].run(call, "x") == 3
-        made[2].begin(join, server.where, "z")
+        made[2].begin(join, "z", server.where)
         server.start()
         assert made[2].end() == 3
         made[0].run(rpc.wait_for_workers, 3, PATIENCE)
@@ -172,13 +159,13 @@ def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
 
 def test_elastic_and_dynamic_groups_do_not_mix_in_a_server(server: Server) -> None:
     with processes(2) as (first, second):
-        first.run(join, server.where, "first")
+        first.run(join, "first", server.where)
         with pytest.raises(AssertionError, match="mixes"):
             second.run(again, server.where, "second", 1)
         first.run(rpc.shutdown)
         second.run(again, server.where, "second", 1)
         with pytest.raises(AssertionError, match="mixes"):
-            first.run(join, server.where, "first")
+            first.run(join, "first", server.where)
 
 
 @pytest.mark.parametrize("url", ["etcd://127.0.0.1:1", "redis://127.0.0.1:1", "rediss://127.0.0.1:1"])

@@ -31,9 +31,9 @@ from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Found, Pointer, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, is_over, processes, sealed, wait_until
+from tests.cluster import KEYS, PATIENCE, free_port, in_threads, is_over, processes, run_all, sealed, wait_until
 from tests.directory.harness import written
+from tests.rpc.members import call, join, names
 
 LONG = 60.0  # the ttl of a lease that does not end within a test
 
@@ -357,61 +357,43 @@ def test_no_group_is_in_use_if_its_pointer_is_stale(finder: Finder, stranger: in
 # Whole workers
 
 
-def join(where: str, name: str, rank: int = -1) -> None:
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE))
-
-
-def names() -> list[str]:
-    return [worker.name for worker in rpc.workers()]
-
-
 def directory_pid() -> int:
     keeping = current.joined().directory._keeping
     return int(keeping._keeper.pid)
 
 
-def test_workers_join_again_after_the_keeper_of_the_directory_was_killed() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_workers_join_again_after_the_keeper_of_the_directory_was_killed(tcp: str) -> None:
     with processes(4) as made:
         boss, x, again, late = made
-        boss.run(join, where, "boss", 0)
-        x.run(join, where, "x")
+        boss.run(join, "boss", tcp, 0)
+        x.run(join, "x", tcp)
         boss.kill()
         boss.join()
-        again.run(join, where, "boss", 0)
-        late.run(join, where, "late")
+        again.run(join, "boss", tcp, 0)
+        late.run(join, "late", tcp)
         for process in (x, again, late):
             process.run(rpc.wait_for_workers, ["boss", "late", "x"], PATIENCE)
             assert process.run(names) == ["boss", "x", "late"]
             assert process.run(call, "boss") == 3
 
 
-def test_workers_go_on_if_the_directory_is_killed_with_its_keeper() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
+def test_workers_go_on_if_the_directory_is_killed_with_its_keeper(tcp: str) -> None:
     with processes(4) as made:
         boss, x, y, again = made
-        boss.run(join, where, "boss", 0)
+        boss.run(join, "boss", tcp, 0)
         for process, name in ((x, "x"), (y, "y")):
-            process.run(join, where, name)
+            process.run(join, name, tcp)
         x.run(rpc.wait_for_workers, ["y"], PATIENCE)
         pid = boss.run(directory_pid)
         boss.kill()
         boss.join()
         kill(pid)
         assert x.run(call, "y") == 3
-        again.run(join, where, "boss", 0)
+        again.run(join, "boss", tcp, 0)
         for process in (x, y, again):
             process.run(rpc.wait_for_workers, ["boss", "x", "y"], PATIENCE)
-            wait_for_names(process, ["boss", "x", "y"])
+            wait_until(lambda process=process: process.run(names) == ["boss", "x", "y"])  # type: ignore[misc]
             assert process.run(call, "boss") == 3
-
-
-def wait_for_names(process: Process, wanted: list[str]) -> None:
-    wait_until(lambda: process.run(names) == wanted)
-
-
-def call(to: str) -> int:
-    return int(rpc.rpc_sync(to, sum, ([1, 2],)))
 
 
 def init_torch(port: int, rank: int) -> None:
@@ -424,18 +406,13 @@ def test_torchs_process_group_uses_the_same_port(torch_first: bool) -> None:
     port = free_port()
 
     def join_dynamic(rank: int) -> None:
-        join(f"tcp://127.0.0.1:{port}", f"w{rank}", rank)
+        join(f"w{rank}", f"tcp://127.0.0.1:{port}", rank)
 
     acts: list[Callable[[int], None]] = [join_dynamic, partial(init_torch, port)]
     with processes(2) as made:
         for act in reversed(acts) if torch_first else acts:
-            for rank, process in enumerate(made):
-                process.begin(act, rank)
-            for process in made:
-                process.end()
+            run_all(made, act)
         assert made[0].run(call, "w1") == made[1].run(call, "w0") == 3
+        run_all(made, lambda _: dist.barrier())
         for process in made:
-            process.begin(dist.barrier)
-        for process in made:
-            process.end()
             process.run(rpc.shutdown)

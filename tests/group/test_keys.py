@@ -26,6 +26,14 @@ from telegrad.launch import run_command
 KEY = "a key that all workers share"
 
 
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return the path of an empty file that only this user can read."""
+    found = tmp_path / "key"
+    found.touch(0o600)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
@@ -39,10 +47,8 @@ def proof(keys: Keyring) -> bytes:
     return keys.derive(b"test")[0]
 
 
-def test_the_option_precedes_the_variables_of_the_key(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "key"
+def test_the_option_precedes_the_variables_of_the_key(path: pathlib.Path) -> None:
     path.write_text(KEY + "!")
-    path.chmod(0o600)
     environment = {"TELEGRAD_KEY": KEY, "TELEGRAD_KEY_FILE": str(path)}
     assert proof(find_keys("another key, of the options", environment)) == proof(
         Keyring([b"another key, of the options"])
@@ -88,8 +94,7 @@ def test_a_key_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o660, 0o666])
-def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: pathlib.Path, mode: int) -> None:
-    path = tmp_path / "key"
+def test_a_file_that_others_may_read_or_write_is_refused(path: pathlib.Path, mode: int) -> None:
     path.write_text(KEY)
     path.chmod(mode)
     with pytest.raises(errors.UsageError, match="chmod 600"):
@@ -111,10 +116,7 @@ NO_KEYS = [
 
 
 @pytest.mark.parametrize("line", NO_KEYS)
-def test_a_line_that_is_no_key_is_refused_in_each_setting(line: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.chmod(0o600)
+def test_a_line_that_is_no_key_is_refused_in_each_setting(line: str, path: pathlib.Path) -> None:
     for text in (line, f"{line}\n{KEY}", f"{KEY}\n  {line}", f"{KEY}\n{KEY}!\n{line}"):
         path.write_text(text)
         with pytest.raises(errors.UsageError, match=r"key', line \d, looks like a comment, an"):
@@ -138,11 +140,9 @@ def test_generated_keys_are_accepted(data: bytes) -> None:
         assert check_key(key, "it") == key
 
 
-def test_key_files_without_a_valid_key_are_refused(tmp_path: pathlib.Path) -> None:
+def test_key_files_without_a_valid_key_are_refused(path: pathlib.Path) -> None:
     with pytest.raises(errors.UsageError, match="cannot be used"):
-        read_keys(str(tmp_path / "missing"))
-    path = tmp_path / "key"
-    path.touch(0o600)
+        read_keys(str(path.with_name("missing")))
     with pytest.raises(errors.UsageError, match="is empty"):
         read_keys(str(path))
     path.write_text(f"{KEY}\nshort\n")
@@ -241,19 +241,14 @@ def test_keys_of_different_groups_differ() -> None:
     assert len({proof(keys), proof(keys.within("one")), proof(keys.within("two"))}) == 3
 
 
-def test_a_link_to_a_file_that_all_can_read_is_no_key_file(tmp_path: pathlib.Path) -> None:
+def test_a_pipe_or_a_link_to_a_file_that_all_can_read_is_no_key_file(tmp_path: pathlib.Path) -> None:
     """An attacker who plants such a link knows the text behind it, which belongs to this user for the kernel."""
-    path = tmp_path / "key"
-    path.symlink_to("/proc/self/mountstats")
-    with pytest.raises(errors.UsageError, match="not a regular file"):
-        find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
-
-
-def test_a_pipe_is_no_key_file(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "key"
-    os.mkfifo(path, 0o600)
-    with pytest.raises(errors.UsageError, match="not a regular file"):
-        read_keys(str(path))
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("/proc/self/mountstats")
+    os.mkfifo(pipe, 0o600)
+    for path in (link, pipe):
+        with pytest.raises(errors.UsageError, match="not a regular file"):
+            find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
 
 
 def test_a_folder_that_others_may_change_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +265,7 @@ def test_a_folder_that_others_may_change_is_refused(tmp_path: pathlib.Path, monk
         find_keys()
 
 
-def test_more_than_two_keys_are_refused(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "key"
-    path.touch(0o600)
+def test_more_than_two_keys_are_refused(path: pathlib.Path) -> None:
     path.write_text(f"{KEY}\n\n{KEY}!\n")
     assert len(read_keys(str(path))) == 2
     path.write_text(f"{KEY}\n{KEY}!\n{KEY}?\n")
@@ -281,9 +274,7 @@ def test_more_than_two_keys_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_is_named(tmp_path: pathlib.Path, encoding: str) -> None:
-    path = tmp_path / "key"
-    path.touch(0o600)
+def test_a_byte_order_mark_is_named(path: pathlib.Path, encoding: str) -> None:
     path.write_text(KEY, encoding=encoding)
     with pytest.raises(errors.UsageError, match=r"key' begins with a byte order mark.* save it without"):
         read_keys(str(path))
@@ -300,11 +291,9 @@ def test_a_folder_is_no_key_file(home: pathlib.Path) -> None:
 
 
 def test_a_key_file_that_is_empty_for_a_moment_leaves_the_keys_in_use(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "key"
     path.write_text(KEY)
-    path.chmod(0o600)
     keys = find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
     before = proof(keys)
     path.write_text("")
@@ -349,17 +338,12 @@ def test_a_key_file_that_another_thread_is_reading_is_read(home: pathlib.Path, m
 
 
 @pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t \n"])
-def test_white_space_around_a_key_is_no_part_of_it(tmp_path: pathlib.Path, space: str) -> None:
+def test_white_space_around_a_key_is_no_part_of_it(path: pathlib.Path, space: str) -> None:
     """`key=open(path).read()` has such space; another worker may get the file instead."""
-    path = tmp_path / "key"
-    path.write_text(KEY_TEXT + space)
-    path.chmod(0o600)
+    path.write_text(KEY + space)
     of_file = find_keys(None, {"TELEGRAD_KEY_FILE": str(path)}).secrets()
-    for given in (KEY_TEXT, KEY_TEXT + space, (space + KEY_TEXT).encode()):
+    for given in (KEY, KEY + space, (space + KEY).encode()):
         assert find_keys(given).secrets() == of_file
-    assert find_keys(None, {"TELEGRAD_KEY": KEY_TEXT + space}).secrets() == of_file
+    assert find_keys(None, {"TELEGRAD_KEY": KEY + space}).secrets() == of_file
     with pytest.raises(errors.UsageError, match="has 0 bytes"):
         find_keys(20 * space)
-
-
-KEY_TEXT = "a key that is long enough"

@@ -59,36 +59,28 @@ def run_of(launcher: str) -> list[dict[str, str]]:
     return [{**alike[launcher], rank: str(number)} for number in range(2)]
 
 
-def meet(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, str]:
+def meet(rank: int, variables: list[dict[str, str]], is_elastic: bool) -> tuple[str, int, str]:
     os.environ.update(variables[rank])
-    init_rpc(role="worker")
+    if is_elastic:
+        init_rpc(role="worker", min_workers=2, max_workers=2)
+        assert rpc.rendezvous_again().size == 2
+    else:
+        init_rpc(role="worker")
     other = rpc.rpc_sync(1 - rank, rpc.get_worker_info).name
     me, size = rpc.get_worker_info(), len(rpc.workers())
     rpc.shutdown()
     return me.name, size, other
 
 
-@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "Slurm", "submitit", "Kubernetes", "by hand"])
-def test_a_role_is_enough_to_join(launcher: str) -> None:
+LAUNCHERS = ["Open MPI", "MPICH", "Slurm", "submitit", "Kubernetes", "by hand"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_elastic"), [*((each, False) for each in LAUNCHERS), ("Open MPI", True), ("by hand", True)]
+)
+def test_a_role_is_enough_to_join(launcher: str, is_elastic: bool) -> None:
     with processes(2) as made:
-        found = run_all(made, meet, run_of(launcher))
-    assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
-
-
-def meet_elastic(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, str]:
-    os.environ.update(variables[rank])
-    init_rpc(role="worker", min_workers=2, max_workers=2)
-    rpc.rendezvous_again()
-    other = rpc.rpc_sync(1 - rank, rpc.get_worker_info).name
-    me, size = rpc.get_worker_info(), rpc.generation().size
-    rpc.shutdown()
-    return me.name, size, other
-
-
-@pytest.mark.parametrize("launcher", ["Open MPI", "by hand"])
-def test_a_role_and_limits_are_enough_to_join_an_elastic_group(launcher: str) -> None:
-    with processes(2) as made:
-        found = run_all(made, meet_elastic, run_of(launcher))
+        found = run_all(made, meet, run_of(launcher), is_elastic)
     assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
 
 
@@ -107,11 +99,10 @@ def test_the_program_of_the_page_works() -> None:
         assert run_all(made, run_page, run_of("Slurm"), program) == ["['worker0', 'worker1']\n"] * 2
 
 
-def test_arguments_of_the_program_precede_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_program_precede_the_launchers_variables(tcp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    url = f"tcp://127.0.0.1:{free_port()}"
-    met = open_meeting(url, -1, None, None, 30)
+    met = open_meeting(tcp, -1, None, None, 30)
     assert (met.rank, met.world_size) == (-1, None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -253,14 +244,15 @@ def test_an_actor_that_ray_has_restarted_finds_the_directory(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("others", [{"MASTER_ADDR": "node1"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_variables_of_another_group_contradict_ray(monkeypatch: pytest.MonkeyPatch, others: dict[str, str]) -> None:
+def test_variables_of_another_group_contradict_ray(
+    tcp: str, monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
     for name, value in others.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(errors.UsageError, match=r"a Ray job.*names another group \((MASTER_ADDR=node1|RANK=0, WO)"):
         open_meeting("env://", -1, None, None, 30)
-    url = f"tcp://127.0.0.1:{free_port()}"
-    assert open_meeting(url, -1, None, None, 30).directory is None  # the URL of the program takes precedence
+    assert open_meeting(tcp, -1, None, None, 30).directory is None  # the URL of the program takes precedence
 
 
 def test_the_error_without_ray_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

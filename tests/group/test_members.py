@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -182,6 +183,8 @@ def test_users_see_a_name_a_rank_and_a_role() -> None:
     plain, actor = info(member("a", 1)), info(member("b", 2)._replace(role="actor"))
     assert (plain, plain.role) == (("a", 1), "")
     assert (actor, actor.role) == (("b", 2), "actor")
+    assert actor == WorkerInfo("b", 2)
+    assert pickle.loads(pickle.dumps(actor)).role == "actor"
     assert [repr(each) for each in (plain, actor)] == [
         "WorkerInfo(name='a', id=1)",
         "WorkerInfo(name='b', id=2, role='actor')",
@@ -190,9 +193,10 @@ def test_users_see_a_name_a_rank_and_a_role() -> None:
         WorkerInfo("", 0)
 
 
-def test_members_without_names_get_free_ones_by_role() -> None:
-    members = [member("", 3)._replace(role="a"), member("a0", 2), member("", 1)._replace(role="b")]
-    assert [each.name for each in named(members)] == ["b0", "a0", "a1"]
+def test_members_without_names_get_free_ones_by_role_and_rank() -> None:
+    roles = {3: "actor", 1: "actor", 2: "learner"}
+    members = [member("actor1", 0), *(member("", id_)._replace(role=role) for id_, role in roles.items())]
+    assert [each.name for each in named(members)] == ["actor1", "actor0", "learner0", "actor2"]
 
 
 def test_a_worker_that_was_there_is_reported_as_gone() -> None:

@@ -15,7 +15,8 @@ from telegrad._core.stores import find_directory
 from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import Pointer
 from tests.cluster import PATIENCE, free_port, processes, wait_until
-from tests.group.test_finding import Finder, call, finder, has_started, hold, join, kept, pointer_in_note, values
+from tests.group.test_finding import Finder, finder, has_started, hold, kept, pointer_in_note, values
+from tests.rpc.members import call, join
 
 __all__ = ["finder"]
 
@@ -128,8 +129,8 @@ def test_a_worker_restarted_in_another_login_joins_the_running_group(tmp_path: p
         boss, x, again = made
         for process in made:
             process.run(set_runtime_folder, str(run))
-        boss.run(join, f"tcp://127.0.0.1:{port}", "boss", 0)
-        x.run(join, f"tcp://127.0.0.1:{port}", "x")
+        boss.run(join, "boss", f"tcp://127.0.0.1:{port}", 0)
+        x.run(join, "x", f"tcp://127.0.0.1:{port}")
         boss.kill()
         boss.join()
         if change == "login":
@@ -137,7 +138,7 @@ def test_a_worker_restarted_in_another_login_joins_the_running_group(tmp_path: p
         elif change == "logout":
             shutil.rmtree(run)
             run.mkdir(mode=0o700)
-        again.run(join, f"tcp://{'localhost' if change == 'name' else '127.0.0.1'}:{port}", "boss", 0)
+        again.run(join, "boss", f"tcp://{'localhost' if change == 'name' else '127.0.0.1'}:{port}", 0)
         for process in (x, again):
             process.run(rpc.wait_for_workers, ["boss", "x"], PATIENCE)
             assert process.run(call, "x") == 3

@@ -20,17 +20,14 @@ from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
-from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed, wait_until
+from tests.cluster import PATIENCE, opened, processes, run_all, sealed, wait_until
+from tests.group.members import member
 
 T = TypeVar("T")
 Stores = Callable[[], SealedStore]
 Join = tuple[SealedStore, Member, int, float]
 
 WAIT = 30.0  # torch looks up the name of each address that connects, which takes 5 s with a slow name service
-
-
-def member(name: str, id_: int = -1) -> Member:
-    return Member(name, id_, f"incarnation of {name}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
 
 
 def outcome(function: Callable[..., T], *args: Any) -> T | errors.TelegradError:
@@ -116,11 +113,10 @@ def test_a_name_or_rank_used_twice_is_an_error_for_all(stores: Stores, second: t
         assert str(workers[2]) in str(error)
 
 
-def test_two_workers_that_serve_the_store_both_get_an_error() -> None:
+def test_two_workers_that_serve_the_store_both_get_an_error(tcp: str) -> None:
     def join(name: str) -> RankTable:
-        return join_static(opened(url, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
+        return join_static(opened(tcp, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
 
-    url = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         found = run_all(made, lambda rank: outcome(join, f"w{rank}"))
     assert [type(error) for error in found] == [errors.WorkerTaken] * 2
@@ -235,20 +231,11 @@ def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tup
     return seen
 
 
-def test_groups_follow_each_other_on_one_port_in_threads() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_groups_follow_each_other_on_one_port(tcp: str) -> None:
     with ThreadPoolExecutor(3) as pool:
-        seen = list(pool.map(lambda rank: meet_again_and_again(rank, url, 3, 4), range(3)))
+        seen = list(pool.map(lambda rank: meet_again_and_again(rank, tcp, 3, 4), range(3)))
     assert seen[0] == seen[1] == seen[2]
     assert len(set(seen[0])) == 4
-
-
-def test_groups_follow_each_other_on_one_port_in_processes() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    with processes(2) as made:
-        seen = run_all(made, meet_again_and_again, url, 2, 6)
-    assert seen[0] == seen[1]
-    assert len(set(seen[0])) == 6
 
 
 def test_sixteen_workers_meet_within_two_seconds() -> None:

@@ -205,12 +205,11 @@ def test_a_host_that_does_not_resolve_is_reported_at_once(monkeypatch: pytest.Mo
     assert time.monotonic() - began < 1
 
 
-def test_the_next_server_waits_until_the_last_groups_store_has_gone() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_the_next_server_waits_until_the_last_groups_store_has_gone(tcp: str) -> None:
     with processes(1) as (other,):
-        other.run(serve_a_store_that_is_over, url)
+        other.run(serve_a_store_that_is_over, tcp)
         found: list[RendezvousStore] = []
-        thread = threading.Thread(target=lambda: found.append(opened(url, 0, 2, 30)))
+        thread = threading.Thread(target=lambda: found.append(opened(tcp, 0, 2, 30)))
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()  # no error yet, since that server is about to go
@@ -311,23 +310,22 @@ def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., An
     return wrapped
 
 
-def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_not_open_yet_is_connected_to_once(tcp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[object] = []
     looked: list[object] = []
     monkeypatch.setattr(stores, "meet_tcp", noted(raw_stores.meet_tcp, met))
     monkeypatch.setattr(stores, "read_server_mark", noted(read_server_mark, looked))
-    url = f"tcp://127.0.0.1:{free_port()}"
-    served = opened(url, 0, 2, 30)
+    served = opened(tcp, 0, 2, 30)
     KeyValueStore(served.store).write(SERVED, OVER)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(opened, url, 1, 2, 30)
+        joining = pool.submit(opened, tcp, 1, 2, 30)
         wait_until(lambda: len(looked) > 3)
         KeyValueStore(served.store).write(SERVED, OPEN)
         assert meets(served, joining.result(30))
     assert len(met) == 1
 
 
-def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_slow_to_connect_to_is_tried_again(tcp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch looks up the name of the peer, for which a name server may take seconds."""
     tries = []
 
@@ -338,37 +336,33 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
         return reach_tcp(*given)
 
     stuck = threading.Event()
-    url = f"tcp://127.0.0.1:{free_port()}"
-    served = opened(url, 0, 2, 30)
+    served = opened(tcp, 0, 2, 30)
     monkeypatch.setattr(stores, "TAKEN", 0.05)
     monkeypatch.setattr(stores, "PROBE", 0.05)
     monkeypatch.setattr(raw_stores, "reach_tcp", connect)
-    assert meets(served, opened(url, 1, 2, 30))
+    assert meets(served, opened(tcp, 1, 2, 30))
     stuck.set()
     assert len(tries) == 2
 
 
-def test_a_store_of_an_ended_group_is_not_joined() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    old = opened(url, 0, 2, 30)
+def test_a_store_of_an_ended_group_is_not_joined(tcp: str) -> None:
+    old = opened(tcp, 0, 2, 30)
     assert KeyValueStore(old.store).read(SERVED) == OPEN
     assert KeyValueStore(old.store).swap(SERVED, OPEN, OVER) == OVER
     with pytest.raises(errors.StoreUnreachable, match="earlier group"):
-        opened(url, 1, 2, 0.02)
-    again = opened(url, 0, 2, 30)
-    assert meets(again, opened(url, 1, 2, 30))
+        opened(tcp, 1, 2, 0.02)
+    again = opened(tcp, 0, 2, 30)
+    assert meets(again, opened(tcp, 1, 2, 30))
 
 
-def test_a_worker_without_a_rank_serves_if_no_other_does() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    meetings = in_threads(*[lambda: opened(url, -1, None, 30)] * 4)
+def test_a_worker_without_a_rank_serves_if_no_other_does(tcp: str) -> None:
+    meetings = in_threads(*[lambda: opened(tcp, -1, None, 30)] * 4)
     assert all(meets(meetings[0], other) for other in meetings)
     assert {(meeting.rank, meeting.world_size) for meeting in meetings} == {(-1, None)}
 
 
-def test_the_error_of_a_lost_store_has_one_line() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    served, joined = opened(url, 0, 2, 30), opened(url, 1, 2, 30)
+def test_the_error_of_a_lost_store_has_one_line(tcp: str) -> None:
+    served, joined = opened(tcp, 0, 2, 30), opened(tcp, 1, 2, 30)
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost") as caught:
         KeyValueStore(joined.store).read("a")
@@ -415,15 +409,14 @@ def test_reads_swaps_and_hints_work_with_each_kind_of_store(kind: str, tmp_path:
     assert KeyValueStore(store).read("a") == ""
 
 
-def test_a_wrong_key_in_a_dynamic_group_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_in_a_dynamic_group_is_reported(tcp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STRANGE", 0.2)
-    url = f"tcp://127.0.0.1:{free_port()}"
-    served = opened(url, 0, None, 30)
+    served = opened(tcp, 0, None, 30)
     assert served.serves
     begun = time.monotonic()
     for rank in (-1, 0, 1):
         with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
-            opened(url, rank, None, 40, Keyring([new_key()]))
+            opened(tcp, rank, None, 40, Keyring([new_key()]))
     assert time.monotonic() - begun < 30
 
 

@@ -1,4 +1,4 @@
-"""Fixtures: an address at which workers meet, and a group of one caller and five actors."""
+"""Fixtures: a group of one caller and five actors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents_here, free_port
-
-
-@pytest.fixture
-def tcp() -> str:
-    """Return a TCP address at which the workers of a test meet."""
-    return f"tcp://127.0.0.1:{free_port()}"
+from tests.cluster import agents_here
 
 
 @pytest.fixture(scope="module")

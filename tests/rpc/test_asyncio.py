@@ -19,7 +19,7 @@ import telegrad.rpc as rpc
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, GroupError
 from telegrad.rpc import rpc_async
-from tests.cluster import PATIENCE, next_turn, wait_until
+from tests.cluster import in_threads, next_turn, wait_until
 from tests.rpc.members import Counter
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -139,14 +139,7 @@ def test_the_loops_of_several_threads_can_await_the_same_future(run: Run) -> Non
     async def use() -> Any:
         return await future
 
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(run(use()))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    opened.set()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert found == [7, 7, 7]
+    assert in_threads(*[lambda: run(use())] * 3, opened.set) == [7, 7, 7, None]
 
 
 def test_awaiting_a_call_keeps_the_context_variables_of_the_task() -> None:

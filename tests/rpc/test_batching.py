@@ -230,10 +230,6 @@ def test_calls_of_many_threads_share_batches() -> None:
         current.enter(worker)
         results.extend(adder.rpc_async().timely(i).wait() for i in range(20))
 
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[call] * 8)
     assert sorted(results) == sorted(2 * i for i in range(20) for _ in range(8))
     assert max(adder.rpc_sync().seen()) > 1

@@ -116,22 +116,12 @@ def test_async_execution_must_return_a_future(pair: list[Worker]) -> None:
         pair[0].agent.call("w1", async_wrong, None, None)
 
 
-@pytest.mark.parametrize("threads", [1, 16])
-def test_nested_calls_both_ways(threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_nested_calls_both_ways_and_many_calls_in_flight(threads: int) -> None:
     with agents(2, num_worker_threads=threads) as (a, _):
         assert a.agent.call("w1", relay, (["w0", "w1"] * 20, who), None) == "w1"
-
-
-@pytest.mark.parametrize("threads", [1, 16])
-def test_many_calls_in_flight(threads: int) -> None:
-    with agents(2, num_worker_threads=threads) as (a, _):
         futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(3000)]
         assert [future.wait() for future in futures] == list(range(1, 3001))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_many_nested_calls_in_flight(threads: int) -> None:
-    with agents(2, num_worker_threads=threads) as (a, _):
         futures = [a.agent.call_async("w1", fan_out, ("w0", 10), None) for _ in range(50)]
         assert {future.wait() for future in futures} == {55}
 

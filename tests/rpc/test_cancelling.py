@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -468,54 +467,32 @@ def test_a_coroutine_is_cancelled_after_the_part_that_must_finish(five: list[Wor
 # Callers that have gone
 
 
-def begin_to_watch(path: str) -> None:
-    """Begin calls between processes, which write their events to a file."""
-    for function in (watch_a_file, rest_on_a_file, keep_a_file, watch_a_file):
-        rpc_async("worker1", function, (path,))
+def begin_to_watch() -> None:
+    """Begin calls between processes, which tell their events to the story of the callee."""
+    for function in (watch, rest, keep, watch):
+        rpc_async("worker1", function, (function.__name__,))
 
 
-def watch_a_file(path: str) -> None:
-    _write(path, "watch begins")
-    wait_until(rpc.cancelled)
-    _write(path, "watch sees")
+def wait_for_all(*events: str) -> None:
+    wait_until(lambda: all(story.events.count(each) >= events.count(each) for each in events))
 
 
-async def rest_on_a_file(path: str) -> None:
-    _write(path, "rest begins")
-    try:
-        await asyncio.Event().wait()
-    finally:
-        _write(path, "rest ends")
-
-
-@functions.must_finish
-def keep_a_file(path: str) -> None:
-    _write(path, "keep begins")
-    wait_until(lambda: "watch sees" in pathlib.Path(path).read_text())
-    _write(path, f"keep ends {rpc.cancelled()}")
-
-
-def _write(path: str, what: str) -> None:
-    with open(path, "a") as file:
-        file.write(what + "\n")
-
-
-def _has(path: pathlib.Path, wanted: list[str]) -> bool:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return all(lines.count(each) >= wanted.count(each) for each in wanted)
+def open_gate() -> None:
+    story.gate.set()
 
 
 @pytest.mark.parametrize("way", ["killed", "leaves"])
-def test_the_end_of_a_caller_cancels_its_calls(way: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "events"
+def test_the_end_of_a_caller_cancels_its_calls(way: str) -> None:
     with group(2) as made:
-        made[0].run(begin_to_watch, str(path))
-        wait_until(lambda: _has(path, ["watch begins", "rest begins", "keep begins", "watch begins"]))
+        made[0].run(begin_to_watch)
+        made[1].run(wait_for_all, "watch begins", "rest begins", "keep begins", "watch begins")
         if way == "killed":
             made[0].kill()
         else:
             made[0].run(rpc.shutdown, False)
-        wait_until(lambda: _has(path, ["watch sees", "rest ends", "watch sees", "keep ends False"]))
+        made[1].run(wait_for_all, "watch sees", "rest is cancelled", "watch sees")
+        made[1].run(open_gate)
+        made[1].run(wait_for_all, "keep ends False")
 
 
 def test_a_broken_connection_cancels_the_calls_that_came_over_it() -> None:

@@ -128,16 +128,6 @@ def end(folder: pathlib.Path, made: list[Process]) -> list[Any]:
     return [process.end() for process in made]
 
 
-def test_workers_make_steps_in_one_generation(place: str, tmp_path: pathlib.Path) -> None:
-    with processes(3) as made:
-        for number, process in enumerate(made):
-            process.begin(train, place, f"w{number}", str(tmp_path), 2, 3)
-        wait_for_steps(tmp_path, "w0", 50)
-        found = end(tmp_path, made)
-    assert all(state == found[0][0] and is_right(state) for state, _ in found)
-    assert sorted(seen for _, seen in found) == [[(1, rank, 3)] for rank in range(3)]
-
-
 def test_a_dead_worker_is_dropped_and_may_come_back(place: str, tmp_path: pathlib.Path) -> None:
     with processes(4) as made:
         for number, process in enumerate(made[:3]):

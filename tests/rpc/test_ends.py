@@ -22,7 +22,7 @@ from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import Future, rpc_async
-from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, run_all, wait_until
 from tests.rpc.members import error_of, names
 
 Outcome = tuple[type[Exception] | None, str]
@@ -101,13 +101,6 @@ def test_the_death_of_a_required_worker_is_an_error_of_shutdown(require: bool | 
     with group(3) as made:
         for process in made[1:]:
             process.run(listen)
-            process.begin(error_of, rpc.shutdown)
-        made[0].kill()
-        found = [process.end() for process in made[1:]]
-        assert found == [(None, "")] * 2  # no worker required it
-    with group(3) as made:
-        for process in made[1:]:
-            process.run(listen)
             process.begin(leaves_with, require)
         made[0].kill()
         for process in made[1:]:
@@ -136,15 +129,13 @@ def test_a_death_that_only_the_leader_noticed_is_an_error_at_all_workers() -> No
     with group(4) as made:
         made[3].kill()
         made[3].join()
-        for process in made[:3]:
-            process.begin(error_of, lambda: rpc.shutdown(require=["worker3"]))
-        for kind, text in [process.end() for process in made[:3]]:
+        for kind, text in run_all(made[:3], lambda _: error_of(rpc.shutdown, require=["worker3"])):
             assert kind is errors.PeerLost
             assert "'worker3'" in text
 
 
 def test_workers_that_leave_in_order_are_not_missed_or_logged() -> None:
-    def leave_and_tell() -> list[str]:
+    def leave_and_tell(_: int) -> list[str]:
         listen()
         rpc.rpc_sync("worker0", int)
         rpc.rpc_sync("worker1", int)
@@ -153,9 +144,7 @@ def test_workers_that_leave_in_order_are_not_missed_or_logged() -> None:
 
     for _ in range(2):
         with group(3) as made:
-            for process in made:
-                process.begin(leave_and_tell)
-            assert [process.end() for process in made] == [[]] * 3
+            assert run_all(made, leave_and_tell) == [[]] * 3
 
 
 def test_a_required_worker_that_leaves_early_is_an_error() -> None:

@@ -66,9 +66,15 @@ def leaving(worker: Worker) -> threading.Thread:
     return thread
 
 
-def assert_ends(thread: threading.Thread) -> None:
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
+def assert_ends(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def together(worker: Worker) -> LeavingTogether:
+    assert isinstance(worker.parting, LeavingTogether)
+    return worker.parting
 
 
 @pytest.mark.parametrize("server", [0, 1], ids=["leads", "is led"])
@@ -98,8 +104,7 @@ def test_a_worker_asked_during_a_call_polls_until_the_call_ends(group: list[Work
         while times(worker).get(timeout=PATIENCE) > 1:
             pass  # it was not asked yet
     may_end.set()
-    for each in both:
-        assert_ends(each)
+    assert_ends(*both)
     call.wait()
 
 
@@ -126,8 +131,7 @@ def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
     finally:
         stop.set()
         may_end.set()
-    for each in (calling, *both):
-        assert_ends(each)
+    assert_ends(calling, *both)
     held.wait()
 
 
@@ -149,8 +153,7 @@ def test_letters_leave_in_the_order_in_which_they_were_decided(
     slow = threading.Thread(target=leader.parting._begin)
     slow.start()
     assert greets.wait(PATIENCE)
-    assert isinstance(leader.parting, LeavingTogether)
-    leader.parting._on_message(other.me.identity, Entered())
+    together(leader)._on_message(other.me.identity, Entered())
     goes_on.set()
     assert_ends(slow)
     assert sent == [Entered(), Ask(1)]
@@ -191,11 +194,6 @@ def test_a_worker_that_left_in_order_is_not_lost(group: list[Worker], caplog: py
     assert not caplog.records
 
 
-def together(worker: Worker) -> LeavingTogether:
-    assert isinstance(worker.parting, LeavingTogether)
-    return worker.parting
-
-
 def connect(worker: Worker, to: Worker) -> None:
     """Connect two workers. Otherwise the barrier does, and a removed worker would be back once that is done."""
     worker.agent.call(to.me.name, abs, (1,), None)
@@ -225,12 +223,9 @@ def test_a_letter_whose_connection_is_reset_is_sent_again(
 
     monkeypatch.setattr(agent, "notify", fail_once)
     both = [leaving(worker) for worker in group]
-    for each in both:
-        assert_ends(each)
+    assert_ends(*both)
     assert lost
-    for worker in group:
-        assert isinstance(worker.parting, LeavingTogether)
-        assert worker.parting._farewell.lost_ones == set()
+    assert [together(worker)._farewell.lost_ones for worker in group] == [set()] * 2
 
 
 @pytest.mark.parametrize(
@@ -271,8 +266,7 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
         waits = leaving(stays)
         times(stays).get(timeout=PATIENCE)
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
-        assert isinstance(stays.parting, LeavingTogether)
-        assert stays.parting._farewell.lost_ones == set(), "once is no death"
+        assert together(stays)._farewell.lost_ones == set(), "once is no death"
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
         assert_ends(waits)
 
@@ -296,8 +290,7 @@ def test_a_living_worker_that_seemed_dead_is_waited_for_again(monkeypatch: pytes
         wait_until(lambda: together(other)._farewell.inside)
         other.agent._connections.tell_lost(leader.me.identity, broken_off())
         waits.append(leaving(leader))
-        for each in waits:
-            assert_ends(each)
+        assert_ends(*waits)
         assert [together(worker)._farewell.lost_ones for worker in made] == [set()] * 3
 
 

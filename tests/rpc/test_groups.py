@@ -140,11 +140,7 @@ def test_a_timeout_of_shutdown_names_the_missing_worker() -> None:
 def test_shutdown_without_a_worker_that_died(victim: int) -> None:
     with group(3) as made:
         made[victim].kill()
-        others = [process for rank, process in enumerate(made) if rank != victim]
-        for process in others:
-            process.begin(rpc.shutdown)
-        for process in others:
-            process.end()
+        run_all([process for process in made if process is not made[victim]], lambda _: rpc.shutdown())
 
 
 def test_calls_to_a_killed_worker_fail_at_once() -> None:
@@ -234,10 +230,7 @@ def test_sixty_four_workers_on_one_machine() -> None:
         found = run_all(made, ring)
         assert [value for value, _ in found] == list(range(1, 65))
         assert max(count for _, count in found) < 64
-        for process in made:
-            process.begin(rpc.shutdown)
-        for process in made:
-            process.end()
+        run_all(made, lambda _: rpc.shutdown())
 
 
 @pytest.mark.nightly

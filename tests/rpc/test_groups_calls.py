@@ -173,11 +173,6 @@ def test_group_futures_in_asyncio(actors: rpc.Group) -> None:
     assert asyncio.run(main()) == [NAMES, NAMES, NAMES]
 
 
-def test_callbacks_of_a_group_future_can_iterate_over_its_results(actors: rpc.Group) -> None:
-    several = actors.rpc_async(number)
-    assert several.then(lambda _: len(list(several.as_completed()))).wait() == len(NAMES)
-
-
 async def ask_all() -> Any:
     return await rpc.group("actor").rpc_async(name)
 
@@ -197,6 +192,8 @@ def test_remote_functions_can_call_groups(actors: rpc.Group) -> None:
 
 def test_callbacks_of_group_futures(actors: rpc.Group) -> None:
     assert actors.rpc_async(number).then(lambda future: sum(future.value())).wait() == 15
+    several = actors.rpc_async(number)
+    assert several.then(lambda _: len(list(several.as_completed()))).wait() == len(NAMES)
     assert torch.futures.collect_all([actors.rpc_async(number)]).wait()[0].wait() == [1, 2, 3, 4, 5]
 
 

@@ -19,7 +19,7 @@ from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.stores import find_directory
 from telegrad._core.worker import current
-from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, run_all, wait_until
 from tests.rpc import members
 from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event, wait_for_lines
 
@@ -62,7 +62,7 @@ def wait_for(made: list[Process], wanted: list[str], limit: float) -> None:
 # Processes that end
 
 
-@pytest.mark.parametrize("dead", [(4,), (1, 2, 3)])
+@pytest.mark.parametrize("dead", [(4,), (1, 2, 3), (0,)], ids=["one", "several", "the keeper of the directory"])
 def test_the_death_of_workers_without_calls_is_noticed_at_once(five: list[Process], dead: tuple[int, ...]) -> None:
     for rank in dead:
         five[rank].kill()
@@ -71,11 +71,6 @@ def test_the_death_of_workers_without_calls_is_noticed_at_once(five: list[Proces
     for rank in rest:
         assert five[rank].run(names) == [f"w{rank}" for rank in rest]
         assert five[rank].run(call, f"w{rest[0]}") == 3
-
-
-def test_the_death_of_the_keeper_of_the_directory_is_noticed_at_once(five: list[Process]) -> None:
-    five[0].kill()
-    wait_for(five[1:], ["w1", "w2", "w3", "w4"], AT_ONCE)
 
 
 def test_workers_without_calls_have_few_connections(five: list[Process]) -> None:
@@ -274,10 +269,7 @@ def test_shutdown_does_not_wait_for_a_stopped_process() -> None:
         assert SHORT <= seconds < SHORT + SOON
         assert workers[2].run(failure_of, "worker1", operator.add, (1, 2))[0] == "PeerStopped"
         began = time.monotonic()
-        for each in (workers[0], workers[2]):
-            each.begin(rpc.shutdown)
-        for each in (workers[0], workers[2]):
-            each.end()
+        run_all([workers[0], workers[2]], lambda _: rpc.shutdown())
         assert time.monotonic() - began < SOON
         workers[1].kill(signal.SIGKILL)
 

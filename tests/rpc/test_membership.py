@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
-import pickle
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.membership import membership
-from telegrad._core.membership.members import Member, named
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores import supervised
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
@@ -289,25 +287,6 @@ def test_a_process_leads_successive_dynamic_groups(tcp: str) -> None:
 
 
 # Roles: workers are named after their roles, know them, and are found by them
-
-
-def member(name: str, id_: int, role: str = "") -> Member:
-    return Member(name, id_, f"incarnation{id_}", "p", "h", "", ("127.0.0.1", 1), role=role)
-
-
-def test_names_of_a_role_are_numbered_by_rank_and_skip_taken_names() -> None:
-    come = [member("", 3, "actor"), member("", 1, "actor"), member("actor1", 0), member("", 2, "learner")]
-    assert [each.name for each in named(come)] == ["actor1", "actor0", "learner0", "actor2"]
-
-
-def test_a_worker_info_is_a_pair_and_knows_its_role() -> None:
-    info = rpc.WorkerInfo("a", 1, role="actor")
-    name, number = info
-    assert (name, number, info.role) == ("a", 1, "actor")
-    assert info == rpc.WorkerInfo("a", 1) == ("a", 1)
-    assert pickle.loads(pickle.dumps(info)).role == "actor"
-    assert repr(info) == "WorkerInfo(name='a', id=1, role='actor')"
-    assert repr(rpc.WorkerInfo("a", 1)) == "WorkerInfo(name='a', id=1)"
 
 
 def join_with_role(rank: int, size: int | None, where: str, names: dict[int, str]) -> str:

@@ -29,7 +29,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
-from tests.cluster import PATIENCE, Process, agents, processes, wait_until
+from tests.cluster import PATIENCE, Process, agents, processes, run_all, wait_until
 from tests.rpc.members import Counter
 from tests.rpc.test_publishing import on
 
@@ -81,21 +81,17 @@ def offers_of(worker: Worker) -> Publications:
     return worker.attached(Publications)
 
 
-def take_part(name: str, url: str, kind: str, silence: float = 10.0) -> None:
+def take_part(number: int, url: str, kind: str, silence: float) -> None:
     form_generations.LAST_CALL = 0.3
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE, silence=silence)
     size: dict[str, Any] = {"fixed": {"world_size": 3}, "dynamic": {}, "elastic": {"min_workers": 3, "max_workers": 3}}
-    rank = -1 if kind == "elastic" else int(name[-1])
-    rpc.init_rpc(name, rank=rank, rpc_backend_options=options, **size[kind])
+    rank = -1 if kind == "elastic" else number
+    rpc.init_rpc(f"w{number}", rank=rank, rpc_backend_options=options, **size[kind])
 
 
 def take_part_all(group: list[Process], kind: str, folder: pathlib.Path, silence: float = 10.0) -> list[Process]:
     """Join; return the processes by their ranks."""
-    url = f"file://{folder}/store"
-    for number, process in enumerate(group):
-        process.begin(take_part, f"w{number}", url, kind, silence)
-    for process in group:
-        process.end()
+    run_all(group, take_part, f"file://{folder}/store", kind, silence)
     return sorted(group, key=lambda process: int(process.run(rank_here)))
 
 
@@ -177,7 +173,7 @@ def test_an_owner_that_was_stopped_beyond_its_lease_refuses(tmp_path: pathlib.Pa
     assert "ClaimLost" in refused
 
 
-def go_on() -> int:
+def go_on(_: int) -> int:
     """Go to the next generation of an elastic group; return its size."""
     while True:
         try:
@@ -191,38 +187,30 @@ def go_on() -> int:
 def test_the_next_generation_of_an_elastic_group_publishes_anew(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "notes"
     with processes(3) as group:
-        url = f"file://{tmp_path}/store"
-        for number, process in enumerate(group):
-            process.begin(join_elastic, f"w{number}", url)
-        for process in group:
-            process.end()
+        run_all(group, join_elastic, f"file://{tmp_path}/store")
         keeper, owner, spare = sorted(group, key=lambda process: int(process.run(rank_here)))
         owner.run(publish, str(path))
         assert spare.run(find_and_act) == 1
         keeper.kill()  # with the directory of the first generation
-        for process in (owner, spare):
-            process.begin(go_on)
-        assert [process.end() for process in (owner, spare)] == [2, 2]
+        assert run_all([owner, spare], go_on) == [2, 2]
         spare.run(publish, str(path))
         assert owner.run(find_and_act) == 1
         noted = Noted(path)
     assert len(noted.makers()) == 2
 
 
-def join_elastic(name: str, url: str) -> None:
+def join_elastic(number: int, url: str) -> None:
     form_generations.LAST_CALL = PATIENCE
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
-    rpc.init_rpc(name, min_workers=2, max_workers=3, rpc_backend_options=options)
+    rpc.init_rpc(f"w{number}", min_workers=2, max_workers=3, rpc_backend_options=options)
     rpc.rendezvous_again()
 
 
 # In this process
 
 
-@contextlib.contextmanager
-def group(kind: str, count: int = 3, **options: Any) -> Iterator[list[Worker]]:
-    with agents(count, dynamic=kind == "dynamic", **options) as workers:
-        yield workers
+def group(kind: str, count: int = 3, **options: Any) -> contextlib.AbstractContextManager[list[Worker]]:
+    return agents(count, dynamic=kind == "dynamic", **options)
 
 
 def registration(worker: Worker) -> DynamicGroup:
@@ -254,6 +242,14 @@ def leave(workers: list[Worker], rank: int) -> None:
 TWO = ["fixed", "dynamic"]
 
 
+@pytest.fixture
+def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    """Make three workers, the second of which publishes a counter; a test may choose the kind of their group."""
+    with group(getattr(request, "param", "fixed")) as made:
+        on(made[1], rpc.publish, "counter", Counter)
+        yield made
+
+
 @pytest.mark.parametrize("kind", TWO)
 def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> None:
     with group(kind, 5) as workers:
@@ -272,52 +268,48 @@ def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> 
         assert set(owners) == {made[0]}
 
 
-@pytest.mark.parametrize("kind", SLOW)
-def test_an_owner_refuses_until_its_lease_is_renewed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with group(kind) as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        found = on(workers[0], rpc.lookup, "counter")
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
-        at_owner = on(workers[1], rpc.lookup, "counter")
-        own = registration(workers[1])
+@pytest.mark.parametrize("workers", SLOW, indirect=True)
+def test_an_owner_refuses_until_its_lease_is_renewed(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on(workers[0], rpc.lookup, "counter")
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+    at_owner = on(workers[1], rpc.lookup, "counter")
+    own = registration(workers[1])
 
-        def lose(*_: object) -> None:
-            raise DirectoryLost("not now")
+    def lose(*_: object) -> None:
+        raise DirectoryLost("not now")
 
-        monkeypatch.setattr(own.directory, "renew", lose)
-        own._lease = own._lease._replace(ends=0.0)
-        for use in (
-            lambda: found.rpc_sync(0.3).add(),
-            lambda: found.to_here(0.3),
-            lambda: rpc.rpc_sync("w2", add_by, (found, 0.3)),
-        ):
-            with pytest.raises(errors.ClaimLost, match="'w1' refuses calls to the value 'counter'"):
-                on(workers[0], use)
-        with pytest.raises(errors.ClaimLost):
-            on(workers[1], at_owner.local_value)
-        with pytest.raises(errors.NotPublished, match="'w1' refuses calls"):
-            on(workers[2], rpc.lookup, "counter", 0.3)
-        threading.Timer(0.2, monkeypatch.undo).start()
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 2  # waits for the lease
+    monkeypatch.setattr(own.directory, "renew", lose)
+    own._lease = own._lease._replace(ends=0.0)
+    for use in (
+        lambda: found.rpc_sync(0.3).add(),
+        lambda: found.to_here(0.3),
+        lambda: rpc.rpc_sync("w2", add_by, (found, 0.3)),
+    ):
+        with pytest.raises(errors.ClaimLost, match="'w1' refuses calls to the value 'counter'"):
+            on(workers[0], use)
+    with pytest.raises(errors.ClaimLost):
+        on(workers[1], at_owner.local_value)
+    with pytest.raises(errors.NotPublished, match="'w1' refuses calls"):
+        on(workers[2], rpc.lookup, "counter", 0.3)
+    threading.Timer(0.2, monkeypatch.undo).start()
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 2  # waits for the lease
 
 
 def add_by(reference: rpc.RRef[Counter], timeout: float) -> int:
     return reference.rpc_sync(timeout).add()
 
 
-@pytest.mark.parametrize("kind", TWO)
-def test_a_directory_that_is_killed_comes_back_with_the_claims(kind: str) -> None:
-    with group(kind) as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        on(workers[2], rpc.publish, "counter", pytest.fail)
-        found = on(workers[0], rpc.lookup, "counter")
-        before = server_of(workers)
-        os.kill(before, signal.SIGKILL)
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
-        on(workers[2], rpc.publish, "another", Counter)
-        assert on(workers[1], lambda: rpc.lookup("another").rpc_sync().add()) == 1
-        assert on(workers[2], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
-        assert server_of(workers) != before
+@pytest.mark.parametrize("workers", TWO, indirect=True)
+def test_a_directory_that_is_killed_comes_back_with_the_claims(workers: list[Worker]) -> None:
+    on(workers[2], rpc.publish, "counter", pytest.fail)
+    found = on(workers[0], rpc.lookup, "counter")
+    before = server_of(workers)
+    os.kill(before, signal.SIGKILL)
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+    on(workers[2], rpc.publish, "another", Counter)
+    assert on(workers[1], lambda: rpc.lookup("another").rpc_sync().add()) == 1
+    assert on(workers[2], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
+    assert server_of(workers) != before
 
 
 @pytest.mark.parametrize("kind", SLOW)
@@ -349,30 +341,26 @@ def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) 
         assert on(workers[0], lambda: rpc.lookup("other").owner_name()) == "w2"
 
 
-def test_a_worker_that_was_declared_lost_registers_and_claims_again() -> None:
-    with group("fixed") as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        found = on(workers[0], rpc.lookup, "counter")
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
-        lost = registration(workers[1])
-        registration(workers[0]).declare_lost(workers[1].me, "a test")
-        wait_until(lambda: registration(workers[1]) is not lost)
-        wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
-        offers_of(workers[1])._lose_all(lost)  # as if the value had been claimed again before
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 2
-        with pytest.raises(errors.ClaimLost, match=r"owned 'counter' with the token|refuses"):
-            offers_of(workers[1]).value("counter", 1 << 40)
+def test_a_worker_that_was_declared_lost_registers_and_claims_again(workers: list[Worker]) -> None:
+    found = on(workers[0], rpc.lookup, "counter")
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+    lost = registration(workers[1])
+    registration(workers[0]).declare_lost(workers[1].me, "a test")
+    wait_until(lambda: registration(workers[1]) is not lost)
+    wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
+    offers_of(workers[1])._lose_all(lost)  # as if the value had been claimed again before
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 2
+    with pytest.raises(errors.ClaimLost, match=r"owned 'counter' with the token|refuses"):
+        offers_of(workers[1]).value("counter", 1 << 40)
 
 
-def test_a_later_claim_drops_the_value_of_an_earlier_one() -> None:
-    with group("fixed") as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        own = offers_of(workers[1])
-        offer = own._offers["counter"]
-        assert offer.owned is not None
-        assert not own._take(offer, offer.owned)
-        assert own._take(offer, offer.owned._replace(claim=Claim(offer.owned.claim.life, 1 << 40)))
-        assert offer.value is None
+def test_a_later_claim_drops_the_value_of_an_earlier_one(workers: list[Worker]) -> None:
+    own = offers_of(workers[1])
+    offer = own._offers["counter"]
+    assert offer.owned is not None
+    assert not own._take(offer, offer.owned)
+    assert own._take(offer, offer.owned._replace(claim=Claim(offer.owned.claim.life, 1 << 40)))
+    assert offer.value is None
 
 
 def add_if_possible(reference: rpc.RRef[Counter]) -> int:
@@ -382,15 +370,13 @@ def add_if_possible(reference: rpc.RRef[Counter]) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kind", TWO)
-def test_an_owner_refuses_a_caller_that_knows_a_higher_token(kind: str) -> None:
-    with group(kind) as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        own = offers_of(workers[1])
-        claim = registration(workers[1]).claims["counter"]
-        assert own.value("counter", claim.token)[0] == claim.token
-        with pytest.raises(errors.ClaimLost, match=f"with the token {claim.token}, but another worker owns it with"):
-            own.value("counter", claim.token + 1)
+@pytest.mark.parametrize("workers", TWO, indirect=True)
+def test_an_owner_refuses_a_caller_that_knows_a_higher_token(workers: list[Worker]) -> None:
+    own = offers_of(workers[1])
+    claim = registration(workers[1]).claims["counter"]
+    assert own.value("counter", claim.token)[0] == claim.token
+    with pytest.raises(errors.ClaimLost, match=f"with the token {claim.token}, but another worker owns it with"):
+        own.value("counter", claim.token + 1)
 
 
 def test_a_claim_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,17 +407,15 @@ def test_a_claim_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyP
         assert on(workers[1], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
 
 
-def test_a_reference_is_not_used_once_a_later_token_is_known() -> None:
-    with group("fixed") as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        found = on(workers[0], rpc.lookup, "counter")
-        own = registration(workers[0])
-        claim = own.claims["counter"]
-        own.claims["counter"] = claim._replace(token=claim.token + 1)
-        with pytest.raises(errors.OwnerLost, match="now has another owner"):
-            on(workers[0], found._trail.check)
-        own.claims["counter"] = claim
-        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+def test_a_reference_is_not_used_once_a_later_token_is_known(workers: list[Worker]) -> None:
+    found = on(workers[0], rpc.lookup, "counter")
+    own = registration(workers[0])
+    claim = own.claims["counter"]
+    own.claims["counter"] = claim._replace(token=claim.token + 1)
+    with pytest.raises(errors.OwnerLost, match="now has another owner"):
+        on(workers[0], found._trail.check)
+    own.claims["counter"] = claim
+    assert on(workers[0], lambda: found.rpc_sync().add()) == 1
 
 
 def test_publish_and_lookup_fail_if_rank_0_left_before_the_first_use() -> None:
@@ -511,28 +495,26 @@ def test_publish_raises_if_the_directory_cannot_be_started(monkeypatch: pytest.M
 # Errors and log lines of owners that refuse
 
 
-@pytest.mark.parametrize("kind", ["fixed", "dynamic"])
+@pytest.mark.parametrize("workers", ["fixed", "dynamic"], indirect=True)
 def test_an_owner_that_waits_for_its_lease_logs_no_refused_lookups(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with group(kind) as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        owner = registration(workers[1])
-        on(workers[0], rpc.lookup, "counter")
-        asked: list[str] = []
-        value = type(offers_of(workers[1])).value
+    owner = registration(workers[1])
+    on(workers[0], rpc.lookup, "counter")
+    asked: list[str] = []
+    value = type(offers_of(workers[1])).value
 
-        def counted(self: object, name: str, token: int) -> object:
-            asked.append(name)
-            return value(self, name, token)  # type: ignore[arg-type]
+    def counted(self: object, name: str, token: int) -> object:
+        asked.append(name)
+        return value(self, name, token)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
-        monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
-        with pytest.raises(errors.NotPublished, match="did not renew its lease in the directory in time"):
-            on(workers[0], rpc.lookup, "counter", 1.0)
-        assert len(asked) > 3
-        assert not [record for record in caplog.records if "lookup" in record.getMessage()]
+    monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
+    monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
+    with pytest.raises(errors.NotPublished, match="did not renew its lease in the directory in time"):
+        on(workers[0], rpc.lookup, "counter", 1.0)
+    assert len(asked) > 3
+    assert not [record for record in caplog.records if "lookup" in record.getMessage()]
 
 
 @pytest.mark.parametrize(

@@ -173,28 +173,20 @@ def add_there(reference: rpc.RRef[Counter]) -> int:
     return count
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("use", "was_sent"), [*((use, True) for use in USES), ("rpc_sync", False), ("to_here", False)])
 def test_a_use_finds_the_new_owner_before_the_loss_is_reported(
-    crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch
+    crowd: Crowd, use: str, was_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without `was_sent`, the connection breaks between the check of it and the call."""
     crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
     crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
     found = crowd.on("w0", rpc.lookup, "counter")
     assert crowd.on("w0", where, found) == "w1"
     with ended(crowd, monkeypatch):
+        if not was_sent:
+            monkeypatch.setattr(crowd.workers["w0"].agent, "is_connected", lambda _: True)
         assert crowd.on("w0", USES[use], found) == 21
     assert found.owner_name() == "w2"
-
-
-@pytest.mark.parametrize("use", ["rpc_sync", "to_here"])
-def test_a_use_that_was_not_sent_finds_the_new_owner(crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks between the check of it and the call."""
-    crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
-    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
-    found = crowd.on("w0", rpc.lookup, "counter")
-    with ended(crowd, monkeypatch):
-        monkeypatch.setattr(crowd.workers["w0"].agent, "is_connected", lambda _: True)
-        assert crowd.on("w0", USES[use], found) == 21
 
 
 @pytest.mark.parametrize("kind", [errors.PeerUnreachable, errors.UnknownWorker, errors.ClaimLost])

@@ -16,7 +16,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.worker import current
 from tests import links
-from tests.cluster import PATIENCE, agents_here, free_port, group, init, processes, wait_until
+from tests.cluster import PATIENCE, agents_here, free_port, group, in_threads, init, processes, wait_until
 from tests.rpc.members import error_of, join
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 
@@ -62,12 +62,8 @@ def churn(flow: Callable[[], None]) -> list[tuple[type[errors.TelegradError], st
         except errors.TelegradError as error:
             raised.append((type(error), str(error)))
 
-    threads = [threading.Thread(target=go) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(raised) == len(threads)
+    in_threads(go, go, go)
+    assert len(raised) == 3
     return raised
 
 

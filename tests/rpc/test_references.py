@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import pytest
@@ -427,16 +428,10 @@ def fail() -> NoReturn:
 def test_a_failed_creation_raises_at_each_use() -> None:
     for on in ("worker0", "worker1"):
         ref: Any = rpc.remote(on, fail)
-        with pytest.raises(KeyError, match="why"):
-            ref.to_here()
-        with pytest.raises(KeyError, match="why"):
-            ref.to_here()
-        with pytest.raises(KeyError, match="why"):
-            ref.future().wait()
-        with pytest.raises(KeyError, match="why"):
-            ref.rpc_sync().anything()
-        with pytest.raises(KeyError, match="why"):
-            rpc.rpc_sync("worker2", value_of, (ref,))
+        share = partial(rpc.rpc_sync, "worker2", value_of, (ref,))
+        for use in (ref.to_here, ref.to_here, ref.future().wait, ref.rpc_sync().anything, share):
+            with pytest.raises(KeyError, match="why"):
+                use()
 
 
 @on_worker0

@@ -13,7 +13,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad.errors import PeerError, PeerLost, RRefError, ShutDown, UnknownWorker
-from tests.cluster import PATIENCE, Process, context, free_port, pause, processes
+from tests.cluster import PATIENCE, Process, context, pause, processes
 from tests.rpc.members import join
 
 NAMES = ("x", "y")
@@ -119,16 +119,15 @@ def time_to_call(name: str, pid: int) -> float:
 @pytest.mark.parametrize(
     ("kills", "seed"), [(4, 0), *(pytest.param(50, seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 )
-def test_calls_to_workers_that_are_killed_and_restarted(kills: int, seed: int) -> None:
+def test_calls_to_workers_that_are_killed_and_restarted(tcp: str, kills: int, seed: int) -> None:
     chance = random.Random(seed)
-    where = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as made:
         boss, workers = made[0], dict[str, Process]()
         try:
-            boss.run(join, "boss", where, 0)
+            boss.run(join, "boss", tcp, 0)
             for name in NAMES:
                 workers[name] = Process(context(), name)
-                workers[name].run(join, name, where)
+                workers[name].run(join, name, tcp)
             boss.run(begin_load)
             for _ in range(kills):
                 pause(chance.random() * 0.5)
@@ -136,7 +135,7 @@ def test_calls_to_workers_that_are_killed_and_restarted(kills: int, seed: int) -
                 old, workers[name] = workers[name], Process(context(), name)
                 old.kill()
                 old.join()
-                workers[name].run(join, name, where)
+                workers[name].run(join, name, tcp)
                 assert boss.run(time_to_call, name, workers[name].pid) < SOON
             wrong, repeated = boss.run(end_load, patience=2 * PATIENCE)
             assert not wrong, f"seed {seed}: {wrong}"
