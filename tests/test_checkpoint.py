@@ -257,9 +257,7 @@ def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathli
         (tmp_path / "other").mkdir()
         for content in (b"", b"[settings]", pickle.dumps([1]), pickle.dumps(b"text")[:-4]):
             (tmp_path / "other" / ".metadata").write_bytes(content)
-            with pytest.raises(
-                UsageError, match=r"\.metadata in '.*other' does not belong to a checkpoint, or is damaged"
-            ):
+            with pytest.raises(CheckpointFailed, match=r"\.metadata in '.*other' does not belong to a checkpoint"):
                 checkpoint.load(state, tmp_path / "other")
         current.enter(None)
 

@@ -408,6 +408,10 @@ def test_extra_state_is_replaced_by_a_tensor_of_any_form(worker: None, tmp_path:
         assert alike(model.extra, saved)
 
 
+class Plain(torch.Tensor):
+    pass
+
+
 class Held(nn.Module):
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -438,6 +442,7 @@ def test_tensors_that_cannot_be_saved_are_named(worker: None, tmp_path: pathlib.
         ({"a": nested}, "a, a nested tensor"),
         ({"a": quantized}, "a, a quantized tensor"),
         ({"a": torch.ones(1, device="meta")}, "a, a meta tensor"),
+        ({"a": torch.ones(1).as_subclass(Plain)}, "a, a Plain tensor"),
         ({"model": Held("meta")}, "model.table, a meta tensor"),
         ({"model": nn.LazyLinear(1)}, "model.weight, a lazy tensor"),
         ({"model": RemoteModule("w1", Held, ("sparse",))}, "model.table, a torch.sparse_coo tensor"),

@@ -263,7 +263,9 @@ def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] 
 
 
 def _target(about: Any) -> Tensor | None:
-    return torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
+    if not isinstance(about, TensorStorageMetadata):
+        return None
+    return torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
 
 
 def _with_lists(value: Any) -> Any:
@@ -285,6 +287,8 @@ def _reader(path: str) -> FileSystemReader:
 def _contents(path: str) -> Metadata:
     try:
         found = _reader(path).read_metadata()
+        if not all(isinstance(each, dict) for each in (found.state_dict_metadata, found.planner_data)):
+            raise TypeError("it does not list the contents")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
     except UnsafePath as error:
@@ -294,9 +298,9 @@ def _contents(path: str) -> Metadata:
     except Exception as error:  # unpickling an invalid file may raise any error
         if raised_by_handler(error):
             raise
-        raise UsageError(
+        raise CheckpointFailed(
             f"the file {CONTENTS} in {path!r} does not belong to a checkpoint, or is damaged: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. Load another checkpoint"
         ) from error
     return found
 

@@ -90,6 +90,9 @@ def kind_of(tensor: Tensor) -> str:
         "quantized": tensor.is_quantized,
         "lazy": nn.parameter.is_lazy(tensor),
         str(tensor.layout): tensor.layout is not torch.strided,
+        # torch writes subclasses but its own distributed ones by pickle, and then refuses to load them.
+        type(tensor).__qualname__: type(tensor) not in (Tensor, nn.Parameter)
+        and not type(tensor).__module__.startswith("torch.distributed"),
     }
     return next((f"a {kind} tensor" for kind, is_it in kinds.items() if is_it), "")
 
