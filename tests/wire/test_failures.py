@@ -344,11 +344,16 @@ def chained(how: str, count: int) -> BaseException:
         first.__cause__ = last
     if how == "group":
         last = ExceptionGroup("group", [ValueError(f"number {number}") for number in range(count)])
+    if how == "groups":
+        last = ExceptionGroup("all", [ExceptionGroup(f"number {count - 1}", [ValueError("number 0")] * 250)] * 250)
+    if how == "equal":
+        for _ in range(24):  # 2 ** 24 members, of two objects each
+            last = ExceptionGroup(f"number {count - 1}", [last, last])
     made: BaseException = last
     return made
 
 
-@pytest.mark.parametrize("how", ["cause", "context", "circle", "nested", "group"])
+@pytest.mark.parametrize("how", ["cause", "context", "circle", "nested", "group", "groups", "equal"])
 @pytest.mark.parametrize("count", [150, 20_000])
 def test_a_long_chain_of_exceptions_is_cut_to_the_last_ones(how: str, count: int) -> None:
     last = chained(how, 900 if how == "nested" and count > 900 else count)

@@ -27,6 +27,7 @@ from telegrad._core.pickling.remote_text import (
     LARGEST,
     MOST_TOLD,
     REMOTE_TRACEBACK,
+    Room,
     Text,
     as_main,
     brief,
@@ -87,7 +88,7 @@ def _description(error: BaseException, worker: str, function: str, same_program:
     # constructor; in parts, with a class that the receiver must have. A large exception is not tried whole, since
     # `_whole` pickles, unpickles and formats it.
     attempts: list[Callable[[Exception, bool], Any]] = [_whole, _InParts, partial(_InParts, by_name=True)]
-    for attempt in attempts[is_large(error) :]:
+    for attempt in attempts[is_large(error) or _has_many(error) :]:
         try:
             sent = _dump(attempt(error, same_program), same_program)
         except BaseException:  # the exception's own code may raise anything, such as SystemExit
@@ -95,6 +96,17 @@ def _description(error: BaseException, worker: str, function: str, same_program:
         if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
             return pickle.dumps((sent, name, story), 5)
     return pickle.dumps((None, name, story), 5)
+
+
+def _has_many(error: BaseException) -> bool:
+    """Return True if a group has more than MOST_TOLD members, with those of its groups; equal ones count again."""
+    waiting = [error]
+    for _ in range(MOST_TOLD):
+        if not waiting:
+            return False
+        each = waiting.pop()
+        waiting += each.exceptions[:MOST_TOLD] if isinstance(each, BaseExceptionGroup) else ()
+    return bool(waiting)
 
 
 def refused(worker: str, why: bytes) -> VersionMismatch:
@@ -203,10 +215,13 @@ class _InParts:
     the globals that its methods read.
     """
 
-    def __init__(self, error: BaseException, same_program: bool, by_name: bool = False) -> None:
+    def __init__(
+        self, error: BaseException, same_program: bool, by_name: bool = False, room: Room | None = None
+    ) -> None:
         self.error = error
         self.same_program = same_program
         self.by_name = by_name
+        self.room = Room() if room is None else room  # common to all members of a group
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self.error
@@ -222,7 +237,26 @@ class _InParts:
         sent = _NamedClass(kind) if self.by_name else kind
         if len(args) > MOST_ARGUMENTS:
             raise CannotEncode("it has too many arguments for an exception")
-        return _assemble, (sent, tuple(_sendable(arg, self.same_program, self.by_name) for arg in args), attributes)
+        return _assemble, (sent, tuple(self._sendable(arg) for arg in args), attributes)
+
+    def _sendable(self, value: Any) -> Any:
+        """Return the value, or its closest substitute that can be sent."""
+        if isinstance(value, BaseException):
+            if self.room.exceptions <= 0:
+                return RemoteError("further exceptions are left out")
+            self.room.exceptions -= 1
+            return _InParts(value, self.same_program, self.by_name, self.room)
+        parts = value[:MOST_ARGUMENTS] if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(part, BaseException) for part in parts):  # members of an exception group
+            sent = []
+            for part in parts:
+                sent.append(self._sendable(part))
+                if self.room.exceptions <= 0:
+                    break
+            return type(value)(sent)
+        if isinstance(value, str):
+            return cut(value)
+        return value if _travels(value, self.same_program) else brief(value)
 
 
 class _NamedClass:
@@ -238,18 +272,6 @@ class _NamedClass:
         if not path:
             raise CannotEncode("its class is not at the top level of a main program")
         return class_at, (scope, path)
-
-
-def _sendable(value: Any, same_program: bool, by_name: bool) -> Any:
-    """Return the value, or its closest substitute that can be sent."""
-    if isinstance(value, BaseException):
-        return _InParts(value, same_program, by_name)
-    few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
-    if few and any(isinstance(part, BaseException) for part in value):
-        return type(value)(_sendable(part, same_program, by_name) for part in value)  # members of an exception group
-    if isinstance(value, str):
-        return cut(value)
-    return value if _travels(value, same_program) else brief(value)
 
 
 def _travels(value: Any, same_program: bool) -> bool:

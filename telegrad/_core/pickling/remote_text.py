@@ -129,7 +129,7 @@ def brief(value: Any, depth: int = 3) -> str:
         first = ", ".join(cut(brief(each, depth - 1)) for each in islice(values, SHOWN)) if depth else ""
         return cut(f"<{kind} of {len(value)}: {first}, ...>")
     if isinstance(value, BaseException):
-        return cut(f"{kind}({', '.join(map(brief, value.args[:SHOWN]))})")
+        return cut(f"{kind}({', '.join(brief(each, depth - 1) for each in value.args[:SHOWN] if depth)})")
     if isinstance(value, int | array.array):
         return f"<{kind}, too large to be shown>"
     return cut(repr(value))  # calls the user's code
@@ -143,8 +143,9 @@ def text_of(error: BaseException) -> str:
     """
     shown: Any = type(error).__str__
     args = error.args
-    if isinstance(shown, FunctionType):
-        return cut(str(error))  # calls the user's code
+    # The user's code, or the text of a group: it has the number of members and not their texts.
+    if isinstance(shown, FunctionType) or shown is BaseExceptionGroup.__str__:
+        return cut(str(error))
     if shown is BaseException.__str__ and len(args) == 1:
         return cut(str(_light(args[0])))
     # The size of a UnicodeError's data does not matter, because its text contains only a position in it.
@@ -231,7 +232,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     if before.startswith((f"On worker {worker!r}:", f"On worker {worker!r}, ")) and not _all_lines(error):
         return before
     try:
-        told = _told(error, _Room())
+        told = _told(error, Room())
     except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be formatted)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{as_main(told)}")
@@ -300,12 +301,14 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST_LINE else f"{name[:LONGEST_LINE]}..."
 
 
-class _Room:
+class Room:
+    """What is left of the limits for one exception with its causes and members."""
+
     def __init__(self) -> None:
         self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
 
 
-def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset()) -> str:
+def _told(error: BaseException, room: Room, seen: frozenset[int] = frozenset()) -> str:
     """Format an exception as Python prints it, after its causes and contexts, within the limits."""
     if room.exceptions <= 0 or room.characters <= 0:
         return _LEFT_OUT
@@ -343,7 +346,7 @@ def _same(one: BaseException, other: BaseException) -> bool:
         return False
 
 
-def _summary(error: BaseException, room: _Room) -> str:
+def _summary(error: BaseException, room: Room) -> str:
     """Return the type and text of an exception, and the members of a group."""
     if isinstance(error, _EXPLAINED) and not is_large(error):
         # With `_seen`, Python does not format the causes, which takes quadratic time along a chain.
