@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import torch.utils._device
+
 import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
@@ -294,3 +296,14 @@ def test_finalizers_use_no_global_while_the_interpreter_ends() -> None:
                 own = {each.arg for each in node.args.args}
                 used = {each.id for line in node.body for each in ast.walk(line) if isinstance(each, ast.Name)}
                 assert "is_finalizing" in own or not (used - own) & at_top
+
+
+def test_new_tensors_name_their_device() -> None:
+    """Callers may use `torch.device("cuda")` as a context, in which other tensors would be made there."""
+    made = {each.__name__ for each in torch.utils._device._device_constructors()}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in made:
+                is_torchs = ast.unparse(node.func.value) == "torch"
+                given = {each.arg or ast.unparse(each.value) for each in node.keywords}
+                assert not is_torchs or given & {"device", "options"}, (path, node.lineno)

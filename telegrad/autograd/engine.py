@@ -47,7 +47,7 @@ from telegrad.errors import UsageError
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles
 ROOTS = 0  # the entry of the roots; other entries are message numbers
 
-LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+LeafNode: type = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
 
 def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
@@ -74,7 +74,7 @@ KINDS: dict[type, Callable[[Node], int]] = {
 # may be others: its function may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a
 # Python function in between would count one more while torch compiles, and permanently after a failed compilation
 # (torch 2.13).
-UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
+UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0, device="cpu"),), strict=False))
 
 
 class EngineRunner:

@@ -124,7 +124,7 @@ def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.enable_grad():
             return receive(tensors, origin)
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
     received = _apply(anchor, origin, tensors)
     hurry = getattr(received[0].grad_fn, "_set_sequence_nr", None)
     if hurry is not None:

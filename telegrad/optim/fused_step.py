@@ -72,7 +72,7 @@ class Clipped:
             self._optimizer.locals,
             lambda worker, local: there.get(worker) or ask(local, "norm", context_id, self.norm_type),
         )
-        norms = [torch.tensor(norm, dtype=torch.float64) for norm in told.values() if norm is not None]
+        norms = [torch.tensor(norm, dtype=torch.float64, device="cpu") for norm in told.values() if norm is not None]
         self.norm, factor = limited(norms, self.max_norm, self.norm_type, self.error_if_nonfinite, context_id)
         self._optimizer._finish(context_id, Done(factor=factor))
 
@@ -119,7 +119,7 @@ def limited(
     """
     there = [norm.cpu() for norm in norms if norm is not None]  # a device map may have put them on other devices
     # In torch the norm of order 0 is the number of nonzero gradients, so the workers' norms are summed.
-    total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0, device="cpu")
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "

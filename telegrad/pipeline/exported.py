@@ -133,7 +133,7 @@ class ExportedStage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the stage. Operations that make tensors are recorded with their device and data type."""
-        own = next(iter(self.state_dict(keep_vars=True).values()), torch.empty(0))
+        own = next(iter(self.state_dict(keep_vars=True).values()), torch.empty(0, device="cpu"))
         before = torch.empty(0, dtype=own.dtype, device=own.device)
         moved = fn(before)
         if moved.dtype != before.dtype:

@@ -211,7 +211,7 @@ class StageInput:
     """The received tensors of a stage that require gradients, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = _apply(torch.empty(0, requires_grad=True), self, list(map(detach, tensors)))
+        self.tensors = _apply(torch.empty(0, device="cpu", requires_grad=True), self, list(map(detach, tensors)))
         node: Any = self.tensors[0].grad_fn
         self.node: Node = node
         self.edges = [GradientEdge(node, number) for number in range(len(tensors))]
@@ -224,7 +224,7 @@ class _SeedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:

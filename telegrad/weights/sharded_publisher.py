@@ -121,7 +121,7 @@ class ShardedPublisher:
                 if contents is not None:
                     self._editions[worker], self._contents[worker] = edition, contents
             self._manifest["contents"] = self._contents
-            self._manifest["numbers"] = torch.tensor([number for number, *_ in published.values()])
+            self._manifest["numbers"] = torch.tensor([number for number, *_ in published.values()], device="cpu")
             number = self._publisher.publish()
         if wait is not None:
             self._publisher._wait_for_readers(number, wait)
@@ -436,7 +436,7 @@ def _joined(part: Part, targets: list[Box], sources: list[Tensor]) -> Tensor:
             f"the parts of {part.name!r} are of several types, {', '.join(sorted(map(str, types)))}: its owners must "
             "publish the same type"
         )
-    made = torch.empty(sizes, dtype=types.pop())
+    made = torch.empty(sizes, dtype=types.pop(), device="cpu")
     assert made.numel() == sum(prod(target.sizes) for target in targets)
     for target, source in zip(targets, sources, strict=True):
         made[slices(target)] = source

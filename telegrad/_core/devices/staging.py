@@ -69,7 +69,7 @@ class _Shelf:
             if self._made >= self._most and not beyond:
                 return None
             with torch.inference_mode(False):
-                memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+                memory = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._made += 1
             return Piece(self, memory)
 

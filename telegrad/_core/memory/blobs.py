@@ -449,7 +449,7 @@ class SharedBuffers:
         if tensor is not None:
             return tensor
         with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def private(self, tensor: Tensor) -> Tensor:
         """Return a private copy-on-write view of common memory, as receivers get it; copy plain memory."""

@@ -178,7 +178,7 @@ class ReceiveBufferPool:
         """Return a tensor of `size` bytes and its memory, which the pool reuses when the tensor dies."""
         if size < WARM_FROM:
             with torch.inference_mode(False):
-                tensor = torch.empty(size, dtype=torch.uint8)
+                tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
             return tensor, memory(tensor)
         capacity = size_class(size)
         with self._lock:

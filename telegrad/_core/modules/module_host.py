@@ -132,7 +132,7 @@ def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parame
 def apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
     there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
     # A module without tensors does not show where `fn` moves them, so `fn` is applied to an empty one.
-    return str(device_of(there) or fn(torch.empty(0)).device)
+    return str(device_of(there) or fn(torch.empty(0, device="cpu")).device)
 
 
 @known_as("a method of a RemoteModule")
