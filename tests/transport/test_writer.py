@@ -20,7 +20,7 @@ from telegrad._core.memory.blobs import Chunk, MemorySources
 from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState
-from telegrad._core.transport import link as links
+from telegrad._core.transport import writer as writers
 from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
@@ -134,7 +134,7 @@ def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
     [
         (Writer, "_has_next", Link.on_writable),  # as of a device that fails
         (Writer, "_has_next", lambda link: link.send(Message(CALL, 1))),
-        (links, "_new", lambda link: link.send(Message(CALL, 1, body=bytes(1 << 24)))),  # a part was sent
+        (writers, "_new", lambda link: link.send(Message(CALL, 1, body=bytes(1 << 24)))),  # a part was sent
     ],
 )
 def test_an_error_during_a_write_ends_only_the_connection(
@@ -152,6 +152,6 @@ def test_an_error_during_a_write_ends_only_the_connection(
         monkeypatch.setattr(place, name, fail)
         with contextlib.suppress(MemoryError):  # of the sender
             step(link)
-        assert "a message could not be sent (too little)" in str(link.closed)
+        assert "a message could not be sent (MemoryError('too little'))" in str(link.closed)
         with pytest.raises(PeerError):  # it would be taken for the rest
             link.send(Message(CALL, 2))

@@ -73,7 +73,7 @@ class LoopEnd:
 
     def fail(self, error: BaseException) -> None:
         """Close the connection because a message could not be sent (no memory, ...): no response will come."""
-        self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error or type(error).__name__})"))
+        self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error!r})"))
 
 
 AnyLink = Link | LoopEnd

@@ -20,7 +20,7 @@ from telegrad._core.memory import blobs
 from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
+from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, process_at, shut
 from telegrad._core.transport.connect import OpenedChannel, broken, departed_error, lost
@@ -32,7 +32,6 @@ from telegrad._core.wire.messages import FrameReader, Message, encode, pack_numb
 from telegrad.errors import PeerError, ProtocolViolation
 
 log = logging.getLogger("telegrad")
-_new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
 READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
 # Bytes of frames per turn, and the rest of the last one, if the peer makes calls: each may cost a short call.
 # 16 KB hold up to 300 calls. With 4 KB, and the time limit in `Polling._spin`, the processor time from one look at all
@@ -87,11 +86,11 @@ class Link:
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
         self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
         self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
-        self._records: RecordWriter | None = None
+        writes: RecordWriter | None = None
         if ciphers is not None:
             records = RecordReader(ciphers.receiving)
             self._buffer, self._arrived = records.buffer, partial(self._decrypt, records)
-            self._records = RecordWriter(ciphers.sending)
+            writes = RecordWriter(ciphers.sending)
         # Guards all below, setting `closed`, and writing to the socket. Frames must enter the socket in the order in
         # which their records are numbered and their blocks are lent, so the lock is held while they are written. The
         # socket never blocks.
@@ -99,7 +98,7 @@ class Link:
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(stores, self.lanes_out)
         watch = lambda write: poller.watch(self, write=write)  # noqa: E731
-        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, self._records)
+        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, writes)
         self._outbox = self._writer.outbox
 
     @property
@@ -152,49 +151,15 @@ class Link:
             with self._lock:
                 if self.closed is not None:
                     raise fresh(self.closed)
-                return self._send_now(data, later)
+                self.sent += len(data)
+                if self._maps.released:
+                    self._queue_release()
+                return self._writer.send(data, later)
         except PeerError:
             raise
         except BaseException as error:
             self.fail(error)
             raise
-
-    def _send_now(self, data: bytes, later: bool) -> bool:
-        """Send or queue a message, with the lock held."""
-        try:
-            self.sent += len(data)
-            if self._maps.released:
-                self._queue_release()
-            records = self._records
-            if records is not None:
-                # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the
-                # rest of a partial write is kept as ciphertext, and the plain outbox is not used for it.
-                if not (self._outbox or later or records.unsent) and len(data) <= RECORD:
-                    record = records.encrypt(data)
-                    sent = 0
-                    try:
-                        sent = self._sock.send(record)
-                    except OSError:
-                        pass  # `flush` gets the same error
-                    if sent < len(record):
-                        records.keep(memoryview(record)[sent:])
-                        self._writer.flush()
-                    return sent == len(record)
-            elif not (self._outbox or later or self._tls):
-                try:
-                    sent = self._sock.send(data)
-                    if sent == len(data):
-                        return True
-                    data = data[sent:]
-                except OSError:
-                    pass  # `flush` gets the same error
-            self._outbox.append(_new(Chunk, (data, (), None)))
-            if not later:
-                self._writer.flush()
-        except BaseException:
-            self._writer.end()
-            raise
-        return False
 
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
@@ -482,7 +447,7 @@ class Link:
 
     def fail(self, error: BaseException) -> None:
         """Close the connection because a message could not be sent (no memory, ...): no response will come."""
-        self.close(lost(self.peer, f"a message could not be sent ({error or type(error).__name__})"))
+        self.close(lost(self.peer, f"a message could not be sent ({error!r})"))
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child. Send nothing, because the peer is connected to the parent."""

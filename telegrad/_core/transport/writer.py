@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 
 from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.memory.blobs import Chunk
-from telegrad._core.security.encrypted_records import JOINED, RecordWriter
+from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 
+_new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
 BUFFERS_AT_ONCE = 32
 MOST_BUFFERS = 256  # a connection with more queued buffers or bytes is congested
 MOST_BYTES = 64 << 20
@@ -54,6 +55,40 @@ class Writer:
     @property
     def is_busy(self) -> bool:
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
+
+    def send(self, data: bytes, later: bool) -> bool:
+        """Send data, or with `later` or if the socket is full, queue it. Return True if all was sent directly."""
+        records = self._records
+        try:
+            if records is not None:
+                # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the
+                # rest of a partial write is kept as ciphertext, and the plain outbox is not used for it.
+                if not (self.outbox or later or records.unsent) and len(data) <= RECORD:
+                    record = records.encrypt(data)
+                    sent = 0
+                    try:
+                        sent = self._sock.send(record)
+                    except OSError:
+                        pass  # `flush` gets the same error
+                    if sent < len(record):
+                        records.keep(memoryview(record)[sent:])
+                        self.flush()
+                    return sent == len(record)
+            elif not (self.outbox or later or self._tls):
+                try:
+                    sent = self._sock.send(data)
+                    if sent == len(data):
+                        return True
+                    data = data[sent:]
+                except OSError:
+                    pass  # `flush` gets the same error
+            self.outbox.append(_new(Chunk, (data, (), None)))
+            if not later:
+                self.flush()
+        except BaseException:
+            self.end()
+            raise
+        return False
 
     def flush(self, is_writable: bool = False) -> None:
         """Write as much as the socket accepts. The poller, or the thread that watches devices, continues later."""
