@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_589,
-    "lines of the core": 39_066,
-    "lines of the tests": 88_357,
+    "lines of the package": 62_709,
+    "lines of the core": 39_164,
+    "lines of the tests": 88_533,
     "files of the package": 270,
     "words of the glossary": 80,
     "global statements": 5,

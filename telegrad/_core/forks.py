@@ -277,8 +277,8 @@ def _ended_by(error: BaseException, users: FrameType | None) -> Any:
             trace = trace.tb_next
         if trace is not None:
             break
-        raised = raised.__cause__ or raised.__context__
-    error = raised or error
+        raised = raised.__context__ if raised.__cause__ is None else raised.__cause__
+    error = error if raised is None else raised
     if not isinstance(error, SystemExit):
         traceback.print_exception(type(error), error, trace)
         return 1

@@ -28,7 +28,7 @@ from telegrad._core.streams import streams
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.rpc import RRef, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
-from tests.cluster import PATIENCE, Process, agents_here, group, in_threads, next_turn, wait_until
+from tests.cluster import PATIENCE, Process, agents_here, group, in_threads, next_turn, run_all, wait_until
 
 here_w0 = pytest.mark.usefixtures("here")
 
@@ -340,6 +340,23 @@ def test_an_error_arrives_after_the_items_before_it() -> None:
     assert "fails_after" in str(caught.value.args)
     assert "w1" in str(caught.value.args)
     assert [*stream] == []
+
+
+class Empty(Exception):
+    def __bool__(self) -> bool:
+        raise AssertionError("an error is no condition")
+
+
+def empty(n: int) -> Any:
+    raise Empty
+
+
+@here_w0
+@pytest.mark.parametrize("function", [empty, lambda n: map(empty, range(n))])
+def test_an_error_with_a_truth_value_of_its_own_arrives(function: Any) -> None:
+    for _ in range(20):  # its items may be read before or after it ends
+        with pytest.raises(Empty):
+            list(rpc_stream("w1", function, (1,)))
 
 
 def exits(kind: type[BaseException], n: int) -> Iterator[int]:
@@ -828,9 +845,7 @@ def leave(rank: int, read: bool) -> float:
 @pytest.mark.parametrize("read", [True, False])
 def test_shutdown_waits_for_streams_that_are_read(read: bool) -> None:
     with group(2) as made:
-        for rank, process in enumerate(made):
-            process.begin(leave, rank, read)
-        assert max(process.end() for process in made) < PATIENCE
+        assert max(run_all(made, leave, read)) < PATIENCE
 
 
 def endless() -> Iterator[int]:
@@ -858,10 +873,7 @@ def leave_open(rank: int) -> str:
 
 def test_shutdown_closes_streams_that_its_thread_has_left_open() -> None:
     with group(2) as made:
-        for rank, process in enumerate(made):
-            process.begin(leave_open, rank)
-        assert "has closed the stream of " in made[0].end()
-        made[1].end()
+        assert "has closed the stream of " in run_all(made, leave_open)[0]
 
 
 def echo_large(n: int) -> float:

@@ -253,7 +253,7 @@ class Agent:
                 try:
                     stack.enter_context(self.streams.aside())
                 except Exception as error:  # the device has failed
-                    pending.error = pending.error or error
+                    pending.error = error if pending.error is None else pending.error
                 self._tell(outcome, pending)
         # Without accelerators there is nothing to set aside, and a context manager would cost each asynchronous call
         # three more calls of functions.

@@ -281,9 +281,7 @@ class Server:
             else:
                 answer = self.answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
-                if (note := events.note) is not None:
-                    failure = CANCELLED if call.cancelled else ""
-                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
+                _note(call)
                 self.answers.send(call, answer)
         except BaseException:
             call.name = call.name or (user_name(function, args) if function is not None else "")
@@ -296,7 +294,7 @@ class Server:
         copy of its variables once a debugger or `why()` has read them. With the error in that copy, the two would be a
         reference cycle, and the error would stay in memory.
         """
-        error = error or sys.exc_info()[1]
+        error = sys.exc_info()[1] if error is None else error
         assert error is not None
         try:
             if call.message.id not in call.caller.calls:  # it has its answer
@@ -304,7 +302,7 @@ class Server:
                 return
             refused = error.reason if isinstance(error, Refused) else None
             if call.begun:
-                _note(call, refused or error)
+                _note(call, error if refused is None else refused)
             if refused is not None:
                 self.answers.refuse(refused, call)
             else:

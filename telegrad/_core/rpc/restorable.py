@@ -161,7 +161,7 @@ class RestorableRRef(RRef[T]):
             raise kind(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and was not restored within {limit:g} s: "
                 f"{self._trail.describe()[1]}, or give the call a longer timeout. The last error: "
-                f"{_fact(error.__cause__ or error)}"
+                f"{_fact(error if error.__cause__ is None else error.__cause__)}"
             ) from lost
         with _renewing:
             if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped

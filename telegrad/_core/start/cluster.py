@@ -201,7 +201,7 @@ class Elastic:
             made = self.begin(before, timeout or inf)
         except BaseException as error:
             # The old worker cannot stay: its membership is closed, and the others may be in the next generation.
-            worker.end(f"it did not join the next generation of its group: {error or type(error).__name__}")
+            worker.end(f"it did not join the next generation of its group: {error!r}")
             current.leave(worker, error)
             raise
         # The new worker replaces the old one before that ends, so that the process is a worker at any time. `over` is

@@ -250,7 +250,7 @@ def _once_drained(feed: Feed, name: str, value: Any = None, error: BaseException
     if error is None and feed.drained.done():
         return value
     ended = Signal()
-    feed.drained.add_done_callback(lambda _: ended.set_exception(error) if error else ended.set_result(value))
+    feed.drained.add_done_callback(lambda _: ended.set_result(value) if error is None else ended.set_exception(error))
     return Deferred(ended, name)
 
 
