@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_709,
-    "lines of the core": 39_164,
+    "lines of the package": 62_712,
+    "lines of the core": 39_167,
     "lines of the tests": 88_533,
     "files of the package": 270,
     "words of the glossary": 80,
