@@ -128,7 +128,7 @@ class EngineRunner:
         self._told: set[Node] = set()  # nodes whose hooks were called with the pending gradients
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._entered: Sequence[tuple[Any, ...]] = []  # the places at which the current act started
-        self._reached: Mapping[Origin, set[int]] | None = None  # what these lead to, once a Recv has asked
+        self._reached: Mapping[Origin, set[int]] | None = None  # from there; None until a Recv needs it
         # `ship` changes the following fields, and the engine's threads for several devices may call it concurrently. A
         # wrong count then only sends gradients alone, or at the end of the step. The other fields change by single set
         # operations.

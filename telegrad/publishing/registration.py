@@ -55,7 +55,7 @@ def on_thread(function: Callable[..., Any], *args: Any) -> Signal:
 
 
 def _call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
-    """Complete a signal by a call on another thread; return False if there is no thread, of which the signal tells."""
+    """Complete a signal by a call on another thread; return False if no thread can start: its error."""
     try:
         run_in_thread(THREAD, _complete, done, function, args)
     except RuntimeError as error:
@@ -168,7 +168,8 @@ class Registration:
             self._silent_since = self._silent_since or (now if asks else 0.0)
             silent, refusal = now - (self._silent_since or now), self._refusal
         if asks and not _call_on_thread(Signal(), self._look, group, name):
-            self._is_asking = False
+            with self._lock:
+                self._is_asking = False
         if refusal is not None:
             raise type(refusal)(str(refusal))
         if silent > SILENT:

@@ -99,7 +99,7 @@ def _description(error: BaseException, worker: str, function: str, same_program:
 
 
 def _has_many(error: BaseException) -> bool:
-    """Return True if a group has more than MOST_TOLD members, with those of its groups; equal ones count again."""
+    """Return True if a group has more than MOST_TOLD members, in inner groups too, each counted where it occurs."""
     waiting = [error]
     for _ in range(MOST_TOLD):
         if not waiting:

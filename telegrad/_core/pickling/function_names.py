@@ -135,10 +135,7 @@ def _imported(module_name: str) -> ModuleType | None:
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name == MAIN:
-        advice = (
-            "define it at the top level of the main program, outside of `if __name__ == '__main__'` and before "
-            "`init_rpc`, so that it exists before the first call"
-        )
+        advice = "define it at the top level of the main program before `init_rpc`, outside `if __name__ == '__main__'`"
     elif file is None:
         advice = "make the same version of that module importable on all workers"
     else:

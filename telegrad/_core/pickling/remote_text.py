@@ -253,13 +253,18 @@ def _with_line(frame: re.Match[str]) -> str:
     return f"{frame[0]}{frame['indent']}  {line}\n" if line else frame[0]
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of the text, shortened, without a full stop; the last line for TorchScript errors."""
+def safe_text_of(error: BaseException) -> str:
+    """Return the text of an exception, shortened; never raise."""
     try:
-        lines = text_of(error).strip().split("\n")
-        return short(lines[-1 if isinstance(error, torch.jit.Error) else 0]).rstrip(".")
+        return text_of(error)
     except BaseException:  # the exception's own code may raise anything
         return "(its text could not be formatted)"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text, shortened, without a full stop; the last line for TorchScript errors."""
+    lines = safe_text_of(error).strip().split("\n")
+    return short(lines[-1 if issubclass(type(error), torch.jit.Error) else 0]).rstrip(".")
 
 
 def remote_traceback_of(error: BaseException) -> str:
@@ -302,7 +307,7 @@ def short(name: str) -> str:
 
 
 class Room:
-    """What is left of the limits for one exception with its causes and members."""
+    """The remaining limits for one exception with its causes and members."""
 
     def __init__(self) -> None:
         self.exceptions, self.characters = MOST_TOLD, MOST_ROOM

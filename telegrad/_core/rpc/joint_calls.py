@@ -18,7 +18,7 @@ from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.futures import Future
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
-from telegrad._core.pickling.remote_text import text_of
+from telegrad._core.pickling.remote_text import safe_text_of
 from telegrad._core.progress import Wait
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.transport.silence import Silence
@@ -189,9 +189,7 @@ def summary(heading: str, errors: Mapping[Any, BaseException]) -> str:
     """Return the text of an error of several workers, or of several items with these numbers."""
     lines = [heading]
     for key, error in errors.items():
-        try:
-            said = text_of(error).partition("\n")[0]
-        except BaseException:  # of its `__str__`; with an error here, the future of the calls would never be done
-            said = "(its text could not be formatted)"
+        # It never raises, as the `__str__` of the error may: the future of the calls would not be completed.
+        said = safe_text_of(error).partition("\n")[0]
         lines.append(f"  {key if isinstance(key, str) else f'item {key}'}: {type(error).__name__}: {said}")
     return "\n".join(lines)

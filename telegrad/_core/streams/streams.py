@@ -103,7 +103,7 @@ class Stream(Generic[T]):
         self._lock = threading.Lock()  # guards the intake and the pulls
         self._intake = ReceiveWindow(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
-        self._unsent: deque[tuple[_Pull, int, int]] = deque()  # of these, with their numbers, and those of taken items
+        self._unsent: deque[tuple[_Pull, int, int]] = deque()  # not sent yet: each with `ReceiveWindow.pull()`
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
         # Its failure is raised to the reader, and is no unretrieved error if the reader has closed the stream.

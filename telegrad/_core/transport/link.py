@@ -257,7 +257,7 @@ class Link:
         self._tell_drained()
 
     def _write(self, step: Callable[[], None]) -> None:
-        """Take a step of the writer. After an error, it is unknown what was sent, so the connection ends."""
+        """Run a step of the writer. An error ends the connection, as parts of messages may have been sent."""
         try:
             with self._lock:
                 if self.closed is None:
