@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_712,
-    "lines of the core": 39_167,
+    "lines of the core": 39_166,
     "lines of the tests": 88_533,
     "files of the package": 270,
     "words of the glossary": 80,
