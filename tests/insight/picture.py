@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import torch
@@ -15,15 +16,20 @@ from tests.cluster import agents
 
 FILE = pathlib.Path(__file__).parents[2] / "docs" / "insight" / "graph.svg"
 
-encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
-decoder = nn.Linear(16, 4)
+
+@functools.cache
+def modules() -> tuple[nn.Module, nn.Module]:
+    """Made at the first call: those made at import are behind `gc.freeze`, where no name is found."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, 4)
 
 
 def encode(images: Tensor) -> Tensor:
+    encoder, _ = modules()
     return encoder(images)
 
 
 def decode(code: Tensor, scale: Tensor) -> Tensor:
+    _, decoder = modules()
     return decoder(torch.tanh(code) * scale)
 
 
