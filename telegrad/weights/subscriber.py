@@ -476,7 +476,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         own = self._service.agent.memory.private(memory) if is_common else memory
         version = Version(number, self._layout_of(info), own, self._service.agent.memory.lasting(own))
         with self.changed:
-            self.last = version
+            if self.last is None or self.last.number < number:  # another thread may have read a newer one meanwhile
+                self.last = version
         return version
 
     def ask_for_newer(self) -> None:

@@ -556,6 +556,26 @@ def test_threads_may_read_versions_of_different_layouts() -> None:
         publisher.close()
 
 
+def test_an_older_version_does_not_replace_a_newer_one_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout_of = SubscriberEndpoint._layout_of
+
+    def interrupted(endpoint: SubscriberEndpoint, info: VersionInfo) -> Layout:
+        """Another thread reads a newer version while this one is made."""
+        monkeypatch.undo()
+        publisher.publish()
+        assert reader.at_least(2).number == 2
+        return layout_of(endpoint, info)
+
+    with agents(1) as (worker,), speaking_for(worker):
+        publisher = Publisher("p", Numbered())
+        publisher.publish()
+        reader = Subscriber("w0", "p")
+        monkeypatch.setattr(SubscriberEndpoint, "_layout_of", interrupted)
+        assert reader.newest().number == 1
+        assert reader.version == 2
+        publisher.close()
+
+
 # Hosts
 
 
