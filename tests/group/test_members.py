@@ -88,7 +88,7 @@ def test_missing_workers_are_described_by_number() -> None:
     assert describe_missing({"a", "b"}, 2) == ""
     assert describe_missing({"b", "a"}, 3) == "the group has 2 workers, not 3: a, b"
     assert describe_missing({"a"}, 2) == "the group has 1 worker, not 2: a"
-    assert describe_missing(set(), 1, "actor") == "the group has 0 workers of role 'actor', not 1: none"
+    assert describe_missing(set(), 1, "actor") == "the group has 0 workers of role 'actor', not 1"
     assert missing_names({"a"}, 3) == []
 
 

@@ -223,7 +223,7 @@ def describe_missing(names: Collection[str], wanted: int | Collection[str], role
     there = ", ".join(sorted(names))
     if isinstance(wanted, int):
         of_role = f" of role {role!r}" if role else ""
-        few = f"the group has {plural(len(names), 'worker')}{of_role}, not {wanted}: {there or 'none'}"
-        return "" if len(names) >= wanted else few
+        few = f"the group has {plural(len(names), 'worker')}{of_role}, not {wanted}"
+        return "" if len(names) >= wanted else f"{few}: {there}" if names else few
     absent = ", ".join(map(repr, missing_names(names, wanted)))
     return f"{absent} missing; the group has {there}" if absent else ""
