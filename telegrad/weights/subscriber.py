@@ -476,8 +476,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         own = self._service.agent.memory.private(memory) if is_common else memory
         version = Version(number, self._layout_of(info), own, self._service.agent.memory.lasting(own))
         with self.changed:
-            if self.last is None or self.last.number < number:  # another thread may have read a newer one meanwhile
-                self.last = version
+            # Another thread may have read a newer version meanwhile.
+            self.last = max(self.last or version, version, key=lambda each: each.number)
         return version
 
     def ask_for_newer(self) -> None:
