@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, overload
 from telegrad.errors import UsageError
 from telegrad.ext.calls import (
     DEFAULT,
-    Awaited,
+    Async,
     How,
     NoArgs,
     RetryPolicy,
@@ -66,12 +66,7 @@ class GroupCalls:
 
     @overload
     def rpc_async(
-        self,
-        func: Callable[[*Ts], Awaited[T]],
-        args: tuple[*Ts] = ...,
-        kwargs: None = ...,
-        timeout: float = ...,
-        **how: Unpack[Each],
+        self, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Each]
     ) -> GroupFuture[list[T]]: ...
     @overload
     def rpc_async(
@@ -150,12 +145,7 @@ class GroupCalls:
 
     @overload
     def rpc_sync(
-        self,
-        func: Callable[[*Ts], Awaited[T]],
-        args: tuple[*Ts] = ...,
-        kwargs: None = ...,
-        timeout: float = ...,
-        **how: Unpack[Each],
+        self, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Each]
     ) -> list[T]: ...
     @overload
     def rpc_sync(
