@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import telegrad.rpc as rpc
 from telegrad import errors
@@ -83,6 +84,15 @@ def test_a_call_waits_for_a_worker_that_has_never_joined(stage: Stage) -> None:
     coming = stage.later("x")
     assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
     coming.join()
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, lambda *call, **how: rpc.remote(*call, **how).to_here()])
+def test_a_profiled_call_waits_for_a_rank_that_has_never_joined(stage: Stage, call: Callable[..., Any]) -> None:
+    coming = stage.later("x")
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        assert call(1, operator.add, (1, 2), wait_for_worker=True) == 3
+    coming.join()
+    assert any("add(boss -> rank 1)" in event.name for event in seen.events())
 
 
 def test_a_call_waits_for_a_worker_that_comes_back(stage: Stage) -> None:

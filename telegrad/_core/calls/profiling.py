@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch.autograd.profiler import record_function
 
+from telegrad._core import checks
 from telegrad._core.calls.futures import Future
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def function_name(function: Any) -> str:
         return builtin
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
-    return getattr(function, "__qualname__", None) or repr(function)
+    return getattr(function, "__qualname__", None) or checks.short_repr(function)
 
 
 # Calls

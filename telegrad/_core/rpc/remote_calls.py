@@ -404,5 +404,10 @@ def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RR
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.CallEvent:
     agent, there = current.agent(), named(to)
-    here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
+    here = agent.name
+    if isinstance(there, int):
+        try:
+            there = agent.identify(there).name
+        except UnknownWorker:  # the call waits for that worker, or fails by itself
+            there = f"rank {there}"
     return profiling.CallEvent(profiling.event_name(kind, function, here, there), function, here, there)
