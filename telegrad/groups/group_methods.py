@@ -41,24 +41,13 @@ def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> R
 
 
 @folded
-class GroupCalls:
+class GroupCalls(collectives.Participants):
     """The base class of `Group`, which knows its members."""
 
     __slots__ = ()
 
     @property
     def version(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def description(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def names(self) -> list[str]:
-        raise NotImplementedError
-
-    def __contains__(self, worker: str | int | WorkerInfo) -> bool:
         raise NotImplementedError
 
     def _members(self) -> tuple[WorkerInfo, ...]:

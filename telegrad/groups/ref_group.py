@@ -22,7 +22,7 @@ from telegrad.ext.calls import (
     wait_or_cancel,
 )
 from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.references import Proxy, RRef, fetch, methods
+from telegrad.ext.references import EACH, Proxy, RRef, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 from telegrad.groups.group_calls import GroupFuture, ResultSlot, group_error
 from telegrad.groups.group_maps import MapFuture, zipped
@@ -246,7 +246,7 @@ class RefGroup:
     def _prepared(self, method: str, args: Any, kwargs: Any) -> PreparedCall:
         # All owners get the same arguments, which are encoded once. Each finds the id of its own value by its name.
         ids = {each.owner_name(): each._handle.id for each in self}
-        return PreparedCall(methods.of_each(method), (ids, *args), kwargs, self)
+        return PreparedCall(methods.of(EACH + method), (ids, *args), kwargs, self)
 
     def _future(self, about: str) -> GroupFuture[list[Any]]:
         self._check()

@@ -54,9 +54,13 @@ class UnretrievedError:
 
     def raise_fresh(self, error: Any) -> NoReturn:
         """Mark the failure as seen, and raise a fresh copy of the future's error."""
-        self.seen = True
-        note_retrieved(self._about, self.kind, perf_counter())
+        self.see(perf_counter())
         raise fresh(error)
+
+    def see(self, now: float) -> None:
+        """Mark the failure as seen: the program may drop those of similar calls that have begun before `now`."""
+        self.seen = True
+        _note(_retrieved, _similar(self._about, self.kind), now)
 
     def log(self) -> None:
         """Log the failure, at most once, if the program has not seen it, nor a similar one."""
@@ -92,11 +96,6 @@ forks.in_child(_held.clear)  # the failures of the parent, which logs them
 
 def _similar(about: str, kind: str) -> Kind:
     return kind, about.partition(" on worker ")[0]
-
-
-def note_retrieved(about: str, kind: str, now: float) -> None:
-    """Note that the program sees such a failure: it may drop those of similar calls that have begun before `now`."""
-    _note(_retrieved, _similar(about, kind), now)
 
 
 def _note(times: dict[Kind, float], similar: Kind, now: float) -> None:
