@@ -19,10 +19,12 @@ from telegrad.ext.calls import (
     folded,
     not_compiled,
     retry,
+    user_name,
 )
-from telegrad.ext.workers import WorkerInfo
-from telegrad.groups import collectives, group_calls, group_maps, ref_group
-from telegrad.groups.group_calls import GroupFuture
+from telegrad.ext.workers import WorkerInfo, current
+from telegrad.groups import collectives, group_calls, ref_group
+from telegrad.groups.group_calls import GroupFuture, ResultSlot, begin_one
+from telegrad.groups.group_maps import MapFuture, zipped
 from telegrad.groups.ref_group import RefGroup
 
 T = TypeVar("T")
@@ -216,7 +218,13 @@ class GroupCalls(collectives.Participants):
             A `GroupFuture` of all values, in the order of the items.
         """
         policy = _policy(timeout, wait_for_worker, idempotent)
-        return group_maps.map_items(self.version, self._members(), func, items, timeout, policy)
+        names = [worker.name for worker in self._members()]
+        calls = {number: convert(func, args, None) for number, args in enumerate(zipped(items))}
+
+        def call(slot: ResultSlot, place: int) -> None:
+            begin_one(slot, names[place], calls.pop(slot.key), timeout, policy)
+
+        return MapFuture(current.agent(), self.version, names, len(calls), user_name(func), call).begin()
 
     @not_compiled
     def remote(
