@@ -92,7 +92,13 @@ def log_held() -> None:
             failure.log()
 
 
-forks.in_child(_held.clear)  # the failures of the parent, which logs them
+@forks.in_child
+def _leave_to_parent() -> None:
+    """Mark the failures of the parent, which logs them, as seen."""
+    for held in _held.copy():
+        if (failure := held()) is not None:
+            failure.seen = True
+    _held.clear()
 
 
 def _note(times: dict[Kind, float], similar: Kind, now: float) -> None:
