@@ -9,7 +9,7 @@ from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls import call_context, futures, profiling
 from telegrad._core.calls.call_context import CallerContext, NestedCall
 from telegrad._core.calls.call_names import known_as, not_compiled, runs_as, user_name
-from telegrad._core.calls.futures import Future, Helper, Signal, completion_of
+from telegrad._core.calls.futures import Future, Helper, Signal, complete, completion_of
 from telegrad._core.calls.profiling import CallEvent
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.pickling.remote_text import fold, folded
@@ -26,7 +26,7 @@ __all__ = [
     "ASYNC_MARK", "DEFAULT", "Agent", "Async", "CallEvent", "CallerContext", "Deferred", "EachCall",
     "FifoLock", "Future", "Helper", "How", "Incoming", "NestedCall", "NoArgs", "PendingCall", "PreparedCall",
     "RetryPolicy", "Signal", "StepCounter", "Unchecked", "await_workers", "call_all", "call_context",
-    "check_timeout", "completion_of", "convert", "current_call", "fold", "folded", "futures", "inspection",
+    "check_timeout", "complete", "completion_of", "convert", "current_call", "fold", "folded", "futures", "inspection",
     "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async", "rpc_sync", "runs_as",
     "summary", "target", "user_name", "wait_or_cancel",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from telegrad.errors import (
     StoreUntrusted,
     TelegradError,
 )
-from telegrad.ext.calls import Signal
+from telegrad.ext.calls import Signal, complete
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
 from telegrad.ext.joining import DirectoryMonitor
 from telegrad.ext.processes import knock, run_in_thread
@@ -50,20 +50,11 @@ Address = tuple[str, int]
 def call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
     """Complete a signal by a call on another thread; return False if no thread can start: its error."""
     try:
-        run_in_thread(THREAD, _complete, done, function, args)
+        run_in_thread(THREAD, complete, done, function, *args)
     except RuntimeError as error:
         done.set_exception(error)
         return False
     return True
-
-
-def _complete(done: Signal, function: Callable[..., Any], args: Any) -> None:
-    try:
-        result = function(*args)
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(result)
 
 
 class Registration:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from telegrad._core import checks
-from telegrad._core.calls.futures import Future
+from telegrad._core.calls.futures import Future, complete
 
 T = TypeVar("T")
 
@@ -138,10 +138,7 @@ def _recorded_until_done(
 
     def pass_on(_: Any) -> None:
         recorded.follows = None
-        try:
-            recorded.set_result(future.value())
-        except Exception as error:
-            recorded.set_exception(error)
+        complete(recorded, future.value)
 
     ended.add_done_callback(pass_on)
     return value, recorded

@@ -17,7 +17,7 @@ from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
-from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.futures import Future, Signal, complete
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
 from telegrad._core.pickling.remote_text import fold
@@ -53,15 +53,10 @@ def when_full(box: ValueSlot) -> Future[None]:
     """Return a future that completes with None once the box is full, or fails with its error."""
     future: Future[None] = Future()
 
-    def tell(opening: Signal) -> None:
-        try:
-            opening.wait()
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(None)
+    def check() -> None:
+        box.wait()
 
-    box.add_done_callback(tell)
+    box.add_done_callback(lambda _: complete(future, check))
     return future
 
 
@@ -263,14 +258,14 @@ def _look_at_roots(
     if missing is not None:
         missing.add_done_callback(partial(_look_at_roots, found, values, coming))
         return
-    try:
-        roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
-        for root in roots:
-            check_root(root)
-    except Exception as error:
-        found.set_exception(error)  # type: ignore[arg-type]
-    else:
-        found.set_result(roots)
+    complete(found, _roots_of, values, coming)
+
+
+def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Tensor]:
+    roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+    for root in roots:
+        check_root(root)
+    return roots
 
 
 runs_as(with_values, lambda function, *_: user_name(function))
