@@ -313,6 +313,28 @@ def test_a_cancelled_call_in_the_queue_begins_only_if_it_must_finish() -> None:
         assert "keep ends False" in story.events
 
 
+class Keeper:
+    @functions.must_finish
+    def keep(self, name: str = "kept") -> bool:
+        return hold(name)
+
+
+@pytest.mark.parametrize("args", [(), ("kept",)])
+def test_a_cancelled_method_of_several_references_begins_if_it_must_finish(args: Any) -> None:
+    with agents_here(3, num_worker_threads=1) as (a, b, _):
+        keepers = rpc.group(["w1", "w2"]).remote(Keeper)
+        keepers.future().wait()
+        running = rpc_async("w1", hold, ("first",))
+        story.wait_for("first begins")
+        cancelled = keepers.rpc_async().keep(*args)
+        wait_until(lambda: len(calls_of(b)) == 2)
+        assert cancelled.cancel()
+        wait_until(lambda: len(unwanted(b)) == 1)
+        story.gate.set()
+        assert running.wait()
+        wait_until(lambda: story.events.count("kept ends False") == 2)
+
+
 @actor
 class Actor:
     def hold(self, name: str) -> bool:

@@ -111,6 +111,9 @@ class MethodOfEach(Method):
     def __call__(self, ids: dict[str, Id], /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return self.one(*ids[current.agent().name], *args, **kwargs)
 
+    def _telegrad_must_finish(self, ids: dict[str, Id], *_: Any) -> bool:  # type: ignore[override]
+        return self.one._telegrad_must_finish(*ids[current.agent().name])
+
     def _telegrad_runs(self, ids: dict[str, Id], *_: Any) -> str:  # type: ignore[override]
         return self.one._telegrad_runs(*ids[current.agent().name])
 
