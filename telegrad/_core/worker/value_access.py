@@ -92,8 +92,7 @@ class Method:
         return self.__qualname__
 
     def _telegrad_must_finish(self, maker: str, number: int, *_: Any) -> bool:
-        box = current.references().box((maker, number))
-        return box.full and not box.failure and finishes(getattr(box.value, self.__name__ or "__call__", None), ())
+        return _must_finish((maker, number), self.__name__)
 
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
         box = current.references().box((maker, number))
@@ -273,10 +272,16 @@ def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Te
 
 runs_as(with_values, lambda function, *_: user_name(function))
 setattr(with_values, OWN_ARGUMENTS, 1)
-setattr(with_values, MUST_FINISH, lambda function, *_: finishes(function, ()))
+setattr(with_values, MUST_FINISH, lambda function=None, *args: finishes(function, args))  # also without arguments
 setattr(call_method, OWN_ARGUMENTS, 2)
-setattr(call_method, MUST_FINISH, lambda value, method, *_: finishes(getattr(value, method), ()))
+setattr(call_method, MUST_FINISH, lambda value, method, *_: _must_finish(value.id, method))
 runs_as(call_method, lambda value, method, *_: _method_name(value, method))
+
+
+def _must_finish(ref: Id, method: str) -> bool:
+    """Return True if that method of a value of this worker must finish; False if the value does not exist yet."""
+    box = current.references().box(ref)
+    return box.full and not box.failure and finishes(getattr(box.value, method or "__call__", None), ())
 
 
 def _method_name(value: Any, method: str) -> str:
