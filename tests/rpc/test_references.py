@@ -232,11 +232,15 @@ class Odd:
     def call_of(self) -> str:
         return "call_of"
 
+    def add(self, function: str) -> str:
+        return function
+
 
 @on_worker0
-def test_methods_of_any_name() -> None:
-    ref = rpc.remote("worker1", Odd)
+def test_methods_and_arguments_of_any_name() -> None:
+    ref: Any = rpc.remote("worker1", Odd)
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
+    assert ref.add(function="a method that tensors have").to_here() == "a method that tensors have"
 
 
 def test_using_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,7 +327,7 @@ class RRef(Generic[T]):
     # Operators and methods of tensors
 
     @not_compiled
-    def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
+    def _operate(self, function: Callable[..., Any], /, *operands: Any, **named: Any) -> RRef[Any]:
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
         for each in held:
