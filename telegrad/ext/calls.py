@@ -16,14 +16,14 @@ from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, target
 from telegrad._core.rpc.joint_calls import StepCounter, call_all, summary
-from telegrad._core.rpc.remote_calls import Async, How, NoArgs, Unchecked, remote, rpc_async, rpc_sync
+from telegrad._core.rpc.remote_calls import Async, Awaited, How, NoArgs, Unchecked, remote, rpc_async, rpc_sync
 from telegrad._core.rpc.retry import await_workers, wait_or_cancel
 from telegrad._core.rpc.retry_queue import RetryPolicy
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker.actors import FifoLock
 
 __all__ = [
-    "ASYNC_MARK", "DEFAULT", "Agent", "Async", "CallEvent", "CallerContext", "Deferred", "EachCall",
+    "ASYNC_MARK", "DEFAULT", "Agent", "Async", "Awaited", "CallEvent", "CallerContext", "Deferred", "EachCall",
     "FifoLock", "Future", "Helper", "How", "Incoming", "NestedCall", "NoArgs", "PendingCall", "PreparedCall",
     "RetryPolicy", "Signal", "StepCounter", "Unchecked", "await_workers", "call_all", "call_context",
     "check_timeout", "complete", "completion_of", "convert", "current_call", "fold", "folded", "futures", "inspection",

@@ -23,6 +23,7 @@ from telegrad.ext.calls import (
 )
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.groups import collectives, group_calls, ref_group
+from telegrad.groups.collectives import Participants
 from telegrad.groups.group_calls import GroupFuture, ResultSlot, begin_one
 from telegrad.groups.group_maps import MapFuture, zipped
 from telegrad.groups.ref_group import RefGroup
@@ -43,7 +44,7 @@ def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> R
 
 
 @folded
-class GroupCalls(collectives.Participants):
+class GroupCalls(Participants):
     """The base class of `Group`, which knows its members."""
 
     __slots__ = ()
