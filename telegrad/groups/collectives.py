@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
@@ -61,17 +61,22 @@ Key = tuple[str, str, str]  # the called function, the description of the group,
 _numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
-class Participants(Protocol):
+class Participants:
     """The part of a group that a meeting needs."""
+
+    __slots__ = ()
 
     @property
     def description(self) -> str:
-        """Return the same text on all workers."""
+        """A text of how the group was made, the same on all workers."""
+        raise NotImplementedError
 
     @property
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        raise NotImplementedError
 
-    def __contains__(self, worker: str) -> bool: ...
+    def __contains__(self, worker: str | int | WorkerInfo) -> bool:
+        raise NotImplementedError
 
 
 def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:

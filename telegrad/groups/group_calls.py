@@ -25,6 +25,7 @@ from telegrad.ext.calls import (
     PreparedCall,
     RetryPolicy,
     Signal,
+    complete,
     completion_of,
     folded,
     profiling,
@@ -96,15 +97,8 @@ class ResultSlot:
 
     def follow(self, future: Future[Any]) -> None:
         """Complete when `future` completes, with its result."""
-
-        def end(_: Any) -> None:
-            try:
-                self.set_result(future.value())
-            except Exception as error:
-                self.set_exception(error)
-
         self.call = future.call
-        future.add_done_callback(end)
+        future.add_done_callback(lambda _: complete(self, future.value))
 
     def set_result(self, result: Any) -> None:
         self.value = result

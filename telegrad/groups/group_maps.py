@@ -9,28 +9,9 @@ from typing import Any
 
 from telegrad.errors import CallCancelled, InvalidArgument
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Agent, CallerContext, RetryPolicy, convert, user_name
+from telegrad.ext.calls import Agent, CallerContext
 from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.workers import WorkerInfo, current
-from telegrad.groups.group_calls import GONE, GroupFuture, ResultSlot, begin_one
-
-
-def map_items(
-    version: int,
-    workers: Sequence[WorkerInfo],
-    function: Callable[..., Any],
-    items: Sequence[Iterable[Any]],
-    timeout: float,
-    policy: RetryPolicy | None = None,
-) -> GroupFuture[list[Any]]:
-    names = [worker.name for worker in workers]
-    calls = {number: convert(function, args, None) for number, args in enumerate(zipped(items))}
-    future = MapFuture(
-        current.agent(),
-        *(version, names, len(calls), user_name(function)),
-        lambda slot, place: begin_one(slot, names[place], calls.pop(slot.key), timeout, policy),
-    )
-    return future.begin()
+from telegrad.groups.group_calls import GONE, GroupFuture, ResultSlot
 
 
 def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, overload
 from telegrad.errors import UsageError
 from telegrad.ext.calls import (
     DEFAULT,
-    Awaited,
+    Async,
     How,
     NoArgs,
     RetryPolicy,
@@ -19,10 +19,13 @@ from telegrad.ext.calls import (
     folded,
     not_compiled,
     retry,
+    user_name,
 )
-from telegrad.ext.workers import WorkerInfo
-from telegrad.groups import collectives, group_calls, group_maps, ref_group
-from telegrad.groups.group_calls import GroupFuture
+from telegrad.ext.workers import WorkerInfo, current
+from telegrad.groups import collectives, group_calls, ref_group
+from telegrad.groups.collectives import Participants
+from telegrad.groups.group_calls import GroupFuture, ResultSlot, begin_one
+from telegrad.groups.group_maps import MapFuture, zipped
 from telegrad.groups.ref_group import RefGroup
 
 T = TypeVar("T")
@@ -41,7 +44,7 @@ def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> R
 
 
 @folded
-class GroupCalls:
+class GroupCalls(Participants):
     """The base class of `Group`, which knows its members."""
 
     __slots__ = ()
@@ -50,28 +53,12 @@ class GroupCalls:
     def version(self) -> int:
         raise NotImplementedError
 
-    @property
-    def description(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def names(self) -> list[str]:
-        raise NotImplementedError
-
-    def __contains__(self, worker: str | int | WorkerInfo) -> bool:
-        raise NotImplementedError
-
     def _members(self) -> tuple[WorkerInfo, ...]:
         raise NotImplementedError
 
     @overload
     def rpc_async(
-        self,
-        func: Callable[[*Ts], Awaited[T]],
-        args: tuple[*Ts] = ...,
-        kwargs: None = ...,
-        timeout: float = ...,
-        **how: Unpack[Each],
+        self, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Each]
     ) -> GroupFuture[list[T]]: ...
     @overload
     def rpc_async(
@@ -150,12 +137,7 @@ class GroupCalls:
 
     @overload
     def rpc_sync(
-        self,
-        func: Callable[[*Ts], Awaited[T]],
-        args: tuple[*Ts] = ...,
-        kwargs: None = ...,
-        timeout: float = ...,
-        **how: Unpack[Each],
+        self, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Each]
     ) -> list[T]: ...
     @overload
     def rpc_sync(
@@ -237,7 +219,13 @@ class GroupCalls:
             A `GroupFuture` of all values, in the order of the items.
         """
         policy = _policy(timeout, wait_for_worker, idempotent)
-        return group_maps.map_items(self.version, self._members(), func, items, timeout, policy)
+        names = [worker.name for worker in self._members()]
+        calls = {number: convert(func, args, None) for number, args in enumerate(zipped(items))}
+
+        def call(slot: ResultSlot, place: int) -> None:
+            begin_one(slot, names[place], calls.pop(slot.key), timeout, policy)
+
+        return MapFuture(current.agent(), self.version, names, len(calls), user_name(func), call).begin()
 
     @not_compiled
     def remote(

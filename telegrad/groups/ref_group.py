@@ -22,7 +22,7 @@ from telegrad.ext.calls import (
     wait_or_cancel,
 )
 from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.references import Proxy, RRef, fetch, methods
+from telegrad.ext.references import EACH, Proxy, RRef, created, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 from telegrad.groups.group_calls import GroupFuture, ResultSlot, group_error
 from telegrad.groups.group_maps import MapFuture, zipped
@@ -246,7 +246,7 @@ class RefGroup:
     def _prepared(self, method: str, args: Any, kwargs: Any) -> PreparedCall:
         # All owners get the same arguments, which are encoded once. Each finds the id of its own value by its name.
         ids = {each.owner_name(): each._handle.id for each in self}
-        return PreparedCall(methods.of_each(method), (ids, *args), kwargs, self)
+        return PreparedCall(methods.of(EACH + method), (ids, *args), kwargs, self)
 
     def _future(self, about: str) -> GroupFuture[list[Any]]:
         self._check()
@@ -258,7 +258,12 @@ class RefGroup:
 
 
 def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
-    if reference.is_owner():
+    agent, box = reference._table.agent, reference._handle.box
+    if box is not None and box.full:
         return reference.future().then(lambda _: reference.local_value())
     owner = reference._reach(timeout)
-    return reference._table.agent.call_async(owner, fetch, reference._handle.id, None, timeout, reference)
+    if box is None:
+        return agent.call_async(owner, fetch, reference._handle.id, None, timeout, reference)
+    # A call, for its timeout. Its error, other than that, is the error of the value, which is raised as it is.
+    exists = agent.call_async(owner, created, reference._handle.id, None, timeout, reference)
+    return exists.then(lambda done: reference.local_value() if box.full else done.value())

@@ -33,13 +33,13 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Agent, Deferred, folded, known_as, limit_of, not_compiled
+from telegrad.ext.calls import DEFAULT, Agent, Deferred, Signal, folded, known_as, limit_of, not_compiled
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
 from telegrad.ext.processes import run_in_thread
 from telegrad.ext.references import RestorableRRef, RRef, wait_for
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
-from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedBox, Ownership, Registration, on_thread
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedBox, Ownership, Registration, call_on_thread
 
 LOOK = 0.25  # seconds between checks while waiting
 
@@ -200,7 +200,8 @@ class Publications:
             self._finish(offer)
 
     def _claim_in_time(self, offer: Publication) -> bool:
-        claimed = on_thread(self._claim, offer)
+        claimed = Signal()
+        call_on_thread(claimed, self._claim, offer)
         until = monotonic() + (self._agent.timeout or inf)
 
         def text() -> str:

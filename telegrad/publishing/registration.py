@@ -28,7 +28,7 @@ from telegrad.errors import (
     StoreUntrusted,
     TelegradError,
 )
-from telegrad.ext.calls import Signal
+from telegrad.ext.calls import Signal, complete
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
 from telegrad.ext.joining import DirectoryMonitor
 from telegrad.ext.processes import knock, run_in_thread
@@ -47,30 +47,14 @@ log = logging.getLogger("telegrad")
 Address = tuple[str, int]
 
 
-def on_thread(function: Callable[..., Any], *args: Any) -> Signal:
-    """Call a function on another thread; return a signal of its result."""
-    done = Signal()
-    _call_on_thread(done, function, *args)
-    return done
-
-
-def _call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
+def call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
     """Complete a signal by a call on another thread; return False if no thread can start: its error."""
     try:
-        run_in_thread(THREAD, _complete, done, function, args)
+        run_in_thread(THREAD, complete, done, function, *args)
     except RuntimeError as error:
         done.set_exception(error)
         return False
     return True
-
-
-def _complete(done: Signal, function: Callable[..., Any], args: Any) -> None:
-    try:
-        result = function(*args)
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(result)
 
 
 class Registration:
@@ -140,7 +124,7 @@ class Registration:
                     self._address = address
                 else:
                     address.set_result()
-        if starts and not _call_on_thread(address, self._start):
+        if starts and not call_on_thread(address, self._start):
             with self._lock:
                 self._address = None
         return address
@@ -167,7 +151,7 @@ class Registration:
             # Not in the pause after an answer, in which no question waits for one.
             self._silent_since = self._silent_since or (now if asks else 0.0)
             silent, refusal = now - (self._silent_since or now), self._refusal
-        if asks and not _call_on_thread(Signal(), self._look, group, name):
+        if asks and not call_on_thread(Signal(), self._look, group, name):
             with self._lock:
                 self._is_asking = False
         if refusal is not None:
@@ -199,7 +183,7 @@ class Registration:
             if joining is not None and not (joining.done() and self._group is None):
                 return joining
             joining = self._joining = Signal()
-        _call_on_thread(joining, self._join)
+        call_on_thread(joining, self._join)
         return joining
 
     def _join(self) -> DynamicGroup:

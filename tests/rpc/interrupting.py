@@ -169,10 +169,6 @@ def call_with_own_pickling() -> None:
     assert rpc.rpc_sync(A, double, (Picky(2),), timeout=LIMIT).value == 4
 
 
-def whole_stream() -> None:
-    assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
-
-
 def local_reference() -> None:
     rref = RRef(torch.ones(3))
     assert rpc.rpc_sync(A, take_reference, (rref,), timeout=LIMIT) == 3
@@ -180,10 +176,6 @@ def local_reference() -> None:
 
 def group_call() -> None:
     assert rpc.group([A, B]).rpc_sync(double, (2,)) == [4, 4]
-
-
-def forward() -> None:
-    assert _trained[0].module.forward(torch.ones(2, 3)).shape == (2, 1)
 
 
 def calls_at_once() -> None:
@@ -217,6 +209,7 @@ def stream() -> None:
     with rpc.rpc_stream(A, numbers, timeout=LIMIT) as items:
         assert next(items) == 1
         assert next(items) == 2
+    assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
 
 
 def reference() -> None:
@@ -272,17 +265,6 @@ def fused_step() -> None:
         autograd.backward(context_id, [loss], step=_trained[0].optimizer)
 
 
-def dropped_reference() -> None:
-    rref = rpc.remote(A, double, (2,), timeout=LIMIT)
-    assert rpc.rpc_sync(B, take_scalar, (rref,), timeout=LIMIT) == 4
-    del rref
-    gc.collect()
-
-
-def take_scalar(rref: Any) -> int:
-    return int(rref.to_here(timeout=LIMIT))
-
-
 def module_made() -> None:
     module = RemoteModule(A, torch.nn.Linear, (3, 1))
     assert module(torch.ones(2, 3)).shape == (2, 1)
@@ -316,16 +298,13 @@ SCENES: dict[str, Callable[[], None]] = {
         in_a_loop,
         cancelled,
         stream,
-        whole_stream,
         reference,
         actor,
         local_reference,
         group_call,
         backward,
-        forward,
         step,
         fused_step,
-        dropped_reference,
         module_made,
         published,
     )
@@ -528,16 +507,9 @@ def over_there(weight: torch.Tensor) -> torch.Tensor:
     return there
 
 
-def in_a_backward_function(weight: torch.Tensor, context_id: int) -> None:
-    autograd.backward(context_id, [Blocked.apply(over_there(weight)).sum()])
-
-
-def behind_the_other_worker(weight: torch.Tensor, context_id: int) -> None:
-    autograd.backward(context_id, [over_there(Blocked.apply(weight)).sum()])
-
-
-def without_others(weight: torch.Tensor, context_id: int) -> None:
-    autograd.backward(context_id, [Blocked.apply(weight).sum()])
+def in_a_step(weight: torch.Tensor, context_id: int) -> None:
+    optimizer = DistributedOptimizer(BlockedSGD, [RRef(weight)], lr=0.1)
+    autograd.backward(context_id, [(over_there(weight) + weight).sum()], step=optimizer)
 
 
 def in_a_hook(weight: torch.Tensor, context_id: int) -> None:
@@ -549,27 +521,6 @@ def in_a_hook(weight: torch.Tensor, context_id: int) -> None:
 def in_a_hook_of_a_leaf(weight: torch.Tensor, context_id: int) -> None:
     weight.register_post_accumulate_grad_hook(blocked)
     autograd.backward(context_id, [(over_there(weight) + weight).sum()])
-
-
-def in_a_step(weight: torch.Tensor, context_id: int) -> None:
-    optimizer = DistributedOptimizer(BlockedSGD, [RRef(weight)], lr=0.1)
-    autograd.backward(context_id, [(over_there(weight) + weight).sum()], step=optimizer)
-
-
-def in_grad(weight: torch.Tensor, context_id: int) -> None:
-    autograd.grad(context_id, over_there(Blocked.apply(weight)).sum(), [weight])
-
-
-def in_pickling(weight: torch.Tensor, context_id: int) -> None:
-    rpc.rpc_sync(A, double, (BlockedPickle(),), timeout=LIMIT)
-
-
-def in_pickling_for_several(weight: torch.Tensor, context_id: int) -> None:
-    rpc.group([A, B]).rpc_sync(double, (BlockedPickle(),))
-
-
-def in_pickling_for_a_map(weight: torch.Tensor, context_id: int) -> None:
-    rpc.group([A, B]).map(double, [1, BlockedPickle(), *range(1000)]).wait()
 
 
 def in_then(weight: torch.Tensor, context_id: int) -> None:
@@ -591,21 +542,21 @@ def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) ->
     _came.wait(LIMIT)  # another thread may run the callback: then this wait is interrupted
 
 
-OWN_CODE = (
-    in_then,
-    in_a_callback,
-    in_a_callback_of_what_is_cancelled,
-    in_a_backward_function,
-    behind_the_other_worker,
-    without_others,
-    in_a_hook,
-    in_a_hook_of_a_leaf,
-    in_a_step,
-    in_grad,
-    in_pickling,
-    in_pickling_for_several,
-    in_pickling_for_a_map,
-)
+OWN_CODE: dict[str, Callable[[torch.Tensor, int], object]] = {
+    "then": in_then,
+    "a callback": in_a_callback,
+    "a callback of what is cancelled": in_a_callback_of_what_is_cancelled,
+    "a backward function": lambda w, context_id: autograd.backward(context_id, [Blocked.apply(over_there(w)).sum()]),
+    "behind the other": lambda w, context_id: autograd.backward(context_id, [over_there(Blocked.apply(w)).sum()]),
+    "without others": lambda w, context_id: autograd.backward(context_id, [Blocked.apply(w).sum()]),
+    "a hook": in_a_hook,
+    "a hook of a leaf": in_a_hook_of_a_leaf,
+    "a step": in_a_step,
+    "grad": lambda w, context_id: autograd.grad(context_id, over_there(Blocked.apply(w)).sum(), [w]),
+    "pickling": lambda *_: rpc.rpc_sync(A, double, (BlockedPickle(),), timeout=LIMIT),
+    "pickling for several": lambda *_: rpc.group([A, B]).rpc_sync(double, (BlockedPickle(),)),
+    "pickling for a map": lambda *_: rpc.group([A, B]).map(double, [1, BlockedPickle(), *range(1000)]).wait(),
+}
 
 
 def in_own_code(one_in: int) -> int:
@@ -617,7 +568,7 @@ def in_own_code(one_in: int) -> int:
     rpc.rpc_sync(rpc.get_worker_info().name, double, (1,))  # as an optimizer with parameters here does
     before = prepare()
     done = 0
-    for number, act in enumerate(OWN_CODE):
+    for number, (name, act) in enumerate(OWN_CODE.items()):
         for error in (KeyboardInterrupt(), SystemExit(7), Stop(), Alarm())[number % one_in :: one_in]:
 
             def stop(signum: int, frame: FrameType | None, error: BaseException = error) -> None:
@@ -631,7 +582,7 @@ def in_own_code(one_in: int) -> int:
                     settle()
                 except BaseException as raised:
                     came = raised
-            assert came is error, f"{act.__name__}: {came!r} came in place of {error!r}"
+            assert came is error, f"in {name}: {came!r} came in place of {error!r}"
             done += 1
             del error, came
             _came.set()
@@ -672,25 +623,9 @@ def beside_another_thread(seed: int) -> int:
     return count
 
 
-def futures() -> None:
-    assert rpc.rpc_async(A, time.sleep, (HELD,), timeout=LIMIT).wait() is None
-
-
-def held_reference() -> None:
-    assert rpc.remote(A, time.sleep, (HELD,), timeout=LIMIT).to_here(timeout=LIMIT) is None
-
-
-def held_group() -> None:
-    assert rpc.group([A, B]).rpc_sync(time.sleep, (HELD,)) == [None, None]
-
-
 def late_numbers() -> Any:
     time.sleep(HELD)
     yield 1
-
-
-def held_stream() -> None:
-    assert list(rpc.rpc_stream(A, late_numbers, timeout=LIMIT)) == [1]
 
 
 class Late(torch.autograd.Function):
@@ -711,13 +646,16 @@ def held_backward() -> None:
         assert autograd.get_gradients(context_id)[weight][0] == 2
 
 
-def held_call() -> None:
-    rpc.rpc_sync(A, time.sleep, (HELD,), timeout=LIMIT)
-
-
 AT_RANDOM = 100  # handlers that run at random places
 HELD = 0.03  # seconds for which an interrupted call waits
-WAITS = (held_call, futures, held_reference, held_group, held_stream, held_backward)
+WAITS: tuple[tuple[Callable[[], object], object], ...] = (  # with their values
+    (lambda: rpc.rpc_sync(A, time.sleep, (HELD,), timeout=LIMIT), None),
+    (lambda: rpc.rpc_async(A, time.sleep, (HELD,), timeout=LIMIT).wait(), None),
+    (lambda: rpc.remote(A, time.sleep, (HELD,), timeout=LIMIT).to_here(timeout=LIMIT), None),
+    (lambda: rpc.group([A, B]).rpc_sync(time.sleep, (HELD,)), [None, None]),
+    (lambda: list(rpc.rpc_stream(A, late_numbers, timeout=LIMIT)), [1]),
+    (held_backward, None),
+)
 
 
 def calls_in_handlers(seed: int, one_in: int) -> None:
@@ -731,7 +669,7 @@ def calls_in_handlers(seed: int, one_in: int) -> None:
         handled.append(wanted[0].__name__)
 
     signal.signal(signal.SIGALRM, handle)
-    for (first, wait), (second, act) in itertools.product(enumerate(WAITS), enumerate(SCENES.values())):
+    for (first, (wait, value)), (second, act) in itertools.product(enumerate(WAITS), enumerate(SCENES.values())):
         # asyncio has one loop per thread, and a thread is in one context at a time, or it raises at once.
         is_impossible = act is in_a_loop or (wait is held_backward and act in (backward, step, fused_step))
         if is_impossible or (first + second) % one_in:
@@ -739,10 +677,10 @@ def calls_in_handlers(seed: int, one_in: int) -> None:
         wanted[:] = [act]
         began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, HELD / 3)
-        wait()
+        assert wait() == value
         while handled[-1:] != [act.__name__]:
-            assert time.monotonic() < began + LIMIT, (wait, act)
-        assert time.monotonic() < began + LIMIT, f"{act.__name__} in a handler hung within {wait.__name__}"
+            assert time.monotonic() < began + LIMIT, (first, act)
+        assert time.monotonic() < began + LIMIT, f"{act.__name__} in a handler hung within the wait {first}"
     # At random places of short calls: one signal at a time, since on a busy machine a handler takes longer than a timer
     chooser = random.Random(seed)
     count = len(handled)

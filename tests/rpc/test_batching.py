@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 import threading
 from typing import Any, NoReturn
@@ -150,6 +151,15 @@ def test_an_object_with_used_batches_can_be_pickled() -> None:
     copied = pickle.loads(pickle.dumps(adder))
     assert copied.full is not adder.full
     assert copied.sizes == []
+
+
+def test_the_batches_of_a_copied_object_use_the_copy() -> None:
+    adder = Adder()
+    assert asyncio.run(adder.timely(1)) == 2
+    copied = copy.copy(adder)
+    copied.sizes = []
+    assert asyncio.run(copied.timely(2)) == 4
+    assert (adder.sizes, copied.sizes) == ([1], [1])
 
 
 @pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError)])

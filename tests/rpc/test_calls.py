@@ -230,15 +230,6 @@ def test_the_receiver_owns_the_tensors_that_it_gets(pair: list[Worker], size: in
 # Errors
 
 
-def test_a_remote_error_has_the_same_type_and_names_the_worker(pair: list[Worker]) -> None:
-    with pytest.raises(ValueError, match="boom") as caught:
-        pair[0].agent.call("w1", fail, (ValueError, "boom"), None)
-    assert type(caught.value) is ValueError
-    assert caught.value.args == ("boom",)
-    assert "'w1'" in str(caught.value)
-    assert "in fail" in str(caught.value)
-
-
 def test_unknown_worker(pair: list[Worker]) -> None:
     with pytest.raises(errors.UnknownWorker, match="did you mean 'w1'"):
         pair[0].agent.call("w11", echo, (1,), None)

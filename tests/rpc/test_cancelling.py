@@ -313,6 +313,57 @@ def test_a_cancelled_call_in_the_queue_begins_only_if_it_must_finish() -> None:
         assert "keep ends False" in story.events
 
 
+class Keeper:
+    @functions.must_finish
+    def keep(self, name: str = "kept") -> bool:
+        return hold(name)
+
+
+@pytest.mark.parametrize("args", [(), ("kept",)])
+def test_a_cancelled_method_of_several_references_begins_if_it_must_finish(args: Any) -> None:
+    with agents_here(3, num_worker_threads=1) as (_, b, _):
+        keepers = rpc.group(["w1", "w2"]).remote(Keeper)
+        keepers.future().wait()
+        running = rpc_async("w1", hold, ("first",))
+        story.wait_for("first begins")
+        cancelled = keepers.rpc_async().keep(*args)
+        wait_until(lambda: len(calls_of(b)) == 2)
+        assert cancelled.cancel()
+        wait_until(lambda: len(unwanted(b)) == 1)
+        story.gate.set()
+        assert running.wait()
+        wait_until(lambda: story.events.count("kept ends False") == 2)
+
+
+class Total(Keeper):
+    @functions.must_finish
+    def add(self) -> bool:
+        return self.keep()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(1), Total])
+def test_a_cancelled_method_of_tensors_begins_only_if_it_must_finish(make: Callable[[], Any]) -> None:
+    with agents_here(3, num_worker_threads=1) as (_, b, _):
+        value = remote("w1", make)
+        value.future().wait()
+        running = rpc_async("w1", hold, ("first",))
+        story.wait_for("first begins")
+        made = value.add() if make is Total else value.add(1)
+        elsewhere = rpc_async("w2", to_here, (made,))
+        wait_until(lambda: len(calls_of(b)) == 3)
+        assert made.future().cancel()
+        wait_until(lambda: len(unwanted(b)) == 1)
+        story.gate.set()
+        assert running.wait()
+        with pytest.raises(CallCancelled) if make is not Total else contextlib.nullcontext():
+            assert elsewhere.wait() is True
+        assert ("kept begins" in story.events) == (make is Total)
+
+
+def to_here(reference: RRef[Any]) -> Any:
+    return reference.to_here()
+
+
 @actor
 class Actor:
     def hold(self, name: str) -> bool:

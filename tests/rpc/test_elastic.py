@@ -392,7 +392,7 @@ waiting: list[Future[Any]] = []
 
 
 def begin_to_wait() -> None:
-    waiting.append(ThreadPoolExecutor(1).submit(rpc.rendezvous_again, 4))
+    waiting.append(ThreadPoolExecutor(1).submit(rpc.rendezvous_again, 3))
     wait_until(lambda: current.here().turning._steps._how)
 
 
@@ -410,7 +410,7 @@ def test_the_time_that_a_leader_was_stopped_does_not_count_as_a_wait(tcp: str) -
             process.run(rpc.rendezvous_again)  # the first returns at once
         leader.run(begin_to_wait)
         leader.kill(signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(3.5)
         leader.kill(signal.SIGCONT)
         other.begin(rpc.rendezvous_again)
         leader.begin(end_of_waiting)

@@ -39,7 +39,7 @@ def odd_ones_fail(value: Any) -> Any:
 gates: dict[str, threading.Event] = {each: threading.Event() for each in NAMES}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     for gate in gates.values():
         gate.clear()
@@ -121,7 +121,6 @@ def test_a_group_error_is_raised_at_another_worker(actors: rpc.Group) -> None:
     assert sorted(caught.value.errors) == ["w1", "w3", "w5"]
 
 
-@pytest.mark.usefixtures("closed")
 def test_as_completed_yields_results_as_they_come(actors: rpc.Group) -> None:
     future = actors.rpc_async(pass_gate)
     assert repr(future).endswith("0 of 5 are there>")
@@ -153,7 +152,6 @@ def test_results_can_be_asked_at_the_moment_of_the_last_arrival(actors: rpc.Grou
         assert future.results() == {"w2": 7, "w4": 7}
 
 
-@pytest.mark.usefixtures("closed")
 def test_first_returns_the_first_results_that_succeed(actors: rpc.Group) -> None:
     assert set(actors.rpc_async(odd_ones_fail, (7,)).first(2)) == {"w2", "w4"}
     with pytest.raises(errors.GroupError):
@@ -251,7 +249,6 @@ def test_wrong_uses_of_reductions_raise_clear_errors(actors: rpc.Group) -> None:
     assert future.wait()
 
 
-@pytest.mark.usefixtures("closed")
 def test_a_worker_that_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
     for each in NAMES:
         if each != "w4":
@@ -307,7 +304,6 @@ def test_a_map_of_more_items_than_workers(actors: rpc.Group) -> None:
     assert future.results()[39] == 39 * 39
 
 
-@pytest.mark.usefixtures("closed")
 def test_items_of_a_map_go_to_a_free_worker(actors: rpc.Group) -> None:
     gates["w1"].set()
     future = actors[:2].map(lambda _: pass_gate(), range(6))

@@ -12,7 +12,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.agent.peer import Peer
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents_here, group, wait_until
+from tests.cluster import PATIENCE, agents_here, group, wait_until
 from tests.rpc import members
 
 NAMES = ["w1", "w2", "w3", "w4", "w5"]
@@ -67,6 +67,27 @@ def test_a_group_with_this_worker_has_a_local_value(actors: rpc.Group) -> None:
     assert refs.to_here()[0] is refs[0].local_value()
     assert refs.rpc_sync().where() == ["w0", *NAMES]
     assert refs.remote().part("x").rpc_sync().add(1) == [6] * 6
+
+
+gate = threading.Event()
+
+
+def gated(fails: bool = False) -> int:
+    assert gate.wait(PATIENCE)
+    return 1 // (not fails)
+
+
+def test_a_timeout_holds_for_a_value_of_this_worker_that_is_being_made(team: list[Worker]) -> None:
+    gate.clear()
+    here = rpc.group(["w0"])
+    refs, failing = here.remote(gated), here.remote(gated, (True,))
+    with pytest.raises(errors.GroupError, match="w0: CallTimeout"):
+        refs.to_here(timeout=0.05)
+    threading.Timer(0.05, gate.set).start()
+    assert refs.to_here(timeout=PATIENCE) == [1]
+    for _ in range(2):
+        with pytest.raises(errors.GroupError, match="w0: ZeroDivisionError"):
+            failing.to_here()
 
 
 def test_map_calls_a_method_with_items(actors: rpc.Group) -> None:

@@ -276,7 +276,7 @@ def test_rank_0_need_not_be_first(tcp: str) -> None:
 
 
 def test_a_process_leads_successive_dynamic_groups(tcp: str) -> None:
-    with processes(4) as made:
+    with processes(3) as made:
         for fresh in made[1:]:
             made[0].run(join, "boss", tcp, 0)
             fresh.run(join, "x", tcp)
@@ -334,6 +334,7 @@ def test_a_worker_needs_a_name_or_a_role() -> None:
         rpc.init_rpc()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_local_workers_have_roles() -> None:
     with telegrad.local({"learner": 1, "actor": 2}) as group:

@@ -1,4 +1,4 @@
-"""Tests of signal handlers that raise within a call: for SIGTERM, of torch's DataLoader, of pytest-timeout."""
+"""Tests of signal handlers that raise within a call: for SIGTERM, and of torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -80,44 +80,3 @@ def test_a_dead_process_of_a_dataloader_and_sigterm_end_calls_by_their_errors(tm
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = ran.stdout.splitlines()
     assert lines == 2 * ["RuntimeError: DataLoader worker"] + 8 * ["SystemExit: asked to end"]
-
-
-TIMEOUTS = """
-import time
-import pytest
-import telegrad
-import telegrad.rpc as rpc
-
-
-@pytest.fixture(scope="module")
-def group():
-    with telegrad.local(1) as made:
-        yield made
-
-
-@pytest.mark.timeout(0.3, method="signal", func_only=True)
-@pytest.mark.parametrize("number", range(1))
-def test_late(group, number):
-    rpc.rpc_sync("worker0", time.sleep, (1,))
-
-
-@pytest.mark.timeout(0.3, method="signal", func_only=True)
-@pytest.mark.parametrize("number", range(1))
-def test_busy(group, number):
-    while True:
-        rpc.rpc_sync("worker0", pow, (2, 3))
-
-
-def test_in_time(group):
-    assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
-"""
-
-
-@pytest.mark.nightly
-def test_a_timeout_of_pytest_ends_its_test_alone(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "test_timeouts.py").write_text(TIMEOUTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE, cwd=tmp_path)
-    assert "2 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
-    assert ran.stdout.count("Timeout (>0.3s) from pytest-timeout") >= 2
-    assert "[worker0]" not in ran.stdout + ran.stderr

@@ -82,6 +82,21 @@ def test_a_profiled_call_that_fails_raises_and_is_an_event() -> None:
     assert {"rpc_sync#fail(w0 -> w1)", "rpc_async#fail(w0 -> w1)"} <= events(program).keys()
 
 
+class Unprintable:
+    def __call__(self) -> int:
+        return 5
+
+    def __repr__(self) -> NoReturn:
+        raise ArithmeticError
+
+
+def test_a_profiled_callable_object_whose_text_cannot_be_formatted_is_called() -> None:
+    def program() -> None:
+        assert rpc_sync("w1", Unprintable()) == 5
+
+    assert any(name.startswith("rpc_sync#<Unprintable instance at") for name in events(program))
+
+
 def test_a_backward_pass_and_its_send_functions_are_events() -> None:
     x = torch.ones(3, requires_grad=True)
 

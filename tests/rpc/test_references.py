@@ -162,14 +162,6 @@ def test_the_attributes_of_a_reference(workers: list[Process], on: str) -> None:
 
 
 @on_worker0
-def test_remote_to_self() -> None:
-    ref = rpc.remote(here(), ones, (3,))
-    assert ref.is_owner()
-    assert ref.to_here().tolist() == [1, 1, 1]
-    assert rpc.remote(here(), Counter).rpc_sync().add(2) == 2
-
-
-@on_worker0
 def test_remote_takes_a_rank_or_worker_info_and_options() -> None:
     by_rank = rpc.remote(1, ones)
     by_info = rpc.remote(rpc.get_worker_info("worker1"), ones, kwargs={"size": 3}, timeout=PATIENCE)
@@ -240,11 +232,15 @@ class Odd:
     def call_of(self) -> str:
         return "call_of"
 
+    def add(self, function: str) -> str:
+        return function
+
 
 @on_worker0
-def test_methods_of_any_name() -> None:
-    ref = rpc.remote("worker1", Odd)
+def test_methods_and_arguments_of_any_name() -> None:
+    ref: Any = rpc.remote("worker1", Odd)
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
+    assert ref.add(function="a method that tensors have").to_here() == "a method that tensors have"
 
 
 def test_using_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,17 +383,6 @@ def test_a_value_lives_while_any_worker_holds_a_reference() -> None:
     rpc.rpc_sync("worker3", keep, ("x", rpc.rpc_sync("worker1", dict[str, int], ({"x": 1},))["x"]))
     rpc.rpc_sync("worker1", let_go, ("x",))
     rpc.rpc_sync("worker3", let_go, ("x",))
-
-
-@on_worker0
-def test_all_workers_use_the_same_value() -> None:
-    ref = rpc.RRef(Counter())
-    rpc.rpc_sync("worker1", add_through, (ref, 5))
-    assert ref.local_value().value == 5
-
-
-def add_through(ref: rpc.RRef[Counter], amount: int) -> None:
-    ref.rpc_sync().add(amount)
 
 
 @on_worker0

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import telegrad.rpc as rpc
 from telegrad import errors
@@ -83,6 +84,15 @@ def test_a_call_waits_for_a_worker_that_has_never_joined(stage: Stage) -> None:
     coming = stage.later("x")
     assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
     coming.join()
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, lambda *call, **how: rpc.remote(*call, **how).to_here()])
+def test_a_profiled_call_waits_for_a_rank_that_has_never_joined(stage: Stage, call: Callable[..., Any]) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        coming = stage.later("x")
+        assert call(1, operator.add, (1, 2), wait_for_worker=True) == 3
+    coming.join()
+    assert any("add(boss -> rank 1)" in event.name for event in seen.events())
 
 
 def test_a_call_waits_for_a_worker_that_comes_back(stage: Stage) -> None:
@@ -501,6 +511,25 @@ def test_usual_idempotent_calls(stage: Stage) -> None:
     futures = [rpc.rpc_async("x", operator.add, (i, i), idempotent=True) for i in range(100)]
     assert [future.wait() for future in futures] == [2 * i for i in range(100)]
     settled(x)
+
+
+def test_a_repeated_call_with_a_borrowed_reference_gets_the_answer(stage: Stage) -> None:
+    x = stage.come("x")
+    reference: Any = rpc.remote("x", torch.ones, (3,))
+    assert rpc.rpc_sync("x", total_later, (reference,), idempotent=True) == 3
+    future = rpc.rpc_async("x", scaled, (reference,), idempotent=True)
+    assert begun.wait(PATIENCE)
+    links.cut(x)
+    may_end.set()
+    assert future.wait().sum() == 6
+    with pytest.raises(TypeError, match=r"On worker 'x', in tests\.rpc\.test_returns\.total_later"):
+        rpc.rpc_sync("x", total_later, (reference, 1), idempotent=True)
+    settled(x)
+
+
+@rpc.functions.async_execution
+def total_later(tensor: torch.Tensor) -> torch.futures.Future[float]:
+    return rpc.rpc_async("boss", total, (tensor,))
 
 
 def make_lock() -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -200,6 +201,23 @@ def test_the_failed_creation_of_a_held_reference_is_logged_at_the_end_of_its_wor
                 held[0].to_here()
         workers[0].end("")
         assert len(log.said) == (not handled)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.parametrize("begin", [rpc_async, remote])
+def test_a_forked_child_leaves_the_failures_of_its_parent_to_that(begin: Callable[..., Any], log: Heard) -> None:
+    with agents_here(2) as workers:
+        held = [begin("w1", fail)]
+        wait_until(lambda: unretrieved._held)
+        child = os.fork()
+        if not child:
+            held.clear()
+            gc.collect()
+            os._exit(len(log.said))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        held.clear()
+        workers[0].references.flush()
+        assert log.told.wait(PATIENCE)
 
 
 def test_the_failure_of_an_own_future_with_a_callback_is_not_logged(log: Heard) -> None:

@@ -110,10 +110,7 @@ class Seen:
 seen = Seen()
 
 
-@in_child
-def _leave() -> None:
-    """Reset the context: the call that the forking thread serves belongs to the parent."""
-    _current.set(_NONE)
+in_child(lambda: _current.set(_NONE))  # the call that the forking thread serves belongs to the parent
 
 
 def remaining_timeout(limit: float, call: Any) -> float:

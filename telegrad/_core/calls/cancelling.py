@@ -114,10 +114,7 @@ class Served:
 serving: ContextVar[Served | None] = ContextVar("telegrad_serving", default=None)
 
 
-@in_child
-def _serve_none() -> None:
-    """Reset the call that the forking thread serves: it belongs to the parent."""
-    serving.set(None)
+in_child(lambda: serving.set(None))  # the call that the forking thread serves belongs to the parent
 
 
 def cancelled() -> bool:

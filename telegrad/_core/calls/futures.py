@@ -384,6 +384,16 @@ class Signal:
         return self._value
 
 
+def complete(outcome: Any, make: Callable[..., object], *args: Any) -> None:
+    """Complete a future, a signal or the like with the result of a function, or with its exception."""
+    try:
+        result = make(*args)
+    except Exception as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+
+
 def forget(future: Any, callback: Callable[[Any], None]) -> None:
     """Remove a callback from a signal that may be waited for again and again; no other future can do so."""
     if isinstance(future, Signal) and not future.done():

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch.autograd.profiler import record_function
 
-from telegrad._core.calls.futures import Future
+from telegrad._core import checks
+from telegrad._core.calls.futures import Future, complete
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def function_name(function: Any) -> str:
         return builtin
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
-    return getattr(function, "__qualname__", None) or repr(function)
+    return getattr(function, "__qualname__", None) or checks.short_repr(function)
 
 
 # Calls
@@ -137,10 +138,7 @@ def _recorded_until_done(
 
     def pass_on(_: Any) -> None:
         recorded.follows = None
-        try:
-            recorded.set_result(future.value())
-        except Exception as error:
-            recorded.set_exception(error)
+        complete(recorded, future.value)
 
     ended.add_done_callback(pass_on)
     return value, recorded

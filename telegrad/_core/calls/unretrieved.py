@@ -35,13 +35,14 @@ def _was_asked_for(error: BaseException) -> bool:
 class UnretrievedError:
     """The failure of a future. Logged if it is dropped, or the program ends, before it was `seen`."""
 
-    __slots__ = ("__weakref__", "_about", "_begun", "kind", "seen", "text")
+    __slots__ = ("__weakref__", "_about", "_begun", "_similar", "kind", "seen", "text")
 
     def __init__(self, about: str, error: BaseException, begun: float) -> None:
         """`about` describes the failed operation, as users know it; it has `begun` at that time."""
         self.seen: bool = _was_asked_for(error)
         self._about, self._begun = about, begun
         self.kind: str = type(error).__name__
+        self._similar: Kind = self.kind, about.partition(" on worker ")[0]
         try:
             self.text: str = str(error)
         except Exception:
@@ -54,16 +55,20 @@ class UnretrievedError:
 
     def raise_fresh(self, error: Any) -> NoReturn:
         """Mark the failure as seen, and raise a fresh copy of the future's error."""
-        self.seen = True
-        note_retrieved(self._about, self.kind, perf_counter())
+        self.see(perf_counter())
         raise fresh(error)
+
+    def see(self, now: float) -> None:
+        """Mark the failure as seen: the program may drop those of similar calls that have begun before `now`."""
+        self.seen = True
+        _note(_retrieved, self._similar, now)
 
     def log(self) -> None:
         """Log the failure, at most once, if the program has not seen it, nor a similar one."""
         # A wait for several calls, as by `collect_all` or in a loop, raises the first failure, and the others are
         # dropped, at once or much later, or held until the program ends. They have begun before that failure was seen.
         # A call that began afterwards has nothing to do with it.
-        now, similar = perf_counter(), _similar(self._about, self.kind)
+        now, similar = perf_counter(), self._similar
         handled = self._begun <= _retrieved.get(similar, -inf)
         if not self.seen and not handled and now - _logged.get(similar, -inf) >= QUIET:
             _note(_logged, similar, now)
@@ -87,16 +92,13 @@ def log_held() -> None:
             failure.log()
 
 
-forks.in_child(_held.clear)  # the failures of the parent, which logs them
-
-
-def _similar(about: str, kind: str) -> Kind:
-    return kind, about.partition(" on worker ")[0]
-
-
-def note_retrieved(about: str, kind: str, now: float) -> None:
-    """Note that the program sees such a failure: it may drop those of similar calls that have begun before `now`."""
-    _note(_retrieved, _similar(about, kind), now)
+@forks.in_child
+def _leave_to_parent() -> None:
+    """Mark the failures of the parent, which logs them, as seen."""
+    for held in _held.copy():
+        if (failure := held()) is not None:
+            failure.seen = True
+    _held.clear()
 
 
 def _note(times: dict[Kind, float], similar: Kind, now: float) -> None:

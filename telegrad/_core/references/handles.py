@@ -20,7 +20,7 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future, Signal, wait_for
-from telegrad._core.calls.unretrieved import UnretrievedError, note_retrieved
+from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
@@ -125,8 +125,8 @@ class Creation:
     """A call of this worker that creates the value of a reference; the outcome of that call."""
 
     __slots__ = (
-        *("_told", "about", "begun", "call", "cut_off", "done", "error", "fork", "future", "helper", "owner", "ref"),
-        "used",
+        *("_told", "about", "begun", "call", "cut_off", "done", "error", "failure", "fork", "future", "helper"),
+        *("owner", "ref", "used"),
     )
 
     # No code of the user runs when the call ends, so the thread that reads the answer completes it, and no reactor
@@ -144,6 +144,7 @@ class Creation:
         self.done = False
         self.used = 0.0  # when the program last requested the value, or learned of a failure otherwise
         self.about, self.begun = "", 0.0  # set if it has failed
+        self.failure: UnretrievedError | None = None  # the same error, logged if the program has not seen it
         self.future: Future[None] | None = None  # for the user, if one was requested
         self.helper = 0  # thread that waits for the call in `help`, and completes the future if it reads the answer
         self._told = told
@@ -153,8 +154,9 @@ class Creation:
 
     def set_exception(self, result: BaseException) -> None:
         self.error = fresh(result)
+        self.failure = UnretrievedError(self.about, self.error, self.begun)
         if self.used:
-            note_retrieved(self.about, type(self.error).__name__, self.used)
+            self.failure.see(self.used)
         # Such a call may still run and create the value, and its receipt is processed whenever it comes. So the owner
         # is not asked about it before the connection breaks.
         self.cut_off = isinstance(result, CallCancelled | CallTimeout)
@@ -180,26 +182,11 @@ class Creation:
     def use(self) -> None:
         """Note that the program learns of a failure otherwise."""
         self.used = perf_counter()
-        if self.error is not None:
-            note_retrieved(self.about, type(self.error).__name__, self.used)
-
-    def ended(self) -> None:
-        """Log an error that the program has not seen: the last handle has ended, or the worker."""
-        if self.error is not None and not self.used:
-            UnretrievedError(self.about, self.error, self.begun).log()
+        if self.failure is not None:
+            self.failure.see(self.used)
 
     def __repr__(self) -> str:
         return f"<Creation by {self.call!r}>"
-
-
-def tell_user(creation: Creation) -> None:
-    future = creation.future
-    assert future is not None
-    future.call = None
-    if creation.error is not None:
-        future.set_exception(creation.error)  # type: ignore[arg-type]
-    else:
-        future.set_result(None)
 
 
 def failed(error: BaseException) -> BaseException:
@@ -352,7 +339,12 @@ class Maker:
 
     def _told(self, creation: Creation) -> None:
         """Complete the future; until then a second request for it gets the same future."""
-        tell_user(creation)
-        if creation.error is None:
-            with self._lock:
-                self._creations.pop(creation.ref, None)
+        future = creation.future
+        assert future is not None
+        future.call = None
+        if creation.error is not None:
+            future.set_exception(creation.error)  # type: ignore[arg-type]
+            return
+        future.set_result(None)
+        with self._lock:
+            self._creations.pop(creation.ref, None)

@@ -46,7 +46,6 @@ from telegrad._core.references.handles import (
     ValueSlot,
     error_for,
     failed,
-    tell_user,
     warn_of_leaks,
 )
 from telegrad._core.references.reference_protocol import OWNER_DIED, ControlMessage
@@ -152,7 +151,7 @@ class ReferenceTable(Maker):
                 creation.future = Future()
                 creation.future.call = creation
         if late:
-            self.agent.later(tell_user, creation)
+            self.agent.later(self._told, creation)
         # So far, no thread may have been asked to read the answer: see `Creation.quick`.
         with contextlib.suppress(TelegradError):  # the owner has left: the call gets that error
             self.agent.expect(handle.owner.name)
@@ -363,11 +362,8 @@ class ReferenceTable(Maker):
         for ref, box in hopeless:
             lost = RRefLost(f"the call that should have created the value of the reference {number(ref)} never arrived")
             box.fail(describe(lost, self.agent.name))
-        for _, creation in freed:
-            if creation is not None:
-                creation.ended()
-        # The values end here. This is the last step, because it may run slow code of the user, and nothing waits for
-        # it.
+        # The values end here, and failures that the program has not seen are logged. This is the last step, because it
+        # may run slow code of the user, and nothing waits for it.
         del freed
         return wait
 
@@ -475,9 +471,10 @@ class ReferenceTable(Maker):
     def log_failures(self) -> None:
         """Log the failed creations of references that the program still has, but has never used."""
         with self._lock:
-            creations = list(self._creations.values())
-        for creation in creations:
-            creation.ended()
+            failures = [creation.failure for creation in self._creations.values()]
+        for failure in failures:
+            if failure is not None:
+                failure.log()
 
     def close(self, reason: PeerError) -> None:
         """Release everything; remaining handles cannot be used, for that reason, except for values in this process."""

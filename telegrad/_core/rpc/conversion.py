@@ -105,7 +105,12 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
         InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary by names.
     """
     if args is not None and type(args) is not tuple:
-        args = _as_tuple(args)
+        if not isinstance(args, tuple | list):
+            raise InvalidArgument(
+                f"args must be a tuple with the arguments of the function, not {_shown(args)}; for one argument write "
+                "args=(x,), with the comma"
+            )
+        args = tuple(args)
     if kwargs is not None and (kwargs or type(kwargs) is not dict):
         kwargs = as_dict(kwargs)
     kind = type(function)
@@ -125,15 +130,6 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
     if lent:
         return PreparedCall(with_values, (function, *new_args), new_kwargs, lent, function)
     return PreparedCall(function, new_args, new_kwargs)
-
-
-def _as_tuple(args: Any) -> tuple[Any, ...]:
-    if isinstance(args, tuple | list):
-        return tuple(args)
-    raise InvalidArgument(
-        f"args must be a tuple with the arguments of the function, not {_shown(args)}; for one argument write "
-        "args=(x,), with the comma"
-    )
 
 
 def as_dict(kwargs: Any) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class IdempotentCalls:
 def run_once(number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, or the result of an earlier call with this number."""
     call = current_call()
-    call.name = user_name(function)
+    call.name = user_name(function, args)
     calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
     outcome, is_first = calls.enter(caller, number, left)
     if not is_first:
@@ -277,7 +277,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
 
 setattr(run_once, OWN_ARGUMENTS, 3)
 setattr(run_once, MUST_FINISH, True)  # after a broken connection, the caller repeats the call to get the answer
-runs_as(run_once, lambda number, left, function, *_: user_name(function))
+runs_as(run_once, lambda number, left, function, *args: user_name(function, args))
 
 
 @finishing

@@ -30,6 +30,8 @@ To: TypeAlias = str | int | WorkerInfo
 Awaited: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]  # the caller gets the T
 Items: TypeAlias = Iterable[T] | AsyncIterable[T] | Coroutine[Any, Any, Iterable[T]]
 NoArgs: TypeAlias = tuple[()] | None
+AnyArgs: TypeAlias = tuple[Any, ...] | list[Any] | None
+Async: TypeAlias = Callable[[*Ts], Awaited[T]]
 # No type describes a list of arguments, or a reference in the place of its value: only the result is checked then.
 Unchecked: TypeAlias = list[Any] | tuple[RRef[Any], *tuple[Any, ...]]
 
@@ -52,12 +54,7 @@ UNSET_RPC_TIMEOUT = DEFAULT
 
 @overload
 def rpc_sync(
-    to: To,
-    func: Callable[[*Ts], Awaited[T]],
-    args: tuple[*Ts] = ...,
-    kwargs: None = ...,
-    timeout: float = ...,
-    **how: Unpack[How],
+    to: To, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
 ) -> T: ...
 @overload
 def rpc_sync(
@@ -73,12 +70,7 @@ def rpc_sync(
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: To,
-    func: Callable[..., T],
-    args: tuple[Any, ...] | list[Any] | None,
-    kwargs: Mapping[str, Any],
-    timeout: float = ...,
-    **how: Unpack[How],
+    to: To, func: Callable[..., T], args: AnyArgs, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[How]
 ) -> T: ...
 @overload
 def rpc_sync(
@@ -152,12 +144,7 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: To,
-    func: Callable[[*Ts], Awaited[T]],
-    args: tuple[*Ts] = ...,
-    kwargs: None = ...,
-    timeout: float = ...,
-    **how: Unpack[How],
+    to: To, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
 ) -> Future[T]: ...
 @overload
 def rpc_async(
@@ -173,12 +160,7 @@ def rpc_async(
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: To,
-    func: Callable[..., T],
-    args: tuple[Any, ...] | list[Any] | None,
-    kwargs: Mapping[str, Any],
-    timeout: float = ...,
-    **how: Unpack[How],
+    to: To, func: Callable[..., T], args: AnyArgs, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[How]
 ) -> Future[T]: ...
 @overload
 def rpc_async(
@@ -229,12 +211,7 @@ def rpc_async(
 
 @overload
 def remote(
-    to: To,
-    func: Callable[[*Ts], Awaited[T]],
-    args: tuple[*Ts] = ...,
-    kwargs: None = ...,
-    timeout: float = ...,
-    **how: Unpack[Keep],
+    to: To, func: Async[*Ts, T], args: tuple[*Ts] = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Keep]
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -250,12 +227,7 @@ def remote(
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: To,
-    func: Callable[..., T],
-    args: tuple[Any, ...] | list[Any] | None,
-    kwargs: Mapping[str, Any],
-    timeout: float = ...,
-    **how: Unpack[Keep],
+    to: To, func: Callable[..., T], args: AnyArgs, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[Keep]
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -345,7 +317,7 @@ def rpc_stream(
 def rpc_stream(
     to: To,
     func: Callable[..., Items[T]],
-    args: tuple[Any, ...] | list[Any] | None,
+    args: AnyArgs,
     kwargs: Mapping[str, Any],
     timeout: float = ...,
     window: int = ...,
@@ -432,5 +404,10 @@ def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RR
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.CallEvent:
     agent, there = current.agent(), named(to)
-    here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
+    here = agent.name
+    if isinstance(there, int):
+        try:
+            there = agent.identify(there).name
+        except UnknownWorker:  # the call waits for that worker, or fails by itself
+            there = f"rank {there}"
     return profiling.CallEvent(profiling.event_name(kind, function, here, there), function, here, there)

@@ -21,10 +21,10 @@ from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.rpc.proxy import Proxy
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import (
+    Proxy,
     RefPlaceholder,
     call_method,
     created,
@@ -327,7 +327,7 @@ class RRef(Generic[T]):
     # Operators and methods of tensors
 
     @not_compiled
-    def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
+    def _operate(self, function: Callable[..., Any], /, *operands: Any, **named: Any) -> RRef[Any]:
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
         for each in held:

@@ -47,10 +47,16 @@ class Batched:
     def __get__(self, instance: Any, owner: type | None = None) -> Batched:
         if instance is None:
             return self
-        method = functools.partial(self._function, instance)
-        bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
-        # Python finds it there from now on. Threads that make it at once get the same one.
-        found: Batched = instance.__dict__.setdefault(self._name, bound)
+        # Not the name of the method, by which Python would find the batches of an object also in its copies.
+        key = f"{self._name} in batches"
+        found: Batched | None = instance.__dict__.get(key)
+        if found is None or found._home[0] is not instance:
+            method = functools.partial(self._function, instance)
+            bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
+            if found is not None:
+                instance.__dict__[key] = bound
+            # Threads that make it at once get the same one.
+            found = instance.__dict__.setdefault(key, bound)
         return found
 
     def __reduce__(self) -> Any:

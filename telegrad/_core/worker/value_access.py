@@ -1,4 +1,4 @@
-"""Functions that run at a reference's owner, or where its value is needed.
+"""Proxies of values on other workers, and functions that run at a value's owner, or where the value is needed.
 
 A call that uses a reference sends its id only; the caller holds the handle until the answer, so nothing is counted.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -17,16 +17,19 @@ from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
-from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.futures import Future, Signal, complete
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
+from telegrad._core.pickling.remote_text import fold
 from telegrad._core.references import Id
 from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker import current
 from telegrad._core.worker.batching import Batched
 from telegrad.autograd import check_root
-from telegrad.errors import ClaimLost
+from telegrad.errors import ClaimLost, UsageError
+
+R = TypeVar("R")
 
 
 class RefPlaceholder(NamedTuple):
@@ -50,15 +53,10 @@ def when_full(box: ValueSlot) -> Future[None]:
     """Return a future that completes with None once the box is full, or fails with its error."""
     future: Future[None] = Future()
 
-    def tell(opening: Signal) -> None:
-        try:
-            opening.wait()
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(None)
+    def check() -> None:
+        box.wait()
 
-    box.add_done_callback(tell)
+    box.add_done_callback(lambda _: complete(future, check))
     return future
 
 
@@ -66,7 +64,7 @@ class Method:
     """Calls a method of a value that this worker owns, or the value itself if the name is empty."""
 
     def __init__(self, attribute: str) -> None:
-        self.__name__ = name = attribute[len(_CALL) :].removeprefix(_EACH)
+        self.__name__ = name = attribute[len(_CALL) :].removeprefix(EACH)
         self.__qualname__ = f"methods.{attribute}"
         known_as(f"{name or '__call__'}() of the value of a reference")(self)
         setattr(self, OWN_ARGUMENTS, 2)
@@ -94,8 +92,7 @@ class Method:
         return self.__qualname__
 
     def _telegrad_must_finish(self, maker: str, number: int, *_: Any) -> bool:
-        box = current.references().box((maker, number))
-        return box.full and not box.failure and finishes(getattr(box.value, self.__name__ or "__call__", None), ())
+        return _must_finish((maker, number), self.__name__)
 
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
         box = current.references().box((maker, number))
@@ -107,11 +104,14 @@ class MethodOfEach(Method):
 
     def __init__(self, attribute: str) -> None:
         super().__init__(attribute)
-        self.one = Method(attribute.replace(_EACH, "", 1))
+        self.one = Method(attribute.replace(EACH, "", 1))
         setattr(self, OWN_ARGUMENTS, 1)
 
     def __call__(self, ids: dict[str, Id], /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return self.one(*ids[current.agent().name], *args, **kwargs)
+
+    def _telegrad_must_finish(self, ids: dict[str, Id], *_: Any) -> bool:  # type: ignore[override]
+        return self.one._telegrad_must_finish(*ids[current.agent().name])
 
     def _telegrad_runs(self, ids: dict[str, Id], *_: Any) -> str:  # type: ignore[override]
         return self.one._telegrad_runs(*ids[current.agent().name])
@@ -124,31 +124,81 @@ class _Methods:
         self.kind = _CALL  # TURN once callees of this process may be actors, so that they must keep the order of calls
 
     def of(self, name: str) -> Method:
+        """Return the method of that name. After EACH, the name is that of a `MethodOfEach`."""
         warn_of_rebound()
         made: Method = getattr(self, self.kind + name)
-        return made
-
-    def of_each(self, name: str) -> MethodOfEach:
-        """Return the method that takes ids of several references, by the names of their owners, instead of one id."""
-        warn_of_rebound()
-        made: MethodOfEach = getattr(self, self.kind + _EACH + name)
         return made
 
     def __getattr__(self, attribute: str) -> Method:
         # Also called for names that pickle and copy look for.
         if not attribute.startswith((_CALL, TURN)):
             raise AttributeError(attribute)
-        kind = MethodOfEach if attribute.startswith(_EACH, len(_CALL)) else Method
+        kind = MethodOfEach if attribute.startswith(EACH, len(_CALL)) else Method
         made = self.__dict__[attribute] = kind(attribute)
         return made
 
 
 _CALL = "call_"  # prefix of a method's name, which may be that of any attribute
 TURN = "turn_"
-_EACH = "*"  # follows the prefix if many are called
+EACH = "*"  # follows the prefix if many are called
 METHODS = f"{__name__}:methods.".encode()  # prefix of their names in messages
 TURNS = METHODS + TURN.encode()
 methods = _Methods()
+
+
+class Proxy(Generic[R]):
+    """Makes `proxy.method(*args)` call that method at the owner of the value, and `proxy(*args)` call the value.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("ab",))
+        >>> words.rpc_sync().index("b")
+        1
+    """
+
+    __slots__ = ("_call", "_timeout")
+
+    def __init__(self, call: Callable[[str, float, Any, Any], R], timeout: float) -> None:
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, method: str) -> Callable[..., R]:
+        if method.startswith("__"):
+            raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
+        return RemoteMethod(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return RemoteMethod(self, "")(*args, **kwargs)
+
+
+class RemoteMethod(Generic[R]):
+    """A method of a value at its owner. An attribute that is no method looks the same here, so it must not be used."""
+
+    __slots__ = ("_name", "_proxy")
+
+    def __init__(self, proxy: Proxy[R], name: str) -> None:
+        self._proxy = proxy
+        self._name = name
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> R:
+        try:
+            return self._proxy._call(self._name, self._proxy._timeout, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<the remote method {self._name!r}, not called; of an attribute, rref.to_here().{self._name} is a copy>"
+
+    def __bool__(self) -> bool:
+        raise UsageError(
+            f"{self._name!r} was not called: write .{self._name}(...) for a method. To read an attribute, write "
+            f"rref.to_here().{self._name}, which copies the value, or call a function on the owner that returns it"
+        )
+
+    def __eq__(self, _: object) -> bool:
+        return bool(self)
+
+    __hash__ = object.__hash__
 
 
 @known_as("a method of the value of a reference")
@@ -210,22 +260,28 @@ def _look_at_roots(
     if missing is not None:
         missing.add_done_callback(partial(_look_at_roots, found, values, coming))
         return
-    try:
-        roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
-        for root in roots:
-            check_root(root)
-    except Exception as error:
-        found.set_exception(error)  # type: ignore[arg-type]
-    else:
-        found.set_result(roots)
+    complete(found, _roots_of, values, coming)
+
+
+def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Tensor]:
+    roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+    for root in roots:
+        check_root(root)
+    return roots
 
 
 runs_as(with_values, lambda function, *_: user_name(function))
 setattr(with_values, OWN_ARGUMENTS, 1)
-setattr(with_values, MUST_FINISH, lambda function, *_: finishes(function, ()))
+setattr(with_values, MUST_FINISH, lambda function=None, *args: finishes(function, args))  # also without arguments
 setattr(call_method, OWN_ARGUMENTS, 2)
-setattr(call_method, MUST_FINISH, lambda value, method, *_: finishes(getattr(value, method), ()))
+setattr(call_method, MUST_FINISH, lambda value, method, *_: _must_finish(value.id, method))
 runs_as(call_method, lambda value, method, *_: _method_name(value, method))
+
+
+def _must_finish(ref: Id, method: str) -> bool:
+    """Return True if that method of a value of this worker must finish; False if the value does not exist yet."""
+    box = current.references().box(ref)
+    return box.full and not box.failure and finishes(getattr(box.value, method or "__call__", None), ())
 
 
 def _method_name(value: Any, method: str) -> str:

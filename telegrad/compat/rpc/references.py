@@ -21,9 +21,8 @@ from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.references import Id
 from telegrad._core.references.handles import DELETED
 from telegrad._core.rpc import rref as references
-from telegrad._core.rpc.proxy import Proxy
 from telegrad._core.worker import current
-from telegrad._core.worker.value_access import opened
+from telegrad._core.worker.value_access import Proxy, opened
 from telegrad.compat.rpc import calls
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
 
