@@ -19,6 +19,7 @@ INFO = {"redis_version": "7.0.15", "redis_mode": "standalone", "role": "master",
         ("redis://[::1]:7000/1", Address("::1", 7000, 1, (), None)),
         ("redis://:secret@host", Address("host", 6379, 0, ("secret",), None)),
         ("redis://me:se%2Fcr%40et@host:1", Address("host", 1, 0, ("me", "se/cr@et"), None)),
+        ("redis://me:@host", Address("host", 6379, 0, ("me", ""), None)),  # a user that needs no password
         ("rediss://host", Address("host", 6379, 0, (), {})),
         ("rediss://host?ssl_ca_certs=/a/b.pem", Address("host", 6379, 0, (), {"ssl_ca_certs": "/a/b.pem"})),
     ],
