@@ -133,17 +133,6 @@ def test_a_directory_that_lost_its_state_is_noticed(keeper: ServerProcess, clien
     fresh.close()
 
 
-def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
-    lease = client.grant(1.0)
-    entry = written(client.swap("a", b"", lease=lease))
-    client.watch("nothing", entry.revision, 0.7)
-    end(keeper)
-    started = time.monotonic()
-    keeper.restart_if_ended()
-    wait_for(client, "a", entry.revision, is_gone, PATIENCE)
-    assert time.monotonic() >= started + 1.0
-
-
 def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     """Its holder could not renew it; by its own clock it has stopped acting as an owner, and may go on now."""
     lease = client.grant(1.0)
@@ -170,11 +159,6 @@ def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(
     client.revoke(lease)
     wait_until(lambda: is_over(keeper.pid))
     assert not os.path.exists(keeper.path)
-
-
-def test_leaving_a_killed_process_is_no_error(keeper: ServerProcess) -> None:
-    end(keeper)
-    keeper.leave()
 
 
 def test_another_keeper_restarts_a_killed_server_with_its_entries(keeper: ServerProcess) -> None:
