@@ -60,7 +60,7 @@ class Watch(Membership):
         self._parted, self._gone, self._closed = set(), {}, False
         self._silent, self._reached, self._wake = {}, {}, threading.Event()
         self._post: Any = SimpleNamespace(warn_lost=lambda *_: None)
-        self._teller: Any = SimpleNamespace(hears_of_ends=False)
+        self._teller: Any = SimpleNamespace(of_ends=[])
         workers: list[Any] = [
             SimpleNamespace(
                 name=f"w{number}",

@@ -316,10 +316,9 @@ def ttl_of(silence: float) -> float:
 
 def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
     left = until - monotonic()
-    host, port = meeting.place
-    if host is None or port is None or left <= 0:
+    if meeting.place is None or left <= 0:
         raise StoreLost(f"the store at {meeting.where} was lost before this worker had joined")
-    store, serves = open_dynamic((host, port), meeting.rank, meeting.keys, left)
+    store, serves = open_dynamic(meeting.place, meeting.rank, meeting.keys, left)
     return meeting._replace(store=store, serves=serves)
 
 
@@ -333,11 +332,10 @@ def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float
         try:
             return StaticJoin(store, me, size, timeout, is_alive, meeting.where, meeting.names).join()
         except StoreOver:
-            host, port = meeting.place
-            if host is None or port is None:
+            if meeting.place is None:
                 raise
         timeout = until - monotonic()
-        store = join_store(host, port, meeting.keys, timeout)
+        store = join_store(*meeting.place, meeting.keys, timeout)
 
 
 def _join_elastic(
