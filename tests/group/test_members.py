@@ -110,14 +110,6 @@ def test_missing_workers_are_listed_by_rank() -> None:
     assert attendance.said() == ["rank 2 did not join"]
 
 
-def test_a_worker_that_has_joined_is_not_looked_up_again() -> None:
-    attendance = ArrivalTable(3, 0)
-    attendance.look(lambda rank: member("w1", 1).to_json() if rank == 1 else "")
-    asked: list[int] = []
-    attendance.look(lambda rank: asked.append(rank) or "")  # type: ignore[func-returns-value]
-    assert asked == [2]
-
-
 def test_missing_workers_are_listed_by_name_if_names_are_known() -> None:
     attendance = ArrivalTable(3, 0, ("driver", "ps", "trainer"))
     assert attendance.missing() == ["ps", "trainer"]
