@@ -50,7 +50,7 @@ def names(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
     ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("127.0.0.9", None)]
 )
 def test_loopback_is_reached_from_loopback(host: str, own: str | None) -> None:
-    assert local_address_towards(host, 1) == (own or "127.0.0.1")
+    assert local_address_towards(host) == (own or "127.0.0.1")
 
 
 def test_a_store_host_that_cannot_be_resolved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
