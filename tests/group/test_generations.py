@@ -416,3 +416,16 @@ def test_a_directory_is_not_reported_as_lost_by_a_worker_that_leaves_it(
     held.found = None
     monitor._look()
     assert not caplog.text
+
+
+def test_a_worker_is_removed_though_the_others_cannot_be_greeted(place: Place) -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    post: Any = Silent()
+    formed = Formed(1, tuple(member(name)._replace(id=rank) for rank, name in enumerate("ab")))
+    monitor = GenerationMonitor(post, formed.members[0], formed)
+    monitor.begin(None, 2, place.lives, fail)
+    monitor.note(formed.members[1])
+    wait_until(lambda: monitor._steps.alive == {0})
+    monitor.close()
