@@ -315,6 +315,7 @@ def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
         (["--env", "x", "--", "true"], "write NAME=VALUE"),
         (["--master", "x", "--", "true"], "write HOST:PORT"),
         (["--node", "1", "--", "true"], "needs the --master"),
+        (["--node", "-1", "--master", "127.0.0.1:1", "--", "true"], "no role runs on node -1"),
         (["--master", "192.0.2.1:29500", "--", "true"], "assign requested address"),
     ],
     ids=str,

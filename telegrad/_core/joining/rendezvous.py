@@ -276,9 +276,8 @@ class StaticJoin:
         try:
             found = _claim_terms(self._board, self.size, self.me)
             if found.size != self.size:
-                first = found.first or "who called it off"
                 raise RendezvousError(
-                    f"{self.me} expects a group of {plural(self.size, 'worker')}, but {first} expects one of "
+                    f"{self.me} expects a group of {plural(self.size, 'worker')}, but {found.first} expects one of "
                     f"{found.size}: give all workers the same world_size"
                 )
         except TelegradError:
