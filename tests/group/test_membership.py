@@ -39,17 +39,6 @@ def test_a_worker_that_was_silent_before_it_was_seen_is_not_taken_for_dead(
         assert [doubt.who for doubt in membership._doubts] == [other] * is_doubted
 
 
-def test_members_are_listed_at_once_while_the_directory_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agents(1, dynamic=True) as (worker,):
-        group = worker.directory
-        asked: list[str] = []
-        monkeypatch.setattr(group, "refresh", lambda: asked.append("roster"))
-        for answers in (False, True):
-            monkeypatch.setattr(group, "is_lost", not answers)
-            assert [each.name for each in worker.membership.workers()] == ["w0"]
-            assert asked == ["roster"] * answers
-
-
 def ends_of(worker: Worker) -> queue.SimpleQueue[str]:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     worker.membership.wait_for(2, PATIENCE)

@@ -375,12 +375,12 @@ class DynamicGroup:
             self._since = roster.revision
 
     def refresh(self) -> None:
-        """Add the members that have joined by now, unless the directory is known not to answer.
+        """Add the members that have joined by now, unless the directory is known not to answer or this life is over.
 
         Raises:
             DirectoryLost: it does not answer.
         """
-        if self.is_lost:
+        if self.is_lost or self.over:
             return
         roster = self.registry.roster()
         with self._applying:

@@ -162,7 +162,7 @@ class Membership:
 
     def refresh(self) -> None:
         """Read the present members of a dynamic group. Without an answer of its directory, the known members stay."""
-        if self._group is not None and not (self._group.over or self._group.is_lost):
+        if self._group is not None:
             with contextlib.suppress(*UNUSABLE):
                 self._group.refresh()
 
