@@ -70,7 +70,8 @@ def parse(url: str) -> Address:
         )
     if parts.username and parts.password is None:
         raise InvalidArgument(f"the URL of the Redis server at {parts.hostname} has a user but no password: {_FORM}")
-    login = tuple(urllib.parse.unquote(part) for part in (parts.username, parts.password) if part)
+    given = (parts.username, parts.password) if parts.username else (parts.password,) if parts.password else ()
+    login = tuple(urllib.parse.unquote(part or "") for part in given)
     return Address(parts.hostname, port, db, login, query if parts.scheme == "rediss" else None)
 
 

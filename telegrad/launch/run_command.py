@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return _wrong(f"{given.file or 'options'}: {error}")
     try:
         host, port = _place(given.master)
-        if not plan.slots(given.node):
+        if given.node < 0 or not plan.slots(given.node):
             raise UsageError(f"no role runs on node {given.node}")
         if given.node and not port:
             raise UsageError("--node needs the --master of node 0")

@@ -128,6 +128,7 @@ class Supervisor:
         self._key_folder = _key_for_children(is_alone=not port)
         self._key = {FILE_VARIABLE: os.path.join(self._key_folder, FILE)} if self._key_folder else {}
         self._ready = False
+        self._is_over = False  # the storekeeper was told that the group has ended
         self._storekeeper: subprocess.Popen[bytes]  # set by `_begin_storekeeper`, as are these two
         self._to_storekeeper: IO[bytes]
         self._from_storekeeper: IO[bytes]
@@ -198,6 +199,7 @@ class Supervisor:
                 if action.name in self._children:
                     self._children[action.name].signal(action.number)
             elif isinstance(action, EndServing):
+                self._is_over = True
                 self._tell_storekeeper("over")
             elif isinstance(action, Log):
                 self._output.say(action.text)
@@ -293,6 +295,8 @@ class Supervisor:
             self._tell_storekeeper(f"key {self._key_folder}")
         for child in self._children.values():
             self._tell_storekeeper(f"+{child.pid}")
+        if self._is_over:
+            self._tell_storekeeper("over")
 
     def _tell_storekeeper(self, word: str) -> None:
         with contextlib.suppress(OSError):  # it was killed

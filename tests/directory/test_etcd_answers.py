@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.server
 import json
-import os
 import socket
 import threading
 import time
@@ -15,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Lease, LeaseLost, Swap
 from telegrad.errors import StoreUntrusted
 from tests.directory.conftest import Connect
-from tests.directory.harness import LONG, SOON, assert_refused_in_a_child
+from tests.directory.harness import LONG, SOON
 
 Answers = Callable[[str, dict[str, Any]], Any]
 
@@ -86,7 +84,7 @@ def test_a_write_without_an_answer_is_sent_once(played: Play, connected: Connect
         raise ConnectionError
 
     one, other = played(answer), played(answer)
-    client = connected(f"etcd://127.0.0.1:{one.port},127.0.0.1:{other.port}", 2.0)
+    client = connected(f"etcd://127.0.0.1:{one.port},127.0.0.1:{other.port}", 1.0)
     with pytest.raises(DirectoryLost, match="read the key again"):
         client.swap("a", b"")
     assert len(one.asked) + len(other.asked) == 1
@@ -201,8 +199,8 @@ def test_a_watch_that_ends_again_and_again_is_lost(played: Play, connected: Conn
     server = played(lambda *_: created)
     began = time.monotonic()
     with pytest.raises(DirectoryLost, match="closed"):
-        connected(f"etcd://127.0.0.1:{server.port}", 2.0).watch("", 0, LONG)
-    assert 1.0 < time.monotonic() - began < 2.0 + SOON
+        connected(f"etcd://127.0.0.1:{server.port}", 1.0).watch("", 0, LONG)
+    assert 0.5 < time.monotonic() - began < 1.0 + SOON
     assert 3 < len(server.asked) < 20
 
 
@@ -216,25 +214,6 @@ def test_a_version_that_ends_leases_causes_one_warning(
             assert client.grant(9.0).id == 7
     assert [path for path, _ in server.asked].count("/v3/maintenance/status") == 1
     assert ["install 3.4.31" in str(each.message) for each in recwarn] == [True]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-def test_a_forked_process_leaves_the_connections_alone(played: Play, connected: Connect) -> None:
-    server = played(lambda *_: header())
-    client = connected(f"etcd://127.0.0.1:{server.port}")
-    client.list("")
-    assert_refused_in_a_child(client)
-    assert next(iter(client._client.sessions._idle.values()))[0].usable()
-    client.list("")
-    assert len(server.asked) == 2
-
-
-def test_the_entry_of_a_write_has_the_revisions_that_etcd_reports(played: Play, connected: Connect) -> None:
-    found = {"key": base64.b64encode(b"telegrad/a").decode(), "mod_revision": "9", "create_revision": "4", "lease": "7"}
-    responses = [{"response_put": {}}, {"response_range": {"kvs": [found]}}]
-    server = played(lambda *_: {**header(), "succeeded": True, "responses": responses})
-    client = connected(f"etcd://127.0.0.1:{server.port}")
-    assert client.swap("a", b"") == Swap(True, Entry("a", b"", 9, 4, 7))
 
 
 @pytest.mark.parametrize("entry", [{"key": "YQ=="}, "junk", {"key": "YQ==", "mod_revision": "x"}, None])

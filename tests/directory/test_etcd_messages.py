@@ -83,14 +83,9 @@ def test_unusable_files_are_refused(tmp_path: pathlib.Path) -> None:
             etcd.connect(f"etcd://127.0.0.1?{query}")
 
 
-@pytest.mark.parametrize("version", ["3.3.27", "3.4.0", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"])
-def test_versions_of_etcd_that_end_live_leases(version: str) -> None:
-    assert ends_live_leases(version)
-
-
-@pytest.mark.parametrize("version", ["3.4.31", "3.4.40", "3.5.13", "3.6.0", "3.10.1", "4.0.0", "", "main"])
-def test_versions_of_etcd_that_keep_live_leases(version: str) -> None:
-    assert not ends_live_leases(version)
+def test_versions_of_etcd_that_end_live_leases() -> None:
+    assert all(map(ends_live_leases, ["3.3.27", "3.4.0", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"]))
+    assert not any(map(ends_live_leases, ["3.4.31", "3.4.40", "3.5.13", "3.6.0", "3.10.1", "4.0.0", "", "main"]))
 
 
 def test_revisions_that_go_back_are_noticed() -> None:

@@ -48,16 +48,6 @@ def test_the_process_has_one_thread_and_no_torch(keeper: ServerProcess, client: 
     assert "torch" not in (process / "maps").read_text()
 
 
-def test_a_keeper_starts_the_process_when_it_has_ended(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
-    client.list("")
-    first = keeper.pid
-    assert not keeper.restart_if_ended()
-    end(keeper)
-    assert keeper.restart_if_ended()
-    assert keeper.pid != first
-    client.list("")
-
-
 def fill_disk(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     """Let the process end as it writes: none of its files may grow, nor its log."""
     client.list("")
@@ -133,17 +123,6 @@ def test_a_directory_that_lost_its_state_is_noticed(keeper: ServerProcess, clien
     fresh.close()
 
 
-def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
-    lease = client.grant(1.0)
-    entry = written(client.swap("a", b"", lease=lease))
-    client.watch("nothing", entry.revision, 0.7)
-    end(keeper)
-    started = time.monotonic()
-    keeper.restart_if_ended()
-    wait_for(client, "a", entry.revision, is_gone, PATIENCE)
-    assert time.monotonic() >= started + 1.0
-
-
 def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     """Its holder could not renew it; by its own clock it has stopped acting as an owner, and may go on now."""
     lease = client.grant(1.0)
@@ -157,36 +136,6 @@ def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess,
     wait_for(client, "a", entry.revision, is_gone, PATIENCE)
     with pytest.raises(LeaseLost):
         client.renew(lease)
-
-
-def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(
-    keeper: ServerProcess, client: EmbeddedDirectory
-) -> None:
-    lease = client.grant(30.0)
-    keeper.leave()
-    entry = written(client.swap("a", b"1", lease=lease))
-    assert client.list("").entries == (entry,)
-    assert os.path.exists(keeper.path)
-    client.revoke(lease)
-    wait_until(lambda: is_over(keeper.pid))
-    assert not os.path.exists(keeper.path)
-
-
-def test_leaving_a_killed_process_is_no_error(keeper: ServerProcess) -> None:
-    end(keeper)
-    keeper.leave()
-
-
-def test_another_keeper_restarts_a_killed_server_with_its_entries(keeper: ServerProcess) -> None:
-    client = EmbeddedDirectory(keeper.address, KEYS)
-    entry = written(client.swap("a", b"1", lease=client.grant(30.0)))
-    keeper.leave()
-    os.kill(keeper.pid, signal.SIGKILL)
-    wait_until(lambda: is_over(keeper.pid))
-    other = ServerProcess(KEYS, *keeper.address, keeper.path)
-    assert client.list("").entries == (entry,)
-    client.close()
-    other.close()
 
 
 PROGRAM = """

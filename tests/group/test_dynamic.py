@@ -11,16 +11,17 @@ import pytest
 
 from telegrad import errors
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Lease, LeaseLost
+from telegrad._core.membership import dynamic
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LEFT, LOST, Change, Ended, MemberGone, MemberJoined
 from tests.cluster import wait_until
+from tests.directory.harness import SOON
 from tests.directory.naive import NaiveEngine
 from tests.group.members import alive, member
 
 LONG = 60.0  # a ttl that does not end within a test
 PATIENCE = 0.2  # seconds of a client
-QUICK = 3.0  # seconds in which a worker leaves if its directory does not answer
 
 
 lives = itertools.count()
@@ -335,8 +336,9 @@ def test_a_refresh_does_not_wait_for_a_directory_that_is_known_to_be_lost(
 
 @pytest.mark.parametrize("known", [False, True], ids=["just now", "for long"])
 def test_leaving_does_not_wait_for_a_directory_that_does_not_answer(
-    engine: NaiveEngine, caplog: pytest.LogCaptureFixture, known: bool
+    engine: NaiveEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
+    monkeypatch.setattr(dynamic, "PATIENCE", PATIENCE)
     worker = Worker(engine, "w")
     worker.group.directory = worker.group.registry._directory = engine.client(PATIENCE if known else LONG)
     worker.join().watch()
@@ -345,7 +347,7 @@ def test_leaving_does_not_wait_for_a_directory_that_does_not_answer(
         wait_until(lambda: lines(caplog, "does not answer"))
     began = time.monotonic()
     worker.group.leave()
-    assert time.monotonic() - began < QUICK
+    assert time.monotonic() - began < PATIENCE + SOON
 
 
 # Missed changes

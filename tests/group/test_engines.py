@@ -20,11 +20,12 @@ from tests.directory import etcd_servers, redis_server
 from tests.rpc.members import call, join, names
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "no..name"])
 @pytest.mark.parametrize("engine", ["etcd", "redis"])
-def test_a_server_is_contacted_only_when_the_directory_is_used(engine: str) -> None:
-    meeting = opened(f"{engine}://127.0.0.1:{free_port()}", 3, None, 0.2)
+def test_a_server_is_contacted_only_when_the_directory_is_used(engine: str, host: str) -> None:
+    meeting = opened(f"{engine}://{host}:{free_port()}", 3, None, 0.2)
     assert (meeting.rank, meeting.world_size, meeting.host, meeting.serves) == (3, None, None, False)
-    assert meeting.where.startswith(f"{engine} at 127.0.0.1:")
+    assert meeting.where.startswith(f"{engine} at {host}:")
     assert meeting.directory is not None
     with pytest.raises(errors.RendezvousError), contextlib.closing(meeting.directory()) as directory:
         directory.list("")

@@ -165,3 +165,13 @@ def test_a_read_needs_no_lock(tmp_path: Path) -> None:
         assert store.multi_get(["a"]) == [store.compare_set("a", "2", "2")] == [b"1"]
         assert store.compare_set("b", "2", "2") == b"2"
         assert not store.check(["b"])
+
+
+def test_a_file_whose_rights_change_while_it_is_used_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = sealed(raw_stores.FileStore(str(path)))
+    path.chmod(0o666)
+    with pytest.raises(errors.StoreLost, match="chmod 600 this one"):
+        store.call("add", "n", 1)
+    path.chmod(0o600)
+    assert store.call("add", "n", 1) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,7 +25,6 @@ from telegrad._core.joining.quorum import (
     arrivals_in,
     end,
     is_wanted,
-    lives_in,
     look,
 )
 from telegrad._core.membership.members import Member
@@ -137,14 +135,6 @@ def test_survivors_come_first_and_admit_a_worker_that_waits(place: Place) -> Non
         assert future.result(WAIT)[:3:2] == (2, 2)
 
 
-def test_a_worker_that_died_as_it_waited_is_left_out(place: Place) -> None:
-    limits = GroupSize(2, 2)
-    place.dead.add("dead/0")
-    place.put(COME + "dead/0", Arrival(member("dead"), limits=str(limits)).to_json())
-    coming = [place.come(name, limits) for name in "ab"]
-    assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
-
-
 def test_a_worker_that_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> None:
     limits = GroupSize(2, 2)
     chosen = Formed(1, (member("ghost")._replace(id=0), member("a")._replace(id=1)), 0, str(limits))
@@ -223,22 +213,6 @@ def test_a_worker_that_waits_for_a_group_that_ends_gets_an_error(place: Place) -
         spare.result(WAIT)
     place.dead |= {"a/0", "b/0"}
     assert names(place.come("c", GroupSize(1, 1)).result(WAIT)) == ["c"]
-
-
-def test_a_generation_that_was_followed_cannot_end_the_group(place: Place) -> None:
-    limits = GroupSize(1, 1)
-    formed = place.come("a", limits).result(WAIT)
-    place.come("a", limits, before(formed, "a"), 1).result(WAIT)
-    assert not end(place.directory, formed)
-    assert not look(place.directory).running.has_ended
-
-
-def test_a_group_lives_while_its_members_live(place: Place) -> None:
-    assert not lives_in(place.directory, place.lives)
-    place.come("a", GroupSize(1, 1)).result(WAIT)
-    assert lives_in(place.directory, place.lives)
-    place.dead.add("a/0")
-    assert not lives_in(place.directory, place.lives)
 
 
 def test_a_straggler_comes_back_as_a_new_member(place: Place) -> None:
@@ -332,14 +306,6 @@ def test_a_worker_that_lost_its_lease_while_it_joined_starts_anew(place: Place) 
     assert first.result(WAIT) == second.result(WAIT)
 
 
-def test_a_dead_worker_is_forgotten_with_its_lease(place: Place) -> None:
-    held = place.held(ttl=0.2)
-    held._over.set()  # as if its process was over
-    place.directory.swap(COME + "a/0", Arrival(member("a")).to_json().encode(), ABSENT, held.lease)
-    assert place.directory.list(COME).entries
-    wait_until(lambda: not place.directory.list(COME).entries)
-
-
 def test_a_lease_is_renewed_while_it_is_held_and_then_ends(place: Place) -> None:
     held = place.held(ttl=3.0)
     first = held.lease
@@ -418,10 +384,7 @@ def test_torchrun_without_world_size_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_interrupts_reach_a_worker_that_waits(place: Place) -> None:
-    ended = threading.Event()
-
     def lives(_: Member) -> bool:
-        ended.set()
         raise KeyboardInterrupt
 
     place.come("a", GroupSize(1, 1)).result(WAIT)
@@ -429,7 +392,6 @@ def test_interrupts_reach_a_worker_that_waits(place: Place) -> None:
     coming = JoinRequest(held, KEYS, GroupSize(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
         coming.join(held, member("b"), lives)
-    assert ended.is_set()
 
 
 class Silent:
@@ -454,3 +416,16 @@ def test_a_directory_is_not_reported_as_lost_by_a_worker_that_leaves_it(
     held.found = None
     monitor._look()
     assert not caplog.text
+
+
+def test_a_worker_is_removed_though_the_others_cannot_be_greeted(place: Place) -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    post: Any = Silent()
+    formed = Formed(1, tuple(member(name)._replace(id=rank) for rank, name in enumerate("ab")))
+    monitor = GenerationMonitor(post, formed.members[0], formed)
+    monitor.begin(None, 2, place.lives, fail)
+    monitor.note(formed.members[1])
+    wait_until(lambda: monitor._steps.alive == {0})
+    monitor.close()

@@ -39,14 +39,6 @@ def test_iteration_goes_by_rank() -> None:
     assert [table.find(to).id for to in ("c", "a", 0)] == [2, 1, 0]
 
 
-def test_a_second_member_with_the_same_name_or_rank_is_refused() -> None:
-    table = Members([member("a", 0)])
-    for second in (member("a", 1), member("b", 0)):
-        with pytest.raises(errors.WorkerTaken, match=r"'a' \(rank 0, at 127\.0\.0\.1:1000\)"):
-            table.add(second)
-    assert list(table) == [member("a", 0)]
-
-
 def test_the_error_of_an_unknown_worker_lists_the_group() -> None:
     table = Members([member("trainer0", 0), member("ps", 1)])
     with pytest.raises(errors.UnknownWorker, match=r"did you mean 'trainer0'\? The group has: trainer0, ps\."):
@@ -108,14 +100,6 @@ def test_missing_workers_are_listed_by_rank() -> None:
     attendance.look(lambda rank: "" if rank == 2 else member(f"w{rank}", rank).to_json())
     assert attendance.missing() == ["rank 2"]
     assert attendance.said() == ["rank 2 did not join"]
-
-
-def test_a_worker_that_has_joined_is_not_looked_up_again() -> None:
-    attendance = ArrivalTable(3, 0)
-    attendance.look(lambda rank: member("w1", 1).to_json() if rank == 1 else "")
-    asked: list[int] = []
-    attendance.look(lambda rank: asked.append(rank) or "")  # type: ignore[func-returns-value]
-    assert asked == [2]
 
 
 def test_missing_workers_are_listed_by_name_if_names_are_known() -> None:

@@ -22,7 +22,7 @@ from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import LeftEarly, PeerError, PeerLost, PeerSilent
+from telegrad.errors import LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
 from tests.cluster import PATIENCE, agents, wait_until
 
 
@@ -37,17 +37,6 @@ def test_a_worker_that_was_silent_before_it_was_seen_is_not_taken_for_dead(
         membership._on_lost(other.identity, reason)
         membership._apply(MemberJoined(Registered(other, 1)))
         assert [doubt.who for doubt in membership._doubts] == [other] * is_doubted
-
-
-def test_members_are_listed_at_once_while_the_directory_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agents(1, dynamic=True) as (worker,):
-        group = worker.directory
-        asked: list[str] = []
-        monkeypatch.setattr(group, "refresh", lambda: asked.append("roster"))
-        for answers in (False, True):
-            monkeypatch.setattr(group, "is_lost", not answers)
-            assert [each.name for each in worker.membership.workers()] == ["w0"]
-            assert asked == ["roster"] * answers
 
 
 def ends_of(worker: Worker) -> queue.SimpleQueue[str]:
@@ -175,14 +164,17 @@ def test_a_worker_that_ends_with_its_program_is_not_told_of_its_own_loss(
         assert told == ["telegrad: worker 'w1' was lost: its program ended without rpc.shutdown()"]
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_dead_member_is_removed_if_the_directory_does_not_answer(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("is_known", "error"),
+    [(True, None), (False, DirectoryLost("etcd did not answer")), (False, LimitReached("the directory is full"))],
+)
+def test_a_dead_member_is_removed_if_the_directory_cannot_record_that(
+    is_known: bool, error: TelegradError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory is known to be lost before, or a request shows it only then."""
 
     def unanswered(*_: object) -> None:
-        raise DirectoryLost("etcd did not answer")
+        raise error
 
     with agents(2, dynamic=True) as (worker, other):
         told = ends_of(worker)

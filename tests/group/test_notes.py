@@ -21,13 +21,6 @@ from tests.rpc.members import call, join
 __all__ = ["finder"]
 
 
-def test_a_note_of_another_host_is_not_followed(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host was restarted, or several hosts share the folder of a user."""
-    hold(finder.find(dist.HashStore(), True))
-    monkeypatch.setattr(find_directory, "host_identity", lambda: "another boot")
-    assert values(finder.find(dist.HashStore(), True).directory) == []
-
-
 def test_a_note_is_used_for_the_store_of_its_port_only(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(finder.find(dist.HashStore(), True))
     assert find_directory.noted(finder.port) is not None
@@ -121,28 +114,15 @@ def test_a_damaged_note_is_ignored(finder: Finder, note: str) -> None:
     assert finder.find(dist.HashStore(), True).keeping is not None
 
 
-@pytest.mark.parametrize("change", ["login", "logout", "name"])
-def test_a_worker_restarted_in_another_login_joins_the_running_group(tmp_path: pathlib.Path, change: str) -> None:
-    port, run = free_port(), tmp_path / "run"
-    run.mkdir(mode=0o700)
-    with processes(3) as made:
-        boss, x, again = made
-        for process in made:
-            process.run(set_runtime_folder, str(run))
+def test_a_restarted_worker_that_gives_its_host_another_name_joins_the_running_group() -> None:
+    port = free_port()
+    with processes(4) as (boss, x, again, late):
         boss.run(join, "boss", f"tcp://127.0.0.1:{port}", 0)
         x.run(join, "x", f"tcp://127.0.0.1:{port}")
         boss.kill()
         boss.join()
-        if change == "login":
-            again.run(set_runtime_folder, "")
-        elif change == "logout":
-            shutil.rmtree(run)
-            run.mkdir(mode=0o700)
-        again.run(join, "boss", f"tcp://{'localhost' if change == 'name' else '127.0.0.1'}:{port}", 0)
-        for process in (x, again):
-            process.run(rpc.wait_for_workers, ["boss", "x"], PATIENCE)
-            assert process.run(call, "x") == 3
-
-
-def set_runtime_folder(path: str) -> None:
-    os.environ["XDG_RUNTIME_DIR"] = path
+        again.run(join, "boss", f"tcp://localhost:{port}", 0)
+        late.run(join, "late", f"tcp://127.0.0.1:{port}")
+        for process in (x, again, late):
+            process.run(rpc.wait_for_workers, ["boss", "late", "x"], PATIENCE)
+            assert process.run(call, "boss") == 3

@@ -198,13 +198,13 @@ class Kept(Naive):
 def test_the_state_of_an_elastic_group_is_read_and_ended() -> None:
     kept = Kept()
     directory = cast(Directory, kept)
-    assert look(directory) == (0, NONE, ABSENT, (), ())
+    assert look(directory) == (0, NONE, ABSENT, (), {})
     assert not lives_in(directory, lambda _: True)
     late, early, formed = new("b"), new("a"), generation(3, "c", "d")
     kept.swap(COME + "z", early.to_json().encode())
     kept.swap(COME + "b", late.to_json().encode())
     kept.swap(GENERATION, formed.to_json().encode())
-    assert look(directory) == (3, formed, 3, (early, late), (1, 2))
+    assert look(directory) == (3, formed, 3, (early, late), {"z": 1, "b": 2})
     assert arrivals_in(directory) == [late, early]
     assert [lives_in(directory, lambda each, name=name: each.name == name) for name in "abcde"] == [True] * 4 + [False]  # type: ignore[misc]
     assert not end(directory, generation(2, "c", "d"))

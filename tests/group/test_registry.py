@@ -139,10 +139,6 @@ def test_members_that_have_gone_leave_no_entries(registry: Registry, directory: 
 # Claims to published values
 
 
-def claims_in(registry: Registry, since: int) -> list[Claimed]:
-    return [change for _, change in registry.watch(since, 0)[1] if isinstance(change, Claimed)]
-
-
 def test_a_worker_has_the_claim_alone_until_its_lease_ends(registry: Registry, directory: Directory) -> None:
     first, second = directory.grant(LONG), directory.grant(LONG)
     claim = registry.claim("x", "a", first)
@@ -169,8 +165,9 @@ def test_watchers_see_claims_and_their_ends(registry: Registry, directory: Direc
     since = registry.roster().revision
     claim = registry.claim("a/b", "me", lease)
     directory.revoke(lease)
-    made, ended = claims_in(registry, since)
+    made, ended = (change for _, change in registry.watch(since, 0)[1])
     assert made == Claimed("a/b", claim)
+    assert isinstance(ended, Claimed)
     assert ended.name == "a/b"
     assert ended.claim.life == ""
     assert ended.claim.token > claim.token

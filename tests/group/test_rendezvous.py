@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad._core import progress
-from telegrad._core.joining.rendezvous import RankTable, join_static
+from telegrad._core.joining.rendezvous import RankTable, StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
@@ -40,7 +39,7 @@ def outcome(function: Callable[..., T], *args: Any) -> T | errors.TelegradError:
 def together(*joins: Join) -> list[Any]:
     """Let all join at once, each in a thread; return what each got, an error included."""
     with ThreadPoolExecutor(len(joins)) as pool:
-        futures = [pool.submit(outcome, partial(join_static, *join)) for join in joins]
+        futures = [pool.submit(outcome, StaticJoin(*join).join) for join in joins]
         return [future.result(PATIENCE) for future in futures]
 
 
@@ -95,7 +94,7 @@ def test_the_wait_reports_that_a_worker_came_with_another_key(
     if spoiled:  # a spoiled hint must not end the wait
         store.set(REFUSED, "many")
     with pytest.raises(errors.TelegradError), caplog.at_level(logging.INFO, "telegrad"):
-        join_static(sealed(store), member("a", 0), 2, 0.5)
+        StaticJoin(sealed(store), member("a", 0), 2, 0.5).join()
     assert ("1 tried to join with another key" in caplog.text) is not spoiled
     assert "rank 1 did not join" in caplog.text
 
@@ -115,7 +114,7 @@ def test_a_name_or_rank_used_twice_is_an_error_for_all(stores: Stores, second: t
 
 def test_two_workers_that_serve_the_store_both_get_an_error(tcp: str) -> None:
     def join(name: str) -> RankTable:
-        return join_static(opened(tcp, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
+        return StaticJoin(opened(tcp, 0, 2, WAIT).store, member(name, 0), 2, WAIT).join()
 
     with processes(2) as made:
         found = run_all(made, lambda rank: outcome(join, f"w{rank}"))
@@ -138,7 +137,7 @@ def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.05)
     with pytest.raises(errors.GroupIncomplete), caplog.at_level(logging.INFO, "telegrad"):
-        join_static(sealed(dist.HashStore()), member("a", rank), 2, 0.2, place=place)
+        StaticJoin(sealed(dist.HashStore()), member("a", rank), 2, 0.2, place=place).join()
     assert f"at {place}" in caplog.text
     assert ("which other hosts cannot reach" in caplog.text) is reported
 
@@ -152,14 +151,14 @@ def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytes
         wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
 
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
+        first = pool.submit(StaticJoin(*joins[0], lambda _: True, "host:1").join)
         await_missing(["rank 1", "rank 2"])
         (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
         assert (wait.what, wait.place) == ("init_rpc", "host:1")
         assert wait.text() == "ranks 1, 2 did not join ('w0' joins a group of 3 at host:1)"
-        second = pool.submit(join_static, *joins[1])
+        second = pool.submit(StaticJoin(*joins[1]).join)
         await_missing(["rank 2"])
-        third = pool.submit(join_static, *joins[2])
+        third = pool.submit(StaticJoin(*joins[2]).join)
         assert len({future.result(PATIENCE).group for future in (first, second, third)}) == 1
     assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
 
@@ -202,10 +201,10 @@ def test_a_worker_that_gives_up_informs_the_others(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(KeyValueStore, "wait", interrupted)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(outcome, partial(join_static, *crowd(store, 3)[0]))
+        other = pool.submit(outcome, StaticJoin(*crowd(store, 3)[0]).join)
         assert waiting.wait(WAIT)
         with pytest.raises(KeyboardInterrupt):
-            join_static(*crowd(store, 3)[1])
+            StaticJoin(*crowd(store, 3)[1]).join()
         assert "'w1' (rank 1" in str(other.result(WAIT))
         assert "KeyboardInterrupt" in str(other.result(WAIT))
 
@@ -213,7 +212,7 @@ def test_a_worker_that_gives_up_informs_the_others(monkeypatch: pytest.MonkeyPat
 def test_a_late_worker_of_a_used_rank_waits_for_the_next_group() -> None:
     store = sealed(dist.HashStore())
     together(*crowd(store, 2))
-    late = outcome(join_static, store, member("late", 1), 2, 0.05)
+    late = outcome(StaticJoin(store, member("late", 1), 2, 0.05).join)
     assert isinstance(late, errors.GroupIncomplete)
     assert "rank 0 did not join; another group of 2 formed in this store before" in str(late)
     formed = KeyValueStore(store, "telegrad/1")
@@ -225,7 +224,7 @@ def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tup
     seen = []
     for _ in range(times):
         meeting = opened(url, rank, size, WAIT)
-        roster = join_static(meeting.store, member(f"w{rank}", rank), size, WAIT)
+        roster = StaticJoin(meeting.store, member(f"w{rank}", rank), size, WAIT).join()
         del meeting
         seen.append((len(roster.members), roster.group))
     return seen

@@ -58,6 +58,11 @@ class KeyFile:
         self.put(NEW)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "LOOK", 0.1)
+
+
 @pytest.fixture
 def file(tmp_path: pathlib.Path) -> KeyFile:
     return KeyFile(tmp_path, OLD)

@@ -228,4 +228,13 @@ def test_a_worker_is_supervised_only_with_the_store_of_its_supervisor() -> None:
     assert is_supervised("h", 1234, ACTOR)
     assert not is_supervised("h", 1235, ACTOR)
     assert not is_supervised("h", 1234, {})
-    assert ACTOR["TELEGRAD_RESTARTS"] == "2"
+    given = variables("a0", "a", 3, "::1", 5)
+    assert given == {
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "5",
+        "TELEGRAD_STORE": "[::1]:5",
+        "TELEGRAD_NAME": "a0",
+        "TELEGRAD_ROLE": "a",
+        "TELEGRAD_RESTARTS": "3",
+    }
+    assert is_supervised("::1", "5", given)

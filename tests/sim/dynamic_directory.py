@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad._core.directory.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
 from telegrad._core.directory.lease_table import LeaseTable, Limits
-from telegrad._core.membership.registry import Ended, _departure
+from telegrad._core.membership.registry import Ended, _registered
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker
@@ -74,7 +74,7 @@ class Server:
                     self.decisions.append((entry.revision, Ended(*json.loads(entry.value.decode()))))
                 elif kind in ("name", "rank"):
                     self.holders.setdefault(entry.key, []).append(entry.value.decode())
-                elif kind == "member" and entry.created == entry.revision and _departure(entry.value) is None:
+                elif kind == "member" and entry.created == entry.revision and _registered(entry) is not None:
                     self.world.note_published(rest, entry)
         self.world.check()
 

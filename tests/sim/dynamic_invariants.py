@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from telegrad._core.directory.directory import CLOCK_DRIFT, Entry
-from telegrad._core.membership.registry import MEMBERS, Ended, _departure
+from telegrad._core.membership.registry import MEMBERS, Ended, _registered
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_directory import Server
@@ -135,7 +135,7 @@ class Checked:
     def check_end(self) -> None:
         """Check the invariants that hold after a long time without faults."""
         entries = self.server.table.list(MEMBERS).entries
-        roster = {entry.key.removeprefix(MEMBERS) for entry in entries if _departure(entry.value) is None}
+        roster = {entry.key.removeprefix(MEMBERS) for entry in entries if _registered(entry) is not None}
         for worker in self.workers:
             if worker.is_alive and not worker.has_joined:
                 self.broken(f"J2: {worker} has not joined yet")

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad._core.joining.rendezvous import join_static
+from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring, new_key
@@ -168,7 +168,7 @@ def attack_store(host: str, port: int) -> list[str]:
     found = [f"the key is at {key}" for key in store.list_keys() if SECRET.encode() in store.get(key)]
     stranger = Member("w1", 1, "life of a stranger", "program", "host", "", ("127.0.0.1", 1))
     with contextlib.suppress(errors.TelegradError):
-        join_static(sealed(store, Keyring([new_key()])), stranger, 2, 1.0)
+        StaticJoin(sealed(store, Keyring([new_key()])), stranger, 2, 1.0).join()
         found.append("it has joined")
     for key in store.list_keys():
         store.set(key, "forged")
@@ -180,9 +180,9 @@ def test_attacks_on_the_store_fail(elsewhere: str) -> None:
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     me = Member("w0", 0, "life of w0", "program", "host", "", ("127.0.0.1", 1))
     with contextlib.suppress(errors.GroupIncomplete):
-        join_static(sealed(store, keys), me, 2, 0.2)
+        StaticJoin(sealed(store, keys), me, 2, 0.2).join()
     assert by_another_user(lambda: attack_store(host, store.port), elsewhere) == []
     begun = time.monotonic()
     with pytest.raises(errors.StoreUntrusted, match="'telegrad/"):
-        join_static(sealed(store, keys), me, 2, SOON)
+        StaticJoin(sealed(store, keys), me, 2, SOON).join()
     assert time.monotonic() - begun < SOON

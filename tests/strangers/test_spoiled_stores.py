@@ -13,7 +13,7 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.joining import rendezvous
-from telegrad._core.joining.rendezvous import RankTable, join_static
+from telegrad._core.joining.rendezvous import RankTable, StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedDirectory
@@ -48,7 +48,7 @@ class Spoiled:
 
 def joined(store: Any, rank: int, size: int, timeout: float) -> RankTable | errors.TelegradError:
     try:
-        return join_static(sealed(store), member(f"w{rank}", rank), size, timeout)
+        return StaticJoin(sealed(store), member(f"w{rank}", rank), size, timeout).join()
     except errors.TelegradError as error:
         return error
 

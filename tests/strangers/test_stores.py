@@ -20,7 +20,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc
 from telegrad import errors
-from telegrad._core.joining.rendezvous import join_static
+from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.handshake import PURPOSE
@@ -108,7 +108,7 @@ def redirected(sealed_entry: str, port: int) -> str:
 def test_members_of_a_fixed_group_refuse_a_redirected_address() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as trap:
-        join = lambda rank: join_static(sealed(store, KEYS), member(f"w{rank}", rank, 1), 3, PATIENCE)  # noqa: E731
+        join = lambda rank: StaticJoin(sealed(store, KEYS), member(f"w{rank}", rank, 1), 3, PATIENCE).join()  # noqa: E731
         early = [pool.submit(join, rank) for rank in (0, 1)]
         entry = store.get("telegrad/1/rank/1").decode()  # waits for the entry
         store.set("telegrad/1/rank/1", redirected(entry, trap.getsockname()[1]))
@@ -124,7 +124,7 @@ def test_members_of_a_fixed_group_refuse_a_redirected_address() -> None:
 def test_a_forged_failure_is_not_shown() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(join_static, sealed(store, KEYS), member("w0", 0, 1), 2, PATIENCE)
+        first = pool.submit(StaticJoin(sealed(store, KEYS), member("w0", 0, 1), 2, PATIENCE).join)
         store.get("telegrad/1/rank/0")
         store.set("telegrad/1/complete", json.dumps(["RendezvousError", "\x1b[31mrun this", 0]))
         with pytest.raises(errors.StoreUntrusted) as caught:

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.stores.supervised import is_supervised, own_name, variables
 from telegrad.errors import UsageError
-from telegrad.launch import run_command
 from telegrad.launch.policy import KEYS, RESTART_ROLE, SERVE, RunConfig, read
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
@@ -82,27 +80,3 @@ def test_invalid_files_are_refused(text: str, words: str) -> None:
     changes: dict[str, Any] = {}
     with pytest.raises(UsageError, match=re.escape(words)):
         read(text, changes)
-
-
-def test_a_process_finds_its_place_in_its_environment() -> None:
-    given = variables("a0", "a", 3, "::1", 5)
-    assert given == {
-        "MASTER_ADDR": "::1",
-        "MASTER_PORT": "5",
-        "TELEGRAD_STORE": "[::1]:5",
-        "TELEGRAD_NAME": "a0",
-        "TELEGRAD_ROLE": "a",
-        "TELEGRAD_RESTARTS": "3",
-    }
-    assert is_supervised("::1", "5", given)
-    assert not is_supervised("::1", 6, given)
-    assert own_name(None, "", given) == own_name("a0", "a", given) == ("a0", "a")
-    assert own_name("b", "", given) == ("b", "")
-    assert own_name(None, "b", given) == (None, "b")
-    assert own_name("a0", "", {"TELEGRAD_NAME": "a0"}) == ("a0", "")
-    assert own_name("a0", "b", {}) == ("a0", "b")
-
-
-def test_a_script_in_place_of_a_file_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command.main(["train.py"]) == run_command.WRONG
-    assert "`telegrad run -- python train.py` starts a worker" in capsys.readouterr().err

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
 from telegrad.ext import joining, starting
-from telegrad.launch import storekeeper
+from telegrad.launch import storekeeper, supervisor
+from telegrad.launch.output import Output
+from telegrad.launch.policy import EndServing, read
 from tests.cluster import PATIENCE, wait_until
 from tests.supervision.test_run import Launch, Run, launch
 
@@ -122,3 +127,26 @@ def test_members_that_join_after_the_end_of_the_group_are_told(monkeypatch: pyte
     storekeeper.main([str(socket.create_server(("127.0.0.1", 0)).detach()), "127.0.0.1"])
     assert told == [True, True]
     threads[0].join(PATIENCE)
+
+
+def test_a_restarted_keeper_is_told_that_the_group_ends(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[io.BytesIO] = []
+
+    def popen(*_: object, **__: object) -> SimpleNamespace:
+        """Return a process whose output has ended."""
+        reader, writer = os.pipe()
+        os.close(writer)
+        told.append(io.BytesIO())
+        return SimpleNamespace(stdin=told[-1], stdout=os.fdopen(reader, "rb"), wait=lambda: -signal.SIGKILL)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(supervisor, "_key_for_children", lambda is_alone: "")
+    run = supervisor.Supervisor(read("[a]", {}), "127.0.0.1", 0, 0, Output(str(tmp_path)))
+    run._begin_storekeeper()
+    run._ready = True
+    run._do([EndServing()])
+    run._hear_storekeeper()
+    assert [each.getvalue() for each in told] == [b"over\n"] * 2
+    run._listener.close()

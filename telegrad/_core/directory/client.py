@@ -212,7 +212,8 @@ class Sessions(Generic[S]):
                 self._check_open()
             except BaseException as error:
                 self._drop(session)
-                if isinstance(error, (Unanswered, OSError)) and not isinstance(error, TelegradError):
+                # UnicodeError: no host can have that name.
+                if isinstance(error, (Unanswered, OSError, UnicodeError)) and not isinstance(error, TelegradError):
                     self._check_open()
                     raise Unsent(_text(error)) from None
                 raise

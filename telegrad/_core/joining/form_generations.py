@@ -147,13 +147,13 @@ class DirectoryLease:
             meeting, found = self._meeting, self.found
             if meeting is None or found is None or found.pointer is None or found.launched or meeting.serves:
                 return
-            host, port = meeting.place
-            if host is None or port is None or not is_here(host) or read_server_mark(meeting.store) != GONE:
+            place = meeting.place
+            if place is None or not is_here(place[0]) or read_server_mark(meeting.store) != GONE:
                 return
-            store, serves = open_dynamic((host, port), -1, self.keys, SERVE_AGAIN)
+            store, serves = open_dynamic(place, -1, self.keys, SERVE_AGAIN)
             if serves:
                 write_pointer(store, found.pointer)
-                note(port, found.pointer)
+                note(place[1], found.pointer)
             self._meeting = meeting._replace(store=store, serves=serves)
 
     def restore_pointer(self) -> None:
@@ -223,12 +223,8 @@ class JoinRequest(NamedTuple):
 
 class _Joining:
     def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
-        self._held = held
-        self._limits = coming.limits
-        self._me = me
-        self._before = coming.before
-        self._timeout = coming.timeout
-        self._is_alive = is_alive
+        self._held, self._me, self._is_alive = held, me, is_alive
+        self._coming, self._limits = coming, coming.limits
         self._until = monotonic() + coming.timeout
         self._state = ElasticState()
         self._quorum = Quorum(coming.limits)
@@ -257,13 +253,12 @@ class _Joining:
 
     def _join_in(self, directory: Directory) -> Formed:
         group, _ = Registry(directory).identify()
-        if self._before.group not in ("", group):
+        if self._coming.before.group not in ("", group):
             raise DirectoryReset("the directory of the group was restarted without its data: start the group again")
-        arrival = Arrival(self._me, self._before, str(self._limits))
+        arrival = Arrival(self._me, self._coming.before, str(self._limits))
         while True:
             self._look(directory)
-            come = [each.member.incarnation for each in self._state.arrivals]
-            mine = self._state.came[come.index(self._me.incarnation)] if self._me.incarnation in come else ABSENT
+            mine = self._state.came.get(self._me.incarnation, ABSENT)
             if self._me.incarnation in self._state.running.lives:
                 if mine != ABSENT:
                     directory.swap(COME + self._me.incarnation, None, mine)
@@ -273,7 +268,7 @@ class _Joining:
                 # Only after that: the worker that ends the group removes the pointer, and looks for arrivals after that
                 # (`remove_pointer`). So it finds this worker, or this worker finds no pointer and restores it. A worker
                 # that was in a generation does not wait once the group has ended, and its store may be gone by now.
-                if self._before.number == 0:
+                if self._coming.before.number == 0:
                     self._held.restore_pointer()
                 continue
             first = next(each for each in self._state.arrivals if self._lives(each.member))
@@ -295,7 +290,7 @@ class _Joining:
         """Read the arrivals, and probe the awaited members of the last generation."""
         known, self._state = self._state, look(directory)
         self._lost = ""
-        if max(self._state.came, default=0) > max(known.came, default=0):
+        if max(self._state.came.values(), default=0) > max(known.came.values(), default=0):
             self._came = monotonic()
         running = self._state.running
         self._quorum = Quorum(self._limits, running, self._state.arrivals, self._dead)
@@ -307,9 +302,9 @@ class _Joining:
             self._lives(member)
         if self._quorum.awaited():
             self._waits_for = running.number
-            if self._before.me not in running.lives:
+            if self._coming.before.me not in running.lives:
                 # A spare worker waits as long as that generation lives; its timeout begins only after that.
-                self._until = monotonic() + self._timeout
+                self._until = monotonic() + self._coming.timeout
 
     def _check(self, mine: int, first: Arrival) -> None:
         """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
@@ -342,7 +337,7 @@ class _Joining:
             return True
         if late:
             raise GroupIncomplete(
-                f"{self._me} has waited {self._timeout:g} s for a group of {self._limits} workers: "
+                f"{self._me} has waited {self._coming.timeout:g} s for a group of {self._limits} workers: "
                 f"{self._quorum.lacks()}. Check the logs of the other workers, or allow more time with rpc_timeout"
             )
         return False

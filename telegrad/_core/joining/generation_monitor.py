@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from math import inf
 from time import monotonic
@@ -186,19 +185,23 @@ class GenerationMonitor:
 
     def _main(self) -> None:
         while not (self._closed or self._post.closed):
-            if self.leads and not self._has_greeted:
-                self._has_greeted = True
-                self._greet()
-            pause = None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
-            with suppress(queue.Empty):
-                member = self._gone.get(timeout=pause)
-                if member is not None:
-                    self._act(partial(self._steps.lost, member.id))
-                continue
             try:
-                self._look()
+                self._turn()
             except Exception:
-                log.exception("telegrad: checking for workers that wait to join failed")
+                # This thread must survive any error: without it, no worker is removed, and none can join.
+                log.exception("telegrad: checking the elastic group of worker %r failed", self._me.name)
+
+    def _turn(self) -> None:
+        if self.leads and not self._has_greeted:
+            self._has_greeted = True
+            self._greet()
+        try:
+            member = self._gone.get(timeout=None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS)
+        except queue.Empty:
+            self._look()
+        else:
+            if member is not None:
+                self._act(partial(self._steps.lost, member.id))
 
     def _look(self) -> None:
         with self._changed:

@@ -35,7 +35,7 @@ from telegrad._core.host.private_files import create_once, state_folder
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.launchers import detect_launcher, one_of_several
 from telegrad._core.joining.quorum import Formed, lives_in
-from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StoreOver, join_static, terms_of
+from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
@@ -316,10 +316,9 @@ def ttl_of(silence: float) -> float:
 
 def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
     left = until - monotonic()
-    host, port = meeting.place
-    if host is None or port is None or left <= 0:
+    if meeting.place is None or left <= 0:
         raise StoreLost(f"the store at {meeting.where} was lost before this worker had joined")
-    store, serves = open_dynamic((host, port), meeting.rank, meeting.keys, left)
+    store, serves = open_dynamic(meeting.place, meeting.rank, meeting.keys, left)
     return meeting._replace(store=store, serves=serves)
 
 
@@ -331,13 +330,12 @@ def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float
         if _directory_is_used(store):
             raise mixed(me)
         try:
-            return join_static(store, me, size, timeout, is_alive, meeting.where, meeting.names)
+            return StaticJoin(store, me, size, timeout, is_alive, meeting.where, meeting.names).join()
         except StoreOver:
-            host, port = meeting.place
-            if host is None or port is None:
+            if meeting.place is None:
                 raise
         timeout = until - monotonic()
-        store = join_store(host, port, meeting.keys, timeout)
+        store = join_store(*meeting.place, meeting.keys, timeout)
 
 
 def _join_elastic(

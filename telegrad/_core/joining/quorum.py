@@ -18,7 +18,7 @@ number has one generation, whichever worker decides, even if several do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Directory
@@ -194,7 +194,7 @@ class ElasticState(NamedTuple):
     running: Formed = NONE
     since: int = ABSENT  # the revision of `running`
     arrivals: tuple[Arrival, ...] = ()  # in order of arrival
-    came: tuple[int, ...] = ()  # the revisions of the arrivals
+    came: Mapping[str, int] = {}  # the revisions of the arrivals, by incarnation
 
 
 def look(directory: Directory) -> ElasticState:
@@ -202,7 +202,8 @@ def look(directory: Directory) -> ElasticState:
     running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
     come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
     arrivals = tuple(Arrival.from_json(each.value) for each in come)
-    return ElasticState(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
+    came = {each.key.removeprefix(COME): each.created for each in come}
+    return ElasticState(revision, *(running or [(NONE, ABSENT)])[0], arrivals, came)
 
 
 def arrivals_in(directory: Directory) -> list[Arrival]:

@@ -114,7 +114,7 @@ class ArrivalTable:
 class RankTable(NamedTuple):
     members: Members
     group: str  # its identity
-    round: int = 0  # in this store
+    round: int  # in this store
 
 
 class StoreOver(StoreLost):
@@ -125,37 +125,17 @@ class _Past(Exception):
     """This round will not form, or has formed without this worker."""
 
 
-def join_static(
-    store: SealedStore,
-    me: Member,
-    world_size: int,
-    timeout: float,
-    is_alive: Callable[[Member], bool] = lambda _: True,
-    place: str = "",
-    names: Sequence[str] = (),
-) -> RankTable:
-    """Meet the other workers of a group of fixed size. An error of one worker is raised in all.
-
-    `place` is the location of the store, for messages. `names` are those of all ranks, if known in advance.
-
-    Raises:
-        WorkerTaken: two workers claim one name or one rank.
-        GroupIncomplete: some did not come in time.
-        AuthenticationFailed: not all have the same key.
-        RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was lost.
-    """
-    return _Static(store, me, world_size, timeout, is_alive, place, names).join()
-
-
 @dataclass
-class _Static:
+class StaticJoin:
+    """How a worker joins a group of fixed size."""
+
     store: SealedStore
     me: Member
     size: int
     timeout: float
-    is_alive: Callable[[Member], bool]
-    place: str
-    names: Sequence[str]
+    is_alive: Callable[[Member], bool] = lambda _: True
+    place: str = ""  # the location of the store, for messages
+    names: Sequence[str] = ()  # of all ranks, if known in advance
 
     def __post_init__(self) -> None:
         self._root = KeyValueStore(self.store)
@@ -164,6 +144,15 @@ class _Static:
         self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
     def join(self) -> RankTable:
+        """Meet the other workers. An error of one worker is raised in all.
+
+        Raises:
+            WorkerTaken: two workers claim one name or one rank.
+            GroupIncomplete: some did not come in time.
+            AuthenticationFailed: not all have the same key.
+            RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was
+                lost.
+        """
         try:
             is_new = self._root.read(ROUND) in ("", "1")
             self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
@@ -287,9 +276,8 @@ class _Static:
         try:
             found = _claim_terms(self._board, self.size, self.me)
             if found.size != self.size:
-                first = found.first or "who called it off"
                 raise RendezvousError(
-                    f"{self.me} expects a group of {plural(self.size, 'worker')}, but {first} expects one of "
+                    f"{self.me} expects a group of {plural(self.size, 'worker')}, but {found.first} expects one of "
                     f"{found.size}: give all workers the same world_size"
                 )
         except TelegradError:

@@ -237,7 +237,7 @@ class DynamicGroup:
     def declare_lost(self, member: Member, why: str, unanswered: Callable[[], None] = lambda: None) -> None:
         """Declare a member lost that was found dead, unless it is out already; the watch reports which.
 
-        If the directory does not answer, `unanswered` is called; the end of the lease removes that member.
+        If the directory cannot record that, `unanswered` is called; the end of the lease removes that member.
         """
         if self.is_lost:
             unanswered()
@@ -249,10 +249,10 @@ class DynamicGroup:
     def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
         try:
             self.registry.declare_lost(member.incarnation, why)
-        except UNUSABLE:
-            unanswered()
         except DirectoryReset:  # it has lost this group, which ends at the next renewal
             pass
+        except TelegradError:  # no answer, a refusal, or a directory without room
+            unanswered()
 
     # The threads
 
@@ -375,12 +375,12 @@ class DynamicGroup:
             self._since = roster.revision
 
     def refresh(self) -> None:
-        """Add the members that have joined by now, unless the directory is known not to answer.
+        """Add the members that have joined by now, unless the directory is known not to answer or this life is over.
 
         Raises:
             DirectoryLost: it does not answer.
         """
-        if self.is_lost:
+        if self.is_lost or self.over:
             return
         roster = self.registry.roster()
         with self._applying:

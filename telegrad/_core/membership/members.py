@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 from telegrad._core.checks import short_repr
 from telegrad._core.devices.device_maps import Devices
 from telegrad._core.texts import did_you_mean, plural
-from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
+from telegrad.errors import InvalidName, UnknownWorker
 
 LONGEST_NAME = 127
 LONGEST_ROLE = 120  # a number after it makes a name
@@ -132,26 +132,11 @@ def _free(role: str, numbers: Iterator[int], taken: Collection[str]) -> str:
 
 
 class Members:
-    """A table of members by name and by rank. Iteration is by rank."""
+    """A table of members of different names and ranks. Iteration is by rank."""
 
-    def __init__(self, members: Iterable[Member] = ()) -> None:
-        self._by_id: dict[int, Member] = {}
-        self._by_name: dict[str, Member] = {}
-        for member in members:
-            self.add(member)
-
-    def add(self, member: Member) -> None:
-        """Add a member.
-
-        Raises:
-            WorkerTaken: another has its name or its rank.
-        """
-        other = self._by_name.get(member.name) or self._by_id.get(member.id)
-        if other is not None:
-            raise WorkerTaken(
-                f"{member} cannot join: its name or its rank is not unique, {other} has it; give each worker its own"
-            )
-        self._by_id[member.id] = self._by_name[member.name] = member
+    def __init__(self, members: Iterable[Member]) -> None:
+        self._by_id = {member.id: member for member in sorted(members, key=lambda member: member.id)}
+        self._by_name = {member.name: member for member in self._by_id.values()}
 
     def find(self, to: str | int) -> Member:
         """Return the member with that name or rank.
@@ -165,7 +150,7 @@ class Members:
         return member
 
     def __iter__(self) -> Iterator[Member]:
-        return iter([self._by_id[id_] for id_ in sorted(self._by_id)])
+        return iter(self._by_id.values())
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -56,23 +56,11 @@ class CallbackThread:
 
     def __init__(self, entered: Callable[[], None]) -> None:
         self.of_joins: list[Callable[[WorkerInfo], Any]] = []
-        self.of_ends: list[Callable[[WorkerInfo, str], Any]] = []
-        self.of_losses: list[Callable[[WorkerInfo, Exception], Any]] = []
+        # Called with a member that is gone, and the reason of its loss, or None if it has left; each tells a callback.
+        self.of_ends: list[Callable[[Member, Exception | None], None]] = []
         self._entered = entered
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self.thread = Background("telegrad-members", self._main)  # started with the first callback
-
-    @property
-    def hears_of_ends(self) -> bool:
-        """Return True if there is a callback for leaving or lost workers."""
-        return bool(self.of_ends or self.of_losses)
-
-    def gone(self, member: Member, lost: Exception | None) -> None:
-        """Schedule the callbacks for a member that is gone; without a reason of its loss, it has left."""
-        for callback in self.of_ends:
-            self.tell(callback, info(member), LOST if lost else LEFT)
-        for told in self.of_losses if lost else ():
-            self.tell(told, info(member), lost)
 
     def tell(self, callback: Callable[..., Any], *args: Any) -> None:
         # The owner's lock is held, so callbacks run in the order of the changes. A put into a SimpleQueue never blocks.
@@ -174,7 +162,7 @@ class Membership:
 
     def refresh(self) -> None:
         """Read the present members of a dynamic group. Without an answer of its directory, the known members stay."""
-        if self._group is not None and not (self._group.over or self._group.is_lost):
+        if self._group is not None:
             with contextlib.suppress(*UNUSABLE):
                 self._group.refresh()
 
@@ -235,16 +223,16 @@ class Membership:
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
         """Call `callback` with each worker that goes, and with "left" or "lost"."""
-        self._hear_of_ends(self._teller.of_ends, callback)
+        self._hear_of_ends(lambda member, lost: self._teller.tell(callback, info(member), LOST if lost else LEFT))
 
     def on_lost(self, callback: Callable[[WorkerInfo, Exception], Any]) -> None:
         """Call `callback` with each worker that is lost, and with the reason."""
-        self._hear_of_ends(self._teller.of_losses, callback)
+        self._hear_of_ends(lambda member, lost: self._teller.tell(callback, info(member), lost) if lost else None)
 
-    def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
+    def _hear_of_ends(self, tell: Callable[[Member, Exception | None], None]) -> None:
         self._teller.thread.want()
         with self._changed:
-            told.append(callback)
+            self._teller.of_ends.append(tell)
         self.greet()
 
     def _others(self) -> list[Member]:
@@ -321,7 +309,8 @@ class Membership:
                 self._silent[member.incarnation] = member
             self._new_version()
             list(results(self.gone, member))
-            self._teller.gone(member, lost)
+            for tell in self._teller.of_ends:
+                tell(member, lost)
             self._changed.notify_all()
 
     def _new_version(self) -> None:
@@ -394,7 +383,7 @@ class Membership:
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt, doubt.evidence(answer)))
         elif fate and self._group is None:
             self._find_dead(doubt, doubt.evidence(answer))
-        elif self._teller.hears_of_ends or doubt.who.incarnation == self._next:
+        elif self._teller.of_ends or doubt.who.incarnation == self._next:
             self._greet([doubt.who])  # it may be alive: connect, to notice its next end
         return []
 
@@ -448,7 +437,7 @@ class Membership:
             if is_doubted:  # it was lost before it was seen here
                 self._watch.want()
                 self._wake.set()
-            if self._teller.hears_of_ends:
+            if self._teller.of_ends:
                 self._greet([member])
         elif isinstance(change, MemberGone):
             self._note_gone(change)

@@ -27,7 +27,7 @@ import random
 import secrets
 from collections.abc import Callable, Collection
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
 from telegrad._core.membership.members import Member
@@ -147,7 +147,7 @@ class Registry:
             DirectoryLost: the outcome is unknown; another call finds it out.
         """
         swap = self._directory.swap(f"{MEMBERS}{me.incarnation}", me.to_json().encode(), ABSENT, lease)
-        if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
+        if swap.entry is None or swap.entry.lease != lease.id or _registered(swap.entry) is None:
             raise LeaseLost("another worker, or an earlier lease, has claimed the name or the rank")
         return Registered(me, swap.entry.created)
 
@@ -179,7 +179,7 @@ class Registry:
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
         """Write how a member has gone; return its entry, or None if the member was out before."""
         key = f"{MEMBERS}{life}"
-        while (found := self._read(key)) is not None and _departure(found.value) is None:
+        while (found := self._read(key)) is not None and _registered(found) is not None:
             departure = json.dumps([how, why]).encode()
             # The mark gets the lease of the member: a key that is written without its lease leaves it, and would never
             # be deleted. LeaseLost means that another worker has removed the member meanwhile.
@@ -200,10 +200,11 @@ class Registry:
                 return
             assert swap.entry is not None
             life = swap.entry.value.decode()
-            other = self._member(life)
-            if other is None:
+            registered = _registered(self._read(f"{MEMBERS}{life}"))
+            if registered is None:
                 self._end_join(swap.entry)
                 continue
+            other = registered.member
             lives = is_alive(other)
             # The directory does not delete the keys of a lease that is renewed. So an unreachable member that has its
             # lease for another whole ttl is alive.
@@ -231,7 +232,7 @@ class Registry:
         departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
         with contextlib.suppress(LeaseLost):
             swap = self._directory.swap(key, departure, ABSENT, _holder(claim))
-            if swap.entry is not None and _departure(swap.entry.value) is not None:
+            if swap.entry is not None and _registered(swap.entry) is None:
                 self._directory.revoke(_holder(claim))
 
     def _claim_free(self, prefix: str, first: int, taken: Collection[str], me: Member, lease: Lease) -> int:
@@ -264,7 +265,7 @@ class Registry:
         assert entry is not None
         if entry.value.decode() == life and entry.lease != lease.id:
             raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
-        return Claim(entry.value.decode(), entry.created)
+        return _claim(entry)
 
     def release(self, name: str, claim: Claim) -> None:
         """Delete the key of a published value, if this claim is still valid."""
@@ -273,7 +274,7 @@ class Registry:
     def owner(self, name: str) -> Claim | None:
         """Return the claim of the member that owns a published value."""
         entry = self._read(f"{PUBLISHED}{name}")
-        return Claim(entry.value.decode(), entry.created) if entry is not None else None
+        return _claim(entry) if entry is not None else None
 
     # Reading
 
@@ -284,15 +285,11 @@ class Registry:
         # order, a change between the two lists would be missed.
         members = self._directory.list(MEMBERS)
         published = self._directory.list(PUBLISHED)
-        told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]
+        told = ((entry.key.removeprefix(MEMBERS), _registered(entry)) for entry in members.entries)
         return Roster(
             members.revision,
-            {
-                entry.key.removeprefix(MEMBERS): Registered(Member.of(parts), entry.created)
-                for entry, parts in told
-                if _departed(parts) is None
-            },
-            {each.key.removeprefix(PUBLISHED): Claim(each.value.decode(), each.created) for each in published.entries},
+            {life: registered for life, registered in told if registered is not None},
+            {each.key.removeprefix(PUBLISHED): _claim(each) for each in published.entries},
         )
 
     def last_end(self) -> tuple[int, Ended] | None:
@@ -302,10 +299,7 @@ class Registry:
 
     def find(self, to: str | int) -> Registered | None:
         holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
-        entry = self._read(f"{MEMBERS}{holder.value.decode()}") if holder is not None else None
-        if entry is None or _departure(entry.value) is not None:
-            return None
-        return _registered(entry)
+        return _registered(self._read(f"{MEMBERS}{holder.value.decode()}")) if holder is not None else None
 
     def watch(self, since: int, timeout: float) -> tuple[int, list[tuple[int, Change | Claimed]]]:
         """Wait for changes after a revision; return the revision to watch from next, and the changes with theirs.
@@ -323,37 +317,32 @@ class Registry:
         if key == ENDED and entry is not None:
             return Ended(*json.loads(entry.value.decode()))
         if key.startswith(PUBLISHED):
-            claim = Claim(entry.value.decode(), entry.created) if entry is not None else Claim("", revision)
-            return Claimed(key[len(PUBLISHED) :], claim)
+            return Claimed(key[len(PUBLISHED) :], _claim(entry) if entry is not None else Claim("", revision))
         if not key.startswith(MEMBERS):
             return None
         life = key[len(MEMBERS) :]
         if entry is None:
             return MemberGone(life, LOST, EXPIRED)
-        departure = _departure(entry.value)
-        return MemberGone(life, *departure) if departure is not None else MemberJoined(_registered(entry))
-
-    def _member(self, life: str) -> Member | None:
-        entry = self._read(f"{MEMBERS}{life}")
-        return Member.from_json(entry.value) if entry is not None and _departure(entry.value) is None else None
+        registered = _registered(entry)
+        return MemberJoined(registered) if registered is not None else MemberGone(life, *json.loads(entry.value))
 
     def _read(self, key: str) -> Entry | None:
         return next((entry for entry in self._directory.list(key).entries if entry.key == key), None)
 
 
-def _registered(entry: Entry) -> Registered:
-    return Registered(Member.from_json(entry.value), entry.created)
+def _registered(entry: Entry | None) -> Registered | None:
+    """Return the member that an entry describes, or None if it has gone."""
+    if entry is None:
+        return None
+    parts = json.loads(entry.value)
+    has_gone = parts[0] in (LEFT, LOST) and len(parts) == 2
+    return None if has_gone else Registered(Member.of(parts), entry.created)
+
+
+def _claim(entry: Entry) -> Claim:
+    return Claim(entry.value.decode(), entry.created)
 
 
 def _holder(entry: Entry) -> Lease:
     """Return the lease of a key, to delete or replace another member's key."""
     return Lease(entry.lease, 0.0, 0.0)
-
-
-def _departure(value: bytes) -> tuple[str, str] | None:
-    """Return how and why a member has gone, or None if it is in the group."""
-    return _departed(json.loads(value))
-
-
-def _departed(parts: list[Any]) -> tuple[str, str] | None:
-    return (parts[0], parts[1]) if parts[0] in (LEFT, LOST) and len(parts) == 2 else None

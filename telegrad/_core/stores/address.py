@@ -72,13 +72,13 @@ def own_address(wanted: str | None, store_host: str | None) -> str:
         return loopback()
 
 
-def local_address_towards(host: str, port: int = ANY_PORT) -> str:
+def local_address_towards(host: str) -> str:
     """Return this machine's address on the route to `host`.
 
     Raises:
         UsageError: `host` cannot be resolved.
     """
-    choices = check_resolves(host, port)
+    choices = check_resolves(host)
     for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
         found = _source(family, address)
         if found is None:
@@ -129,10 +129,10 @@ def await_name(host: str, timeout: float) -> list[Any]:
             sleep(ASK_AGAIN)
 
 
-def check_resolves(host: str, port: int = ANY_PORT) -> list[Any]:
+def check_resolves(host: str) -> list[Any]:
     """Return the store's addresses; raise UsageError without any, instead of waiting for a server there."""
     try:
-        found = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(spelled(host), ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"

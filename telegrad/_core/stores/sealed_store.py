@@ -146,7 +146,7 @@ class SealedStore:
             return wait_for_torch(ANSWER, getattr(self.raw, method), *args)
         except TelegradError:
             raise
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:
             self._is_silent = isinstance(error, TimeoutError)
             raise StoreLost(
                 f"the store was lost ({short(error)}): the worker that serves it has ended or cannot be reached, see "

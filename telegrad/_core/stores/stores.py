@@ -68,8 +68,6 @@ ENGINES = {
 }
 ENGINE_PATIENCE = 10.0  # seconds for an operation of an engine
 
-Place = tuple[str | None, int | None]  # the host and port that serve a store; None if unknown
-
 
 class RendezvousStore(NamedTuple):
     """An open store, and the parameters from its URL or the environment."""
@@ -91,8 +89,9 @@ class RendezvousStore(NamedTuple):
         return self.store.keys
 
     @property
-    def place(self) -> Place:
-        return self.host, self.port
+    def place(self) -> Spot | None:
+        """Where another store may be served once this one is gone, if that is known."""
+        return None if self.host is None or self.port is None else (self.host, self.port)
 
     @property
     def served(self) -> int | None:
