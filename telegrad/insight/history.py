@@ -130,7 +130,8 @@ class GroupHistory:
             point: Point = [self.now, rate.calls, 0.0, rate.sent + rate.received, account["memory"]]
             self._series[name].add([*point, rate.processor or 0.0])
         for name in [name for name, own in self._series.items() if not own.after(self.now - LONGEST)]:
-            del self._series[name]
+            for known in (self._series, self._events, self._shifts, self._after, self._seen):
+                known.pop(name, None)
         self.last = {name: account for name, account in self.last.items() if name in sight.silent} | accounts
         return dict(self._after)
 
