@@ -342,13 +342,6 @@ def test_a_signal_with_a_handler_of_the_program_is_left_alone() -> None:
         program.run(_heard)
 
 
-def test_a_signal_does_not_end_a_program_that_joined_on_another_thread() -> None:
-    with processes(1) as (program,):
-        program.run(_join_on_a_thread, free_port())
-        program.kill(signal.SIGUSR2)
-        program.run(_write_stacks)
-
-
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
 @pytest.mark.parametrize("on_a_thread", [False, True])
 def test_a_handler_that_the_program_sets_later_is_left_alone(on_a_thread: bool) -> None:
@@ -384,19 +377,11 @@ def _stacks_file() -> int:
 
 def _write_stacks_to_self() -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
-    _write_stacks()
+    wait_until(lambda: "Current thread" in pathlib.Path(f"/proc/self/fd/{_stacks_file()}").read_text())
 
 
 def _join_on_a_thread(port: int) -> None:
     in_threads(lambda: init(0, 1, port))
-
-
-def _write_stacks() -> None:
-    wait_until(lambda: "Current thread" in look_at_stacks())
-
-
-def look_at_stacks() -> str:
-    return pathlib.Path(f"/proc/self/fd/{_stacks_file()}").read_text()
 
 
 def _write_to(folder: str) -> None:
