@@ -104,11 +104,6 @@ def get_permit() -> None:
     permits.acquire()
 
 
-def meet_nobody() -> None:
-    say()
-    threading.Barrier(2).wait()
-
-
 def read_empty_queue() -> None:
     tasks: queue.Queue[int] = queue.Queue()
     say()
@@ -128,29 +123,11 @@ def run_program() -> None:
     subprocess.run(["cat"], stdin=values[0], check=True)
 
 
-def ask_user() -> None:
-    sys.stdin = os.fdopen(os.pipe()[0])
-    say()
-    input()
-
-
 def receive() -> None:
     ours, values[:] = socket.socketpair()[0], socket.socketpair()
     say()
     values[0].recv(1)
     ours.close()
-
-
-def fill_pipe() -> None:
-    values.extend(os.pipe())
-    say()
-    os.write(values[1], bytes(1 << 20))
-
-
-def wait_for_child() -> None:
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    say()
-    os.waitpid(child.pid, 0)
 
 
 def take_twice() -> None:

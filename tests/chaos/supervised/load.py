@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 
 import telegrad.rpc as rpc
 from telegrad.errors import TelegradError
-from tests.chaos.load import stacks
+from tests.chaos.load import stacks, told
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
 from tests.chaos.supervised.record import Life
@@ -69,7 +68,7 @@ class Load:
             return operation(), ""
         except BaseException as error:
             if not isinstance(error, may_fail):
-                self._note("wrong", "".join(traceback.format_exception(error)))
+                self._note("wrong", told(error))
             return None, type(error).__name__
 
     def _watch(self, name: str) -> None:
