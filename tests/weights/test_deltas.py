@@ -259,7 +259,6 @@ def assert_is(version: Any, state: dict[str, Tensor]) -> None:
 def test_other_hosts_get_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, readers = begin(workers, state)
         whole = sum(size for _, size in sent)
         for number in (2, 3):
@@ -275,7 +274,6 @@ def test_other_hosts_get_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> 
 def test_a_reader_several_versions_behind_gets_all_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
         endpoint = reader._endpoint
         hears, endpoint.take = endpoint.take, lambda *_: None  # the reader misses some versions
@@ -292,7 +290,6 @@ def test_a_reader_several_versions_behind_gets_all_deltas(monkeypatch: pytest.Mo
 def test_a_piece_whose_delta_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
         reader._endpoint.memory[1][8] ^= 1  # a flipped bit at the reader
         sent.clear()

@@ -226,14 +226,11 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
     assert contents["numbers"].tolist() == [2, 2]
 
 
-def test_values_that_cannot_be_published_in_parts(four: list[Worker]) -> None:
+def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
-
-
-def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="the result of a function in source must be a dictionary of tensors"):
         ShardedPublisher("tensor", {"w1": lambda: torch.ones(3)}).publish()
     with pytest.raises(InvalidArgument, match=r"dtype must be a type of floating numbers.* not 'torch\.int64'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import logging
@@ -11,10 +12,11 @@ import pathlib
 import queue
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import process_time
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +44,7 @@ from telegrad.reporting import (
 )
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
+from telegrad.reporting.stacks import all_stacks
 from tests.cluster import (
     PATIENCE,
     Process,
@@ -579,3 +582,29 @@ def test_the_traffic_of_observers_is_left_out() -> None:
         (out, _, _), (_, come, calls) = traffic()
     assert 0 < out - before[0][0] == come - before[1][1] < 500
     assert calls - before[1][2] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked here")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_stacks_are_read_except_in_a_child(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    told = sys._current_frames
+
+    def tell() -> dict[int, FrameType]:
+        seen.append(gc.isenabled())
+        if not (child := os.fork()):
+            os._exit(gc.isenabled() != enabled or sys.getswitchinterval() != interval)
+        assert os.waitpid(child, 0)[1] == 0
+        return told()
+
+    monkeypatch.setattr(sys, "_current_frames", tell)
+    was, interval = gc.isenabled(), sys.getswitchinterval()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert threading.get_ident() in all_stacks()
+        assert seen == [False]
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
