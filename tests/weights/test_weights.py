@@ -191,8 +191,9 @@ def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(monkeypat
             assert number_in(reader.refresh()) == number
 
 
-def test_refresh_waits_for_pending_messages() -> None:
+def test_refresh_waits_for_pending_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
+    monkeypatch.setattr("telegrad.weights.subscriber.TICK", 0.1)
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "numbers", {"number": torch.zeros(1)})
         publisher.publish()
@@ -208,8 +209,8 @@ def test_refresh_waits_for_pending_messages() -> None:
         server.handlers.take = late  # type: ignore[assignment]
         publisher.publish()
         wait_until(lambda: bool(server._notices))
-        with pytest.raises(CallTimeout, match=r"newest version of 'numbers' was not known within 1\.5 s"):
-            on(actor, reader.refresh, timeout=1.5)
+        with pytest.raises(CallTimeout, match=r"newest version of 'numbers' was not known within 0\.15 s"):
+            on(actor, reader.refresh, timeout=0.15)
         held.set()
         assert on(actor, reader.refresh).number == 2
 

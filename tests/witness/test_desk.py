@@ -268,7 +268,8 @@ def test_rubbish_is_not_logged_and_does_no_harm(line: bytes, caplog: pytest.LogC
         assert [each for each in caplog.records if each.levelno > logging.DEBUG] == []
 
 
-def test_connections_without_a_question_delay_no_other() -> None:
+def test_connections_without_a_question_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug_server, "PATIENCE", 1.0)
     with served(lambda *_: "served") as place, contextlib.ExitStack() as stack:
         for _ in range(2 * debug_server.MOST_WAITING):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
