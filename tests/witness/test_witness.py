@@ -149,30 +149,16 @@ def test_a_call_whose_function_returned_a_future_is_unfinished(
         _, callee = introspection_of(pair[0]).look()[0]
 
 
-def test_calls_without_a_slot_are_queued() -> None:
-    gate.clear()
-    with agents(2, num_worker_threads=2) as (first, second):
-        futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
-        for _ in range(2):
-            assert inside.acquire(timeout=PATIENCE)
-        wait_until(lambda: len(introspection_of(second).account()["calls_in"]) == 3)
-        told = introspection_of(second).account()
-        assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
-        assert (told["slots"], told["busy"]) == (2, 2)
-        gate.set()
-        for future in futures:
-            future.wait()
-        assert inside.acquire(timeout=PATIENCE)  # the third call
-
-
-def test_only_some_of_many_equal_calls_are_listed() -> None:
+def test_calls_without_a_slot_are_queued_and_only_some_of_many_equal_ones_are_listed() -> None:
     gate.clear()
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
-        here = lambda: introspection_of(second).account()["calls_in"]  # noqa: E731
-        wait_until(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
-        assert len(here()) == MOST_ALIKE + 1
+        here = introspection_of(second).account
+        states = lambda: counts(here()["calls_in"], lambda call: call["state"])  # noqa: E731
+        wait_until(lambda: states() == {QUEUED: MOST_ALIKE + 49, RUNNING: 1})
+        assert len(here()["calls_in"]) == MOST_ALIKE + 1
+        assert (here()["slots"], here()["busy"]) == (1, 1)
         out = introspection_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
         assert out[-1]["more"] == 50

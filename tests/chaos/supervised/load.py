@@ -10,7 +10,7 @@ from functools import partial
 
 import telegrad.rpc as rpc
 from telegrad.errors import TelegradError
-from tests.chaos.load import stacks, told
+from tests.chaos.load import GRACE, all_joined, told
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
 from tests.chaos.supervised.record import Life
@@ -21,7 +21,6 @@ WATCH = 0.05  # seconds between two calls of a watcher
 NAP = 0.005
 NOISE = 0.01  # seconds; shorter delays are not noted
 LATE = 0.1  # seconds; shorter calls are not noted
-GRACE = 10.0
 
 
 class Load:
@@ -44,11 +43,8 @@ class Load:
     def stop(self) -> None:
         """Let all threads end; a thread that does not is a violation."""
         self._ended.set()
-        until = time.monotonic() + PATIENCE + GRACE
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            self._note("wrong", f"a call never ends:\n{stacks()}")
+        if endless := all_joined(self._threads, PATIENCE + GRACE):
+            self._note("wrong", endless)
 
     def _serve(self, number: int, chance: random.Random) -> None:
         client = Client(chance)
