@@ -316,13 +316,17 @@ class OnePiece:
     def publish(self, handle: Callable[..., None], before: Callable[[], None]) -> None:
         """Publish. `handle` gets each piece that arrives; `before` runs before the deltas of a piece are applied."""
 
+        def apply_later(*args: Any) -> None:
+            before()
+            apply_deltas(*args)
+
         def take(*message: Any) -> None:
             is_piece = isinstance(message[1], WeightPiece)
             self.arrived += [message] * is_piece
             (handle if is_piece else self.take)(*message)
 
         self._patch.setattr(self.endpoint, "take", take)
-        self._patch.setattr(subscriber, "apply_deltas", lambda *args: [before(), apply_deltas(*args)])
+        self._patch.setattr(subscriber, "apply_deltas", apply_later)
         self._policy.publish()
 
 
