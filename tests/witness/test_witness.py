@@ -154,11 +154,15 @@ def test_calls_without_a_slot_are_queued_and_only_some_of_many_equal_ones_are_li
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
-        here = introspection_of(second).account
-        states = lambda: counts(here()["calls_in"], lambda call: call["state"])  # noqa: E731
-        wait_until(lambda: states() == {QUEUED: MOST_ALIKE + 49, RUNNING: 1})
-        assert len(here()["calls_in"]) == MOST_ALIKE + 1
-        assert (here()["slots"], here()["busy"]) == (1, 1)
+        here: list[WorkerState] = []
+
+        def all_have_come() -> bool:
+            here[:] = [introspection_of(second).account()]
+            return counts(here[0]["calls_in"], lambda call: call["state"]) == {QUEUED: MOST_ALIKE + 49, RUNNING: 1}
+
+        wait_until(all_have_come)
+        assert len(here[0]["calls_in"]) == MOST_ALIKE + 1
+        assert (here[0]["slots"], here[0]["busy"]) == (1, 1)
         out = introspection_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
         assert out[-1]["more"] == 50
