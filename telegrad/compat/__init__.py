@@ -106,7 +106,7 @@ def uninstall() -> None:
         forget_import("torch")
         _mode.on = programs.serves_torch = False
         _mode.substitution = None
-        _set_paths(_other_paths())
+        _set_paths(_other_paths(os.environ))
 
 
 def installed() -> bool:
@@ -127,8 +127,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     environment = dict(variables)
     if _mode.on:
-        paths = [path for path in environment.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
-        environment[VARIABLE] = os.pathsep.join([BOOT, *paths])
+        environment[VARIABLE] = os.pathsep.join([BOOT, *_other_paths(variables)])
     return environment
 
 
@@ -138,7 +137,7 @@ def _turn_on() -> None:
         _mode.on = programs.serves_torch = True
         after_import("torch", lambda _: _begin_with_torch())
         import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
-    _set_paths([BOOT, *_other_paths()])
+    _set_paths([BOOT, *_other_paths(os.environ)])
 
 
 def _begin_with_torch() -> None:
@@ -163,9 +162,9 @@ def _take_effect() -> None:
             substitution.take_effect()
 
 
-def _other_paths() -> list[str]:
+def _other_paths(variables: Mapping[str, str]) -> list[str]:
     """Return the user's entries of PYTHONPATH."""
-    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
+    return [path for path in variables.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
 
 
 def _set_paths(paths: list[str]) -> None:

@@ -201,28 +201,41 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target) if finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
-                    late = self.late.get(fullname)
-                    spec.loader = _Loader(spec.loader, act) if late is None else _LateLoader(spec.loader, act, late)
+                    spec.loader = _Loader(spec.loader, act)
                 return spec
         return None
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that calls a function after another loader has run."""
+    """A loader that calls a function after another loader has run.
+
+    At the first import of a deferred module it only calls the function; at the second one it runs the module.
+    """
 
     def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None]) -> None:
         self._loader = loader
         self._act = act
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        # The second import must fill the same object, since the program has references to it.
+        late = _finder.late.get(spec.name)
+        return (late.module if late is not None else None) or self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        late = _finder.late.get(module.__name__)
+        if late is not None and late.module is None:
+            late.module = module
+            self._act(module)
+            vars(module)["__getattr__"] = late
+            return
         spec = module.__spec__
         assert spec is not None
         spec.loader = module.__loader__ = self._loader  # restore the original loader
+        _finder.late.pop(module.__name__, None)
         self._loader.exec_module(module)
         self._act(module)
+        if late is not None and vars(module).get("__getattr__") is late:
+            del vars(module)["__getattr__"]
 
 
 class _Late:
@@ -254,29 +267,6 @@ class _Late:
             if name in vars(self.module):
                 return vars(self.module)[name]
         raise AttributeError(f"module {self.module.__name__!r} has no attribute {name!r}")
-
-
-class _LateLoader(_Loader):
-    """A loader that at first only calls the function, and runs the module at the second import."""
-
-    def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None], late: _Late) -> None:
-        super().__init__(loader, act)
-        self._late = late
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        # The second import must fill the same object, since the program has references to it.
-        return self._late.module or super().create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if self._late.module is None:
-            self._late.module = module
-            self._act(module)
-            vars(module)["__getattr__"] = self._late
-            return
-        del _finder.late[module.__name__]
-        super().exec_module(module)
-        if vars(module).get("__getattr__") is self._late:
-            del vars(module)["__getattr__"]
 
 
 class _Ready(importlib.abc.Loader):

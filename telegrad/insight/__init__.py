@@ -13,36 +13,21 @@ if TYPE_CHECKING:
 
     from telegrad.insight.autograd_graph import GradientGraph, graph
     from telegrad.insight.collect import trace, tracing
-    from telegrad.insight.seen_groups import OwnGroup
+    from telegrad.insight.seen_groups import group
     from telegrad.insight.web import Dashboard
 
 __all__ = ["GradientGraph", "dashboard", "dump", "graph", "group", "trace", "tracing", "why"]
 
 _GRAPH = "telegrad.insight.autograd_graph"
 _COLLECT = "telegrad.insight.collect"
-_HOME = {"GradientGraph": _GRAPH, "graph": _GRAPH, "trace": _COLLECT, "tracing": _COLLECT}
+_GROUPS = "telegrad.insight.seen_groups"
+_HOME = {"GradientGraph": _GRAPH, "graph": _GRAPH, "trace": _COLLECT, "tracing": _COLLECT, "group": _GROUPS}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def group() -> OwnGroup:
-    """Return the group of this process: `look()` queries all workers, `events()` returns their recorded events.
-
-    Raises:
-        NotInitialized: this process is in no group.
-
-    Example:
-        >>> accounts, silent = telegrad.insight.group().look()
-        >>> sorted(account["worker"] for account in accounts)
-        ['driver', 'worker0', 'worker1']
-    """
-    from telegrad.insight.seen_groups import own_group
-
-    return own_group()
 
 
 def why() -> str:
@@ -60,6 +45,7 @@ def why() -> str:
         True
     """
     from telegrad.insight.report import told
+    from telegrad.insight.seen_groups import group
 
     return told(group().look())
 
@@ -104,6 +90,7 @@ def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
     from telegrad.ext.arguments import checks
     from telegrad.ext.processes import loopback
     from telegrad.insight.report import told
+    from telegrad.insight.seen_groups import group
     from telegrad.insight.web import Dashboard
 
     if host is not None:

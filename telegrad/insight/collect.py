@@ -28,7 +28,7 @@ from telegrad.ext.workers import current
 from telegrad.insight import chrome_trace
 from telegrad.insight.chrome_trace import ClockOffset, Exchange, WorkerTrace
 from telegrad.insight.history import Source
-from telegrad.insight.seen_groups import own_group
+from telegrad.insight.seen_groups import group
 from telegrad.rpc import rpc_async, rpc_sync, workers
 
 EXCHANGES = 50  # with one worker of each other clock, in each comparison
@@ -188,7 +188,7 @@ class tracing:  # noqa: N801 - used like a function
         self._path = _place_for(path)
         checks.flag("profile", profile)
         self._profile = profile
-        self._source = own_group()
+        self._source = group()
         self._written = ""
 
     def __enter__(self) -> Self:
@@ -234,7 +234,7 @@ def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: b
     elif profile:
         raise UsageError("a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`")
     else:
-        return _record(_place_for(path), own_group(), ClockComparison(), {}, {})
+        return _record(_place_for(path), group(), ClockComparison(), {}, {})
     with tracing(path, profile) as written:
         time.sleep(seconds)
     return str(written)

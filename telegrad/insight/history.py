@@ -130,7 +130,8 @@ class GroupHistory:
             point: Point = [self.now, rate.calls, 0.0, rate.sent + rate.received, account["memory"]]
             self._series[name].add([*point, rate.processor or 0.0])
         for name in [name for name, own in self._series.items() if not own.after(self.now - LONGEST)]:
-            del self._series[name]
+            for known in (self._series, self._events, self._shifts, self._after, self._seen):
+                known.pop(name, None)
         self.last = {name: account for name, account in self.last.items() if name in sight.silent} | accounts
         return dict(self._after)
 
@@ -181,7 +182,7 @@ class GroupHistory:
     def flows(self) -> list[Flow]:
         """Return the traffic between each two workers, as reported by either of them."""
         total: dict[tuple[str, str], int] = defaultdict(int)
-        calls: dict[tuple[str, str], int] = defaultdict(int)
+        calls: Counter[tuple[str, str]] = Counter()
         rate: dict[tuple[str, str], float] = defaultdict(float)
         for account in self.sight.accounts:
             name = account["worker"]
@@ -189,10 +190,8 @@ class GroupHistory:
                 total[edge] = max(total[edge], count)
             out = counts(account["calls_out"], lambda call: call["to"])
             come = counts(account["calls_in"], lambda call: call["caller"])
-            both = [((name, to), count) for to, count in out.items()]
-            both += [((caller, name), count) for caller, count in come.items()]
-            for edge, count in both:
-                calls[edge] = max(calls[edge], count)
+            calls |= Counter({(name, to): count for to, count in out.items()})  # `|` takes the larger number
+            calls |= Counter({(caller, name): count for caller, count in come.items()})
         # Sender and receiver count the same bytes, at different moments, and one of them may not answer. So the larger
         # number is taken, as above.
         for old, new, seconds in self._pairs():

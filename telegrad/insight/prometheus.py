@@ -5,6 +5,7 @@ Events are counted as they happen, by `EventCounters`; everything else is read a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from bisect import bisect_left
@@ -21,6 +22,7 @@ from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
 from telegrad.reporting import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
+from telegrad.reporting.figures import oldest_call
 from telegrad.reporting.introspection import introspection_of
 from telegrad.version import VERSION
 
@@ -184,7 +186,8 @@ class RegisteredCollector(Collector):
 
     def close(self) -> None:
         events.remove(self.counters)
-        self._registry.unregister(self)
+        with contextlib.suppress(KeyError):  # it was closed before
+            self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
         # `registry.register` calls this for the names of the metrics. The default registry collects a collector without
@@ -245,8 +248,7 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
 def _of_calls(account: WorkerState) -> Iterator[Metric]:
     out, come = account["calls_out"], account["calls_in"]
     yield _gauge("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
-    oldest = max((call["age"] for call in out), default=0)
-    yield _gauge("oldest_call_seconds", "Age of the oldest call in flight, 0 if there is none", oldest)
+    yield _gauge("oldest_call_seconds", "Age of the oldest call in flight, 0 if there is none", oldest_call(account))
     states = counts(come, lambda call: call["state"])
     serving = {state: states[state] for state in (RUNNING, QUEUED, UNFINISHED)}
     yield _gauge("serving", "Calls of other workers that are not answered yet", serving, "state")
@@ -305,7 +307,8 @@ class ServedMetrics(RegisteredCollector):
         # If the port cannot be served, the registration is undone, so that another attempt finds the registry free.
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-            self._server = BoundedServer(str(address), port, _MetricsHandler.factory(registry))
+            handler = _MetricsHandler.factory(registry)
+            self._server = BoundedServer(str(address), port, handler, "telegrad metrics")
         except BaseException as error:
             super().close()
             if not isinstance(error, OSError | OverflowError):
@@ -316,7 +319,6 @@ class ServedMetrics(RegisteredCollector):
                 "0 for a free one"
             ) from None
         self.host, self.port = host, self._server.port
-        self._server.start("telegrad metrics")
 
     def close(self) -> None:
         self._server.stop()

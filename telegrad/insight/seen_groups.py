@@ -63,11 +63,16 @@ class OwnGroup:
         return self._witness.events(after)
 
 
-def own_group() -> OwnGroup:
-    """Return the group of this thread's worker.
+def group() -> OwnGroup:
+    """Return the group of this process: `look()` queries all workers, `events()` returns their recorded events.
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> accounts, silent = telegrad.insight.group().look()
+        >>> sorted(account["worker"] for account in accounts)
+        ['driver', 'worker0', 'worker1']
     """
     from telegrad.ext.workers import current  # not at the top: the commands inspect without torch
     from telegrad.reporting.introspection import introspection_of

@@ -253,8 +253,8 @@ def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[s
     if stacks:
         for thread in account["threads"]:
             told += ["", f"Thread {safe(thread['name'])}, innermost first:", *map(safe, reversed(thread["stack"]))]
-    tables = [*_calls(account), _threads(account), _peers(history, account), _passes(account)]
-    return "\n".join(told), [*tables, _kinds(account), _log(account)]
+    tables = [*_calls(account), _threads(account), _peers(history, account), *_others(account)]
+    return "\n".join(told), tables
 
 
 def detail(history: GroupHistory, worker: str) -> dict[str, Any]:
@@ -329,25 +329,20 @@ def _peers(history: GroupHistory, account: WorkerState) -> Table:
     return Table("Bytes", PEERS, rows)
 
 
-def _passes(account: WorkerState) -> Table:
-    rows = [
+def _others(account: WorkerState) -> list[Table]:
+    """Return the tables of backward passes, of references and of log lines."""
+    passes = [
         Row((each["age"], str(each["context"]), each["number"], ", ".join(each["owing"]) or None))
         for each in account["passes"]
     ]
-    return Table("Passes", PASSES, rows)
-
-
-def _kinds(account: WorkerState) -> Table:
-    rows = [Row((each["number"], each["age"], each["kind"], each["line"] or None)) for each in account.get("kinds", ())]
-    return Table("References", KINDS, rows)
-
-
-def _log(account: WorkerState) -> Table:
-    rows = [
+    kinds = [
+        Row((each["number"], each["age"], each["kind"], each["line"] or None)) for each in account.get("kinds", ())
+    ]
+    log = [
         Row((each["number"], each["age"], each["level"], each["logger"], each["text"]))
         for each in account.get("log", ())
     ]
-    return Table("Log", LOG, rows)
+    return [Table("Passes", PASSES, passes), Table("References", KINDS, kinds), Table("Log", LOG, log)]
 
 
 def _place(line: SourceLine | None) -> str | None:

@@ -50,8 +50,8 @@ class BoundedServer(ThreadingHTTPServer):
 
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        """Listen; `start` serves.
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str) -> None:
+        """Serve on a thread of that name, until `stop`.
 
         Raises:
             OSError: this process cannot listen at that host and port.
@@ -61,22 +61,22 @@ class BoundedServer(ThreadingHTTPServer):
         self._lock = threading.Lock()  # guards _ends
         self._ends: dict[socket.socket, float] = {}  # the deadline of each open connection, oldest first
         super().__init__(socket_address(host, port), handler)
-        self._thread: threading.Thread | None = None
         self._depth = forks.process.depth
+        self._thread = Thread(target=self.serve_forever, args=(0.1,), name=name)
+        try:
+            self._thread.start()
+        except BaseException:  # no memory for a thread
+            self.server_close()
+            raise
 
     @property
     def port(self) -> int:
         return int(self.server_address[1])
 
-    def start(self, name: str) -> None:
-        """Serve on a thread of that name, until `stop`."""
-        self._thread = Thread(target=self.serve_forever, args=(0.1,), name=name)
-        self._thread.start()
-
     def stop(self) -> None:
         """Stop listening, and wait for the thread to end. In a forked child, only close the child's socket."""
         # A forked child has no such thread, for which `shutdown` would wait forever.
-        if self._thread is not None and self._depth == forks.process.depth:
+        if self._depth == forks.process.depth:
             self.shutdown()
             self._thread.join()
         self.server_close()
@@ -155,7 +155,6 @@ class Dashboard:
             number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (EINVAL, error)
             told = f"the dashboard cannot listen at {host}:{port} ({said}); use another port, or 0 for a free one"
             raise OSError(number, told) from None
-        self._server.start("telegrad dashboard")
 
     @property
     def url(self) -> str:
@@ -225,7 +224,7 @@ class _Server(BoundedServer):
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
         self.pages = {file.name: file.read_bytes() for file in (resources.files(__package__) / "pages").iterdir()}
-        super().__init__(host, port, _PageHandler)
+        super().__init__(host, port, _PageHandler, "telegrad dashboard")
 
 
 class _PageHandler(BaseHTTPRequestHandler):

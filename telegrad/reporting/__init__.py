@@ -14,7 +14,7 @@ import typing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from math import isfinite
-from typing import Any, TypedDict, TypeVar, Union
+from typing import Any, NotRequired, TypedDict, TypeVar, Union
 
 from telegrad.ext.events import Event, events
 from telegrad.ext.texts import safe
@@ -44,15 +44,7 @@ class SourceLine(TypedDict):
     text: str  # the source line, if it can be read
 
 
-# Optional fields are in base classes with `total=False`. `NotRequired` would mark them in place, but `_check_for` reads
-# `__required_keys__`, in which Python does not see that mark if annotations are strings, as they are in this file.
-
-
-class _Alike(TypedDict, total=False):
-    more: int  # number of younger calls like this one that are not listed
-
-
-class CallOut(_Alike):
+class CallOut(TypedDict):
     """An outgoing call of this worker without a response."""
 
     to: str
@@ -61,13 +53,10 @@ class CallOut(_Alike):
     age: float  # seconds
     timeout: float  # 0: none
     thread: int | None  # the thread that waits for it; None if no thread waits
+    more: NotRequired[int]  # number of younger calls like this one that are not listed
 
 
-class _Cancelled(_Alike, total=False):
-    cancelled: bool  # True if it was cancelled; its function may still run
-
-
-class CallIn(_Cancelled):
+class CallIn(TypedDict):
     """An incoming call that was not answered yet."""
 
     caller: str
@@ -76,6 +65,8 @@ class CallIn(_Cancelled):
     age: float  # seconds since it began to run; 0 while it waits
     state: str
     thread: int | None  # the thread or the coroutine that runs it
+    cancelled: NotRequired[bool]  # True if it was cancelled; its function may still run
+    more: NotRequired[int]  # number of younger calls like this one that are not listed
 
 
 COROUTINE = "coroutine"  # the name of a ThreadState that is a coroutine
@@ -85,23 +76,16 @@ ASKS = "asks"  # the wait of a thread of the program that asks for the report
 MEETINGS = ("barrier", "all_reduce", "process_group")
 
 
-class _Dated(TypedDict, total=False):
-    age: float  # seconds, if known
-
-
-class WaitState(_Dated):
+class WaitState(TypedDict):
     """A wait of this package that a thread is in, except waits for calls, which `CallOut` lists."""
 
     what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or the called function
     on: list[str]  # workers, by name; or "rank 2"
     about: str  # further text for the user
+    age: NotRequired[float]  # seconds, if known
 
 
-class _Holding(TypedDict, total=False):
-    holds: list[str]  # the objects, such as locks, of the `with` statements around its lines
-
-
-class ThreadState(_Holding):
+class ThreadState(TypedDict):
     """A thread, except this package's idle threads; or a coroutine that waits in a call."""
 
     number: int
@@ -110,6 +94,7 @@ class ThreadState(_Holding):
     stack: list[str]  # all frames as "file:line function", innermost last
     wait: WaitState | None
     asleep: bool | None  # True if the kernel has it asleep; None if unknown
+    holds: NotRequired[list[str]]  # the objects, such as locks, of the `with` statements around its lines
 
 
 class PassOut(TypedDict):
@@ -140,16 +125,7 @@ class LogLine(TypedDict):
     text: str
 
 
-class _Newer(TypedDict, total=False):
-    """Fields that workers of earlier versions do not report."""
-
-    processor: float  # seconds of processor time of the process
-    devices: dict[str, int]  # bytes that torch has allocated on each accelerator that it uses
-    kinds: list[ReferenceKind]  # the most numerous ones
-    log: list[LogLine]  # the latest lines
-
-
-class WorkerState(_Newer):
+class WorkerState(TypedDict):
     worker: str
     rank: int
     group: str  # the same for all members of the group, and for no other group
@@ -180,6 +156,11 @@ class WorkerState(_Newer):
     calls_done: int  # calls served for other workers since the start
     memory: int  # resident bytes of the process
     shared: int  # bytes of shared memory that it has lent
+    # Workers of earlier versions do not report these.
+    processor: NotRequired[float]  # seconds of processor time of the process
+    devices: NotRequired[dict[str, int]]  # bytes that torch has allocated on each accelerator that it uses
+    kinds: NotRequired[list[ReferenceKind]]  # the most numerous ones
+    log: NotRequired[list[LogLine]]  # the latest lines
 
 
 C = TypeVar("C", CallOut, CallIn)
@@ -329,8 +310,12 @@ def _check_for(kind: Any) -> _Check:
         return _dict_of(_check_for(inner[1]))
     if origin in (Union, types.UnionType):
         return _optional(_check_for(inner[0]))  # of `X | None`
-    checks = {name: _check_for(each) for name, each in typing.get_type_hints(kind).items()}
-    return _fields(checks, kind.__required_keys__)
+    if origin is NotRequired:
+        return _check_for(inner[0])
+    # Not `__required_keys__`: Python does not see `NotRequired` for it if annotations are strings, as in this file.
+    fields = typing.get_type_hints(kind, include_extras=True)
+    required = frozenset(name for name, each in fields.items() if typing.get_origin(each) is not NotRequired)
+    return _fields({name: _check_for(each) for name, each in fields.items()}, required)
 
 
 # Events

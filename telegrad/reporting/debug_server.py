@@ -133,10 +133,13 @@ class DebugServer:
     def _tell(self, sock: socket.socket) -> None:
         """Answer the question that a connection has sent."""
         try:
-            # The question is there already, or the connection is to be closed: do not wait for it. The answer may be
-            # larger than the buffer of the socket, and then waits for the client.
+            # A client sends its question in one piece. It is there already, or the connection is to be closed: do not
+            # wait for it. The answer may be larger than the buffer of the socket, and then waits for the client.
             sock.setblocking(False)
-            asked = json.loads(_question(sock))
+            line = sock.recv(LONGEST)
+            if not line.endswith(b"\n"):
+                raise ConnectionError("the question was not complete")
+            asked = json.loads(line)
             sock.settimeout(PATIENCE)
             sock.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
         except Exception:  # the client has gone, or sent no question: at DEBUG, as it may do so without end
@@ -325,11 +328,3 @@ def _named() -> list[tuple[DebugAddress, bytes]]:
                 address, user, pid, stacks, worker = (part.decode() for part in match.groups())
                 found[address] = DebugAddress(address, int(pid), int(stacks), worker, int(user)), fields[6]
     return list(found.values())
-
-
-def _question(sock: socket.socket) -> bytes:
-    """Return the question, which a client sends in one piece, from a socket that does not block."""
-    line = sock.recv(LONGEST)
-    if not line.endswith(b"\n"):
-        raise ConnectionError("the question was not complete")
-    return line

@@ -226,9 +226,9 @@ class Introspection(WorkerExtension):
         name = self.observer.name
         return {name: checked(EVENTS, recorder.events(after.get(name, 0.0))), **answers}
 
-    def dump(self, reason: str = "a dump was requested") -> pathlib.Path | None:
+    def dump(self) -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off or it failed."""
-        return self._dumper.write(reason)
+        return self._dumper.write("a dump was requested")
 
     def on_leave(self, worker: Worker) -> None:
         self.observer.enter(LEAVING, worker.parting.missing)

@@ -1,6 +1,6 @@
 """The publisher's state machine: its subscribers, their progress, and the versions that are kept for them.
 
-The source of each subscriber. Hosts form a chain, in the order in which they joined, as do subscribers of one host.
+The source of each subscriber. Hosts form a chain, in the order in which their first subscribers joined.
 
     publisher ---> first of host B ---> first of host C ---> ...        in pieces, forwarded as each arrives
         |                |                    |
@@ -14,7 +14,6 @@ order, so the routes that a publisher assigns have no cycle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from telegrad.weights import transfer
@@ -121,8 +120,7 @@ class RelayChain:
     def __init__(self, publisher: EndpointAddress, host: str) -> None:
         self._publisher = publisher
         self._host = host
-        self._hosts: dict[str, list[EndpointAddress]] = {}
-        self._host_of: dict[EndpointAddress, str] = {}
+        self._host_of: dict[EndpointAddress, str] = {}  # in the order in which the subscribers joined
         self._reported: dict[EndpointAddress, Counter[EndpointAddress]] = {}  # by reader: reports per source
         self._told: dict[EndpointAddress, tuple[EndpointAddress, bool]] = {}  # by reader: its current source
         self._count = 0  # number of messages
@@ -130,25 +128,19 @@ class RelayChain:
     @property
     def leaves_the_host(self) -> bool:
         """True if a subscriber is on another host."""
-        return bool(self._hosts.keys() - {self._host})
+        return any(host != self._host for host in self._host_of.values())
 
     def add(self, party: EndpointAddress, host: str) -> Outgoing:
         """Add a subscriber, or send its source to one that joins again."""
-        if party not in self._host_of:
-            self._host_of[party] = host
-            self._hosts.setdefault(host, []).append(party)
+        self._host_of.setdefault(party, host)
         # Without this entry, `_changes` sends a subscriber that joins again its source even if that is the same:
         # earlier messages to it may be lost.
         self._told.pop(party, None)
         return self._changes()
 
     def remove(self, party: EndpointAddress) -> Outgoing:
-        host = self._host_of.pop(party, None)
-        if host is None:
+        if self._host_of.pop(party, None) is None:
             return []
-        self._hosts[host].remove(party)
-        if not self._hosts[host]:
-            del self._hosts[host]
         self._told.pop(party, None)
         self._reported.pop(party, None)
         for reports in self._reported.values():
@@ -172,30 +164,25 @@ class RelayChain:
 
     def _changes(self) -> Outgoing:
         out: Outgoing = []
+        heads: dict[str, EndpointAddress] = {}  # the first subscriber of each host
+        for party, host in self._host_of.items():
+            heads.setdefault(host, party)
         for party in self._host_of:
-            route = self._route(party)
+            route = self._route(party, heads)
             if self._told.get(party) != route:
                 self._told[party] = route
                 self._count += 1
                 out.append((party, transfer.FetchFrom(self._count, *route)))
         return out
 
-    def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:
+    def _route(self, party: EndpointAddress, heads: dict[str, EndpointAddress]) -> tuple[EndpointAddress, bool]:
         host = self._host_of[party]
-        reports = self._reported.get(party, Counter())
-        # The publisher is the last resort, and reports about it do not count.
-        source = next((source for source in self._above(party) if reports[source] < MAX_REPORTS), self._publisher)
-        return source, self._host_of.get(source, self._host) == host
-
-    def _above(self, party: EndpointAddress) -> Iterator[EndpointAddress]:
-        """Yield the sources of a subscriber, the nearest first."""
-        host = self._host_of[party]
-        if host == self._host:
-            return
-        first = self._hosts[host][0]
-        if first != party:
-            yield first
         # The publisher serves the first host of the chain. The subscribers of its own host are not part of the chain:
         # they map its memory, and a subscriber never passes on memory that was lent to it.
-        heads = [parties[0] for name, parties in self._hosts.items() if name != self._host]
-        yield from reversed(heads[: heads.index(first)])
+        chain = [name for name in heads if name != self._host]
+        above = [heads[name] for name in chain[: chain.index(host) + 1]] if host != self._host else []
+        reports = self._reported.get(party, Counter())
+        usable = (source for source in reversed(above) if source != party and reports[source] < MAX_REPORTS)
+        # The publisher is the last resort, and reports about it do not count.
+        source = next(usable, self._publisher)
+        return source, self._host_of.get(source, self._host) == host

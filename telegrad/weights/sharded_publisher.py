@@ -353,21 +353,22 @@ class ShardedSubscriber:
                 f"{self._name!r} on worker {self._manifest.worker!r} is a Publisher: read it by a Subscriber"
             )
         contents: dict[str, list[Content]] = version.state["contents"]
-        if self._plan is None or self._plan.contents != contents:
-            self._plan = Plan(contents, self._wanted)
+        # Read once: another thread may make the plan of other contents meanwhile.
+        if (planned := self._plan) is None or planned.contents != contents:
+            self._plan = planned = Plan(contents, self._wanted)
         numbers = dict(zip(contents, version.state["numbers"].tolist(), strict=True))
         parts: dict[str, dict[str, Tensor]] = {}
-        for owner in self._plan.owners:
+        for owner in planned.owners:
             if owner not in self._owners:
                 self._owners[owner] = Subscriber(owner, self._name + PARTS, left())
-        for owner in self._plan.owners:
+        for owner in planned.owners:
             # Exactly the version that the contents name, and no later one. `_after` also makes the owner keep later
             # versions for this reader, which it needs for the next contents.
             part = self._owners[owner]._after(numbers[owner] - 1, left())
             if part.number != numbers[owner]:
                 return None
             parts[owner] = part.state
-        return Gathered(version.number, self._plan.state(parts))
+        return Gathered(version.number, planned.state(parts))
 
     def close(self) -> None:
         """End reading. Versions that were read stay valid."""

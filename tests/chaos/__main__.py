@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from tests.chaos import soak
 from tests.chaos.plan import KINDS, make_plan
@@ -19,7 +20,7 @@ from tests.chaos.schedule import run
 from tests.chaos.supervised.plan import make_plan as make_supervised_plan
 from tests.chaos.supervised.schedule import run as run_supervised
 
-Lived = tuple[object, Report]  # a plan, and its report
+P = TypeVar("P")  # a plan
 
 
 def main() -> int:
@@ -40,34 +41,27 @@ def main() -> int:
     if chosen.soak:
         return soak.run(chosen.seconds, chosen.workers, seed)
     if chosen.supervised:
-        return _run_all(seed, chosen, ["--supervised"], _live_supervised)
+        return _run_all(seed, chosen, ["--supervised"], make_supervised_plan, run_supervised)
     kinds = [kind for kind in chosen.kinds.split(",") if kind]
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"no such faults: {', '.join(sorted(unknown))}")
     if chosen.workers < 2:
         parser.error("chaos needs two workers at least")
     again = ["--workers", str(chosen.workers), *(["--kinds", chosen.kinds] if kinds else [])]
-    return _run_all(seed, chosen, again, lambda seed: _live(seed, chosen.workers, kinds))
+    return _run_all(seed, chosen, again, lambda seed: make_plan(seed, chosen.workers, kinds), run)
 
 
-def _live(seed: int, workers: int, kinds: list[str]) -> Lived:
-    plan = make_plan(seed, workers, kinds)
-    return plan, run(plan)
-
-
-def _live_supervised(seed: int) -> Lived:
-    plan = make_supervised_plan(seed)
-    return plan, run_supervised(plan)
-
-
-def _run_all(first: int, chosen: argparse.Namespace, again: list[str], live: Callable[[int], Lived]) -> int:
+def _run_all(
+    first: int, chosen: argparse.Namespace, again: list[str], make: Callable[[int], P], live: Callable[[P], Report]
+) -> int:
     """Run schedule after schedule and return the exit code. `again`: options with which a seed gives the same plan."""
     total = Report()
     until = time.monotonic() + chosen.seconds
     while total.schedules < chosen.schedules if chosen.schedules else time.monotonic() < until:
         seed = first + total.schedules
         began = time.monotonic()
-        plan, report = live(seed)
+        plan = make(seed)
+        report = live(plan)
         total.add(report)
         print(
             f"SEED={seed} {report.faults.total()} faults, {report.operations} operations, "

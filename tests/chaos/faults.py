@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tests.chaos.plan import Fault
-from tests.chaos.proxy import Connection, Door, Proxy
+from tests.chaos.proxy import Connection, Door, Proxy, Weather
 from tests.cluster import Process
 
 MOST_DELAY = 0.2  # seconds
@@ -73,44 +73,28 @@ def _truncate(door: Door, fault: Fault) -> Undo:
     return lambda: connection.end(reset=False)
 
 
-def _delay(door: Door, fault: Fault) -> Undo:
-    door.weather.delay = MOST_DELAY * fault.amount
-
-    def undo() -> None:
-        door.weather.delay = 0.0
-
-    return undo
-
-
-def _trickle(door: Door, fault: Fault) -> Undo:
-    """Pass on a few bytes at a time."""
-    door.weather.morsel = 1 + int(MOST_MORSEL * fault.amount**2)
-
-    def undo() -> None:
-        door.weather.morsel = 0
-
-    return undo
-
-
 def _drop(door: Door, _: Fault) -> Undo:
     """Swallow all bytes, without an error for either side."""
-    door.weather.silent = True
+    undo = _change(door, silent=True)
 
-    def undo() -> None:
-        door.weather.silent = False
+    def undo_and_reset() -> None:
+        undo()
         door.reset_all()
 
-    return undo
+    return undo_and_reset
 
 
 def _refuse(door: Door, _: Fault) -> Undo:
-    door.weather.shut = True
+    undo = _change(door, shut=True)
     door.reset_all()
-
-    def undo() -> None:
-        door.weather.shut = False
-
     return undo
+
+
+def _change(door: Door, **weather: float) -> Undo:
+    """Change the weather at a door; return the function that makes it fair again."""
+    vars(door.weather).update(weather)
+    fair = {name: vars(Weather())[name] for name in weather}
+    return lambda: vars(door.weather).update(fair)
 
 
 def _one_of(door: Door, fault: Fault) -> Connection:
@@ -120,8 +104,9 @@ def _one_of(door: Door, fault: Fault) -> Connection:
 _TO_DOOR: dict[str, Callable[[Door, Fault], Undo]] = {
     "cut": _cut,
     "truncate": _truncate,
-    "delay": _delay,
-    "trickle": _trickle,
+    "delay": lambda door, fault: _change(door, delay=MOST_DELAY * fault.amount),
+    # a few bytes at a time
+    "trickle": lambda door, fault: _change(door, morsel=1 + int(MOST_MORSEL * fault.amount**2)),
     "drop": _drop,
     "refuse": _refuse,
 }

@@ -99,11 +99,6 @@ def wait_for_nothing(look: Callable[[], T]) -> T:
     return found
 
 
-def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:
-    """Return the resources that are left although there was time to release them."""
-    return wait_for_nothing(lambda: left(before, dead))
-
-
 def wait_until_closed(before: Holding) -> dict[str, int]:
     """Return the descriptors that are still open after the shutdown, and were not before the worker joined."""
 

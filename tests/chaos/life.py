@@ -91,7 +91,7 @@ def reach_all(rank: int, others: list[int], timeout: float) -> None:
 
 
 def left_over(_: int, dead: int) -> dict[str, int]:
-    return leaks.wait_for_nothing_left(_meshed, dead)
+    return leaks.wait_for_nothing(lambda: leaks.left(_meshed, dead))
 
 
 def shut_down(_: int, timeout: float) -> None:

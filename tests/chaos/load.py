@@ -65,11 +65,8 @@ class Load:
     def stop(self) -> Tally:
         """Wait for the clients; a client that does not end is a violation."""
         self._ended.set()
-        deadline = time.monotonic() + 2 * self._timeout + GRACE
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            self.violation(f"a call never ends:\n{stacks()}")
+        if endless := all_joined(self._threads, 2 * self._timeout + GRACE):
+            self.violation(endless)
         with self._lock:
             return Tally(self._operations, self._errors, self._longest, self._violations)
 
@@ -155,8 +152,14 @@ def told(error: BaseException | None) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def stacks() -> str:
+def all_joined(threads: list[threading.Thread], patience: float) -> str:
+    """Wait for threads to end; return the stacks if one does not."""
+    until = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if not any(thread.is_alive() for thread in threads):
+        return ""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        return file.read()
+        return f"a call never ends:\n{file.read()}"

@@ -169,7 +169,7 @@ class Connection:
     def watch(self) -> None:
         """Wait for the events that the pipes can use."""
         for sock, coming, leaving in zip(self._sockets, self.pipes, self.pipes[::-1], strict=True):
-            mask = selectors.EVENT_READ * coming.wants_to_read | selectors.EVENT_WRITE * leaving.wants_to_write
+            mask = selectors.EVENT_READ * coming.wants_to_read | selectors.EVENT_WRITE * leaving.blocked
             key = self._selector.get_map().get(sock)
             if mask and key is None:
                 self._selector.register(sock, mask, _both(coming, leaving))
@@ -204,20 +204,16 @@ class Pipe:
         self._held: deque[tuple[float, memoryview]] = deque()  # (time to pass on, data)
         self._size = 0
         self._ended = False  # nothing more comes
-        self._blocked = False  # the sink takes nothing now
+        self.blocked = False  # the sink takes nothing now
 
     @property
     def wants_to_read(self) -> bool:
         return not self._ended and self._size < FULL
 
     @property
-    def wants_to_write(self) -> bool:
-        return self._blocked
-
-    @property
     def due(self) -> float | None:
         """The time at which `pump` will have work of which no socket tells."""
-        return self._held[0][0] if self._held and not self._blocked else None
+        return self._held[0][0] if self._held and not self.blocked else None
 
     def on_readable(self) -> None:
         if not self.wants_to_read or not self._connection.open:
@@ -237,9 +233,6 @@ class Pipe:
             self._held.append((monotonic() + self._weather.delay, memoryview(data)))
             self._size += len(data)
 
-    def on_writable(self) -> None:
-        self._blocked = False
-
     def pump(self) -> None:
         """Pass on the data that is due."""
         if not self._connection.open:
@@ -255,7 +248,7 @@ class Pipe:
             self._connection.watch()
 
     def _pass_on(self) -> None:
-        while self._held and self._held[0][0] <= monotonic() and not self._blocked:
+        while self._held and self._held[0][0] <= monotonic() and not self.blocked:
             when, data = self._held.popleft()
             part = data[: self._weather.morsel or len(data)]
             if self.budget is not None:
@@ -264,7 +257,7 @@ class Pipe:
                 sent = self._sink.send(part)
             except BlockingIOError:
                 sent = 0
-                self._blocked = True
+                self.blocked = True
             if sent < len(data):
                 self._held.appendleft((when, data[sent:]))
             self._size -= sent
@@ -282,7 +275,7 @@ def _both(coming: Pipe, leaving: Pipe) -> Callable[[int], None]:
 
     def act(mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
-            leaving.on_writable()
+            leaving.blocked = False
         if mask & selectors.EVENT_READ:
             coming.on_readable()
 

@@ -65,6 +65,7 @@ def sabotage(rank: int) -> None:
         functions.mirror.__code__ = (lambda token, value: (token + 1, value)).__code__
 
 
+@pytest.mark.nightly
 def test_violations_are_found() -> None:
     with prepared(Plan(1, 2, "auto", [])) as schedule:
 

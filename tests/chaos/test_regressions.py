@@ -106,10 +106,7 @@ def shut(proxy: Proxy, worker: Process, silent: bool = False) -> None:
 
 
 def open_again(proxy: Proxy, worker: Process) -> None:
-    def act() -> None:
-        proxy.doors[worker.name].weather.shut = proxy.doors[worker.name].weather.silent = False
-
-    proxy.do(act)
+    proxy.do(lambda: vars(proxy.doors[worker.name].weather).update(shut=False, silent=False))
 
 
 def test_a_context_ends_also_on_a_worker_out_of_reach(behind_proxy: tuple[Proxy, list[Process]]) -> None:

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import telegrad
-from telegrad.compat import WITH_TORCH
+from telegrad.compat import BOOT, VARIABLE, WITH_TORCH
 
 CALL = """
 import os, sys
@@ -20,13 +20,6 @@ from torch.distributed.rpc import rpc_sync
 
 def served():
     return rpc.__name__, rpc_sync.__module__
-
-def meet(rank, store):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    if rank == 0:
-        print(*rpc_sync("worker1", served), flush=True)
-    rpc.shutdown()
 """
 PATIENT = 150  # seconds; a program imports torch twice, which takes 3 to 9
 pytestmark = pytest.mark.timeout(PATIENT + 30)
@@ -48,16 +41,6 @@ def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str]
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
-
-
-@pytest.mark.nightly
-def test_torchrun(tmp_path: pathlib.Path) -> None:
-    program = """
-    if __name__ == "__main__":
-        meet(int(os.environ["RANK"]), sys.argv[1])
-    """
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "SCRIPT")
-    assert run(tmp_path, program, "-m", "telegrad", *launcher)[0] == SERVED
 
 
 @pytest.mark.nightly
@@ -156,20 +139,17 @@ def test_a_child_that_never_imports_torch_is_left_alone(tmp_path: pathlib.Path) 
 @pytest.mark.parametrize(
     "name", ["rpc", *(pytest.param(name, marks=pytest.mark.nightly) for name in WITH_TORCH if name != "rpc")]
 )
-def test_each_module_of_telegrad_can_be_imported_before_torch(name: str, tmp_path: pathlib.Path) -> None:
-    """The import runs in a child, which starts without torch."""
-    program = f"""
-    import subprocess
-    child = '''
+def test_each_module_of_telegrad_can_be_imported_before_torch(name: str) -> None:
+    """The import runs in a process that inherits the mode, and starts without torch."""
+    child = textwrap.dedent(f"""
     import importlib, sys
+    assert "torch" not in sys.modules and "telegrad.compat" in sys.modules
     module = importlib.import_module("telegrad.{name}")
     assert sys.modules[module.__name__] is module and module.__spec__.name == "telegrad.{name}"
     import torch.distributed.rpc as rpc
-    print(rpc.__name__)
-    '''.replace(4 * " ", "")
-    subprocess.run([sys.executable, "-c", child], check=True)
-    """
-    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "telegrad.compat.rpc"
+    assert rpc.__name__ == "telegrad.compat.rpc"
+    """)
+    subprocess.run([sys.executable, "-c", child], env={**os.environ, VARIABLE: BOOT}, timeout=PATIENT, check=True)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 """Every way to enable the mode, with every way to start a child.
 
 Each case is a program that enables the mode, perhaps disables it again, and starts children that join one group and
-call each other. Some cases run always; they contain each way of each kind. The product of all runs at night.
+call each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ INSTALLED = {
     "after torch": f"import torch, torch.distributed.rpc; {INSTALL}",
     "in a module": "import settings, torch",
     "by python -m telegrad": "import torch",
-    "not at all": "import torch",
 }
 STARTED = ("fork", "spawn", "forkserver", "torch spawn", "subprocess", "torchrun")
 
@@ -103,28 +102,14 @@ class Case(NamedTuple):
     installed: str
     again: bool  # the children install the mode, too
     uninstalled: bool  # the parent uninstalls the mode before it starts the children
-    started: tuple[str, ...]
 
     def __str__(self) -> str:
         again, between = "again" if self.again else "once", "uninstalled" if self.uninstalled else "kept"
-        return f"{self.installed}, {again}, {between}: {' '.join(self.started)}"
-
-    @property
-    def ours(self) -> bool:
-        return self.installed != "not at all" and (self.again or not self.uninstalled)
-
-
-SOME = (
-    Case("before torch", True, False, ("spawn", "torchrun")),
-    Case("after torch", False, True, ("fork", "torch spawn")),
-    Case("in a module", True, True, ("fork", "forkserver")),
-    Case("by python -m telegrad", False, False, ("spawn", "subprocess")),
-)
+        return f"{self.installed}, {again}, {between}"
 
 
 def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Return the records of each child: its answers, and the seconds that it slept during its imports."""
-    folder.mkdir(parents=True)
     first = INSTALLED[case.installed]
     between = f"{INSTALL.split(';')[0]}; compat.uninstall()" if case.uninstalled else "pass"
     program = PROGRAM.format(first=first, again=case.again, install=INSTALL, between=between)
@@ -132,7 +117,7 @@ def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
     (folder / "work.py").write_text(WORK)
     (folder / "settings.py").write_text(INSTALL)
     runner = ["-m", "telegrad"] if case.installed == "by python -m telegrad" else []
-    command = [sys.executable, *runner, "program.py", *case.started]
+    command = [sys.executable, *runner, "program.py", *STARTED]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -142,43 +127,21 @@ def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-    files = [folder / f"told{rank}" for rank in range(len(case.started))]
+    files = [folder / f"told{rank}" for rank in range(len(STARTED))]
     assert all(file.exists() for file in files), done.stderr
     return [json.loads(file.read_text()) for file in files]
 
 
-def check(case: Case, told: list[dict[str, Any]]) -> None:
-    """Assert that each child got its neighbour's answer from the expected RPC."""
-    whose = "telegrad" if case.ours else "torch"
-    count = len(case.started)
+WAYS = itertools.product(INSTALLED, (True, False), (True, False))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.parametrize("case", [*itertools.starmap(Case, WAYS)], ids=str)
+def test_children_call_each_other_and_do_not_wait_for_the_mode(tmp_path: pathlib.Path, case: Case) -> None:
+    """Each child gets its neighbour's answer from the expected RPC."""
+    told, count = children(case, tmp_path), len(STARTED)
+    whose = "telegrad" if case.again or not case.uninstalled else "torch"
     assert [each["told"] for each in told] == [[whose, whose, (rank + 1) % count] for rank in range(count)]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:
-    check(case, children(case, tmp_path / "run"))
-
-
-def test_the_usual_cases_contain_each_way_of_each_kind() -> None:
-    assert {case.installed for case in SOME} == INSTALLED.keys() - {"not at all"}
-    assert {way for case in SOME for way in case.started} == set(STARTED)
-    assert {case.again for case in SOME} == {case.uninstalled for case in SOME} == {True, False}
-
-
-ALL = [
-    Case(installed, again, uninstalled, STARTED)
-    for installed, again, uninstalled in itertools.product(INSTALLED, (True, False), (True, False))
-    if installed != "not at all"
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize("case", ALL, ids=str)
-def test_no_child_waits_for_the_mode(tmp_path: pathlib.Path, case: Case) -> None:
-    told = children(case, tmp_path / "run")
-    check(case, told)
-    slept = {way: each["slept"] for way, each in zip(case.started, told, strict=True)}
+    slept = {way: each["slept"] for way, each in zip(STARTED, told, strict=True)}
     assert max(slept.values()) < ASLEEP, slept

@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import importlib.util
 import io
-import json
 import re
 import shlex
 
 from telegrad.insight import command as insight
-from telegrad.launch import policy, worker_command
 from telegrad.launch import run_command as supervision
-from tests.docs.blocks import ROOT, Block
+from telegrad.launch import worker_command
+from tests.docs.blocks import ROOT
 
 # Only the commands that these start are checked; the launchers may not be installed.
 LAUNCHERS = {"kubectl", "mpiexec", "mpirun", "sbatch", "srun", "ssh", "for", "do", "done", "sh"}
@@ -110,11 +109,3 @@ KNOWN = {
     "make": _make,
     "pip": _pip,
 }
-
-
-def read_table(block: Block) -> None:
-    """Read a table of roles, or a JSON text."""
-    if block.language == "json":
-        json.loads(block.text)
-    else:
-        assert policy.read(block.text, {}).roles

@@ -60,8 +60,8 @@ class Group:
             pid=100 + rank,
             busy=2 if rank else 0,
             contexts=1,
-            calls_out=[_call_out(to, number) for number, to in enumerate(calls)],
-            calls_in=[_call_in(rank - 1)] if rank in (1, 2) else [],
+            calls_out=[{**_call(number, 1.0), "to": to, "timeout": 60.0} for number, to in enumerate(calls)],
+            calls_in=[{**_call(rank - 1, 0.9), "caller": "trainer", "state": RUNNING}] if rank in (1, 2) else [],
             references={"owners": 3 * rank, "users": 6 if not rank else 1, "forks": 3, "pending_users": 0},
             bytes_out=dict.fromkeys(neighbours, done * 3000000 * (rank + 1)),
             bytes_in=dict.fromkeys(neighbours, done * 2000000),
@@ -102,16 +102,12 @@ class Group:
         return found
 
 
-def _call_out(to: str, number: int) -> dict[str, Any]:
-    return {"to": to, "number": number, "function": "torch.add", "age": 1.0, "timeout": 60.0, "thread": None}
+def _call(number: int, age: float) -> dict[str, Any]:
+    return {"number": number, "function": "torch.add", "age": age, "thread": None}
 
 
 def _logged(number: int, text: str) -> dict[str, Any]:
     return {"number": number, "age": 9.0 - number, "level": "WARNING", "logger": "telegrad", "text": text}
-
-
-def _call_in(number: int) -> dict[str, Any]:
-    return {"caller": "trainer", "number": number, "function": "torch.add", "age": 0.9, "state": RUNNING, "thread": 7}
 
 
 _STATIONS = tuple(range(len(WORKERS)))

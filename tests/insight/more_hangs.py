@@ -10,14 +10,12 @@ import multiprocessing
 import os
 import pathlib
 import queue
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +23,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import telegrad.rpc as rpc
-from telegrad import autograd
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.optim import DistributedOptimizer
 from telegrad.weights import Publisher, Subscriber
 from tests.cluster import next_turn
-from tests.insight.hangs import Stage, held, here, leaf, lock, say, slumber, spin, take, values
+from tests.insight.hangs import Stage, held, here, leaf, lock, say, slumber, take, values
 
-second_lock = threading.Lock()
-recursive_lock = threading.RLock()
 log = logging.getLogger("hangs")
 
 
@@ -104,11 +98,6 @@ def get_permit() -> None:
     permits.acquire()
 
 
-def meet_nobody() -> None:
-    say()
-    threading.Barrier(2).wait()
-
-
 def read_empty_queue() -> None:
     tasks: queue.Queue[int] = queue.Queue()
     say()
@@ -128,12 +117,6 @@ def run_program() -> None:
     subprocess.run(["cat"], stdin=values[0], check=True)
 
 
-def ask_user() -> None:
-    sys.stdin = os.fdopen(os.pipe()[0])
-    say()
-    input()
-
-
 def receive() -> None:
     ours, values[:] = socket.socketpair()[0], socket.socketpair()
     say()
@@ -141,54 +124,9 @@ def receive() -> None:
     ours.close()
 
 
-def fill_pipe() -> None:
-    values.extend(os.pipe())
-    say()
-    os.write(values[1], bytes(1 << 20))
-
-
-def wait_for_child() -> None:
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    say()
-    os.waitpid(child.pid, 0)
-
-
 def take_twice() -> None:
     with lock:
         take()
-
-
-def keep_recursive_lock() -> None:
-    with recursive_lock:
-        slumber()
-
-
-def want_recursive_lock() -> None:
-    while recursive_lock.acquire(blocking=False):  # the other thread does not keep it yet
-        recursive_lock.release()
-    say()
-    recursive_lock.acquire()
-
-
-def first_then_second() -> None:
-    with lock:
-        held.wait(0.3)
-        say()
-        with second_lock:
-            pass
-
-
-def second_then_first() -> None:
-    with second_lock:
-        held.wait(0.3)
-        say()
-        with lock:
-            pass
-
-
-def read_process_queue() -> None:
-    say()
-    multiprocessing.Queue().get()
 
 
 def pool_in_pool() -> None:
@@ -297,17 +235,7 @@ def blocking_callback() -> None:
     rpc.rpc_async("worker1", leaf).then(lambda _: slumber()).wait()
 
 
-# References, modules and optimizers
-
-
-class SlowModel:
-    def __init__(self) -> None:
-        slumber()
-
-
-def slow_constructor() -> None:
-    model = rpc.remote("worker1", SlowModel)
-    model.to_here()
+# Actors and modules
 
 
 @rpc.actor
@@ -355,31 +283,6 @@ def stuck_stage() -> None:
     Pipeline(stages, chunks=2)(torch.ones(4, 2))
 
 
-class StuckSGD(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        take()
-        return super().step(closure)
-
-
-def stuck_step() -> None:
-    module = RemoteModule("worker1", nn.Linear, (2, 2))
-    with autograd.context() as context:
-        autograd.backward(context, [module(torch.ones(2, 2)).sum()])
-        DistributedOptimizer(StuckSGD, module.remote_parameters(), lr=0.1).step(context)
-
-
-def hook_that_calls() -> None:
-    with autograd.context() as context:
-        x = torch.ones(3, requires_grad=True)
-        autograd.backward(context, [rpc.rpc_sync("worker1", with_calling_hook, args=(x,)).sum()])
-
-
-def with_calling_hook(x: torch.Tensor) -> torch.Tensor:
-    doubled = 2 * x
-    doubled.register_hook(lambda _: rpc.rpc_sync("worker0", spin))
-    return doubled
-
-
 # Weights and published values
 
 
@@ -417,32 +320,7 @@ def unpublished() -> None:
     rpc.lookup("replay-buffer", timeout=0)
 
 
-# Chains and leaving
-
-
-def chain_to_stopped() -> None:
-    rpc.rpc_sync("worker1", go_on)
-
-
-def go_on() -> None:
-    rpc.rpc_sync("worker2", stop_here)
-
-
-def stop_here() -> None:
-    say()
-    signal.raise_signal(signal.SIGSTOP)
-    held.wait()
-
-
-def ring() -> None:
-    rpc.rpc_sync("worker1", go_round, args=(1,))
-
-
-def go_round(rank: int) -> None:
-    with lock:
-        say()
-        after = (rank + 1) % 3
-        rpc.rpc_sync(f"worker{after}", go_round, args=(after,))
+# Leaving
 
 
 def leaving_early(rank: int, stage: Stage) -> None:

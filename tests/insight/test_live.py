@@ -195,6 +195,16 @@ def test_ten_minutes_of_figures_are_kept_in_bounded_memory_and_sent_once() -> No
     assert list(history.series_after(0)) == ["b"]
 
 
+def test_workers_that_left_long_ago_are_forgotten() -> None:
+    history = GroupHistory()
+    for now in range(0, 6000, 60):
+        name = f"w{now}"
+        history.add(GroupSnapshot([account(name, START + now)], {}))
+        history.add_events({name: [ran(START + now)]})
+    assert len(history.recent(60).events) <= LONGEST / 60 + 1
+    assert len(history.add(GroupSnapshot([], {}))) <= LONGEST / 60 + 1
+
+
 def test_failures_before_the_first_look_are_no_rate() -> None:
     history = history_of(GroupSnapshot([account("a")], {}), GroupSnapshot([account("a", START + 2)], {}))
     history.add_events({"a": [called(START - 9, START - 8, failure="X"), called(START, START + 1, failure="X")]})

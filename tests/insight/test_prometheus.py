@@ -20,7 +20,7 @@ from telegrad.errors import UsageError
 from telegrad.insight.prometheus import BOUNDS, MOST, OTHER, EventCounters, ServedMetrics, register, serve_metrics
 from telegrad.rpc import remote, rpc_async, rpc_sync
 from telegrad.version import VERSION
-from tests.cluster import PATIENCE, Process
+from tests.cluster import PATIENCE, Process, free_port
 from tests.insight.accounts import made_up
 
 EVENTS: list[events.Event] = [
@@ -179,7 +179,20 @@ def test_errors_of_serving_metrics() -> None:
         serve_metrics(served.port, registry=other, account=made_up)
     register(other, made_up).close()
     served.close()
+    served.close()
     register(registry, made_up).close()
+
+
+def test_metrics_that_cannot_have_a_thread_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    registry, port = CollectorRegistry(), free_port()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            serve_metrics(port, registry=registry, account=made_up)
+    serve_metrics(port, registry=registry, account=made_up).close()
 
 
 # Metrics of a real group

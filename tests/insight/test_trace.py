@@ -101,7 +101,7 @@ def test_regions_of_torchs_profiler_agree_with_perf_counter(workers: list[Proces
     assert sum(abs(begun) < APART and abs(ended) < APART for begun, ended in found) >= 5, found
 
 
-@pytest.mark.parametrize(("name", "profile"), [("trace.json", False), ("trace.json.gz", False), ("trace.json", True)])
+@pytest.mark.parametrize(("name", "profile"), [("trace.json.gz", False), ("trace.json", True)])
 def test_trace_of_a_group(workers: list[Process], tmp_path: pathlib.Path, name: str, profile: bool) -> None:
     told = workers[0].run(traced, str(tmp_path / name), profile)
     events = file_of(tmp_path / name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -259,7 +259,6 @@ def assert_is(version: Any, state: dict[str, Tensor]) -> None:
 def test_other_hosts_get_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, readers = begin(workers, state)
         whole = sum(size for _, size in sent)
         for number in (2, 3):
@@ -275,7 +274,6 @@ def test_other_hosts_get_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> 
 def test_a_reader_several_versions_behind_gets_all_deltas(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
         endpoint = reader._endpoint
         hears, endpoint.take = endpoint.take, lambda *_: None  # the reader misses some versions
@@ -292,7 +290,6 @@ def test_a_reader_several_versions_behind_gets_all_deltas(monkeypatch: pytest.Mo
 def test_a_piece_whose_delta_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     state = {"weight": torch.randn(SIZE)}
     with on_hosts(monkeypatch, "A", "B") as workers:
-        monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
         reader._endpoint.memory[1][8] ^= 1  # a flipped bit at the reader
         sent.clear()
@@ -303,101 +300,92 @@ def test_a_piece_whose_delta_does_not_fit_is_fetched_whole(monkeypatch: pytest.M
         assert 0 in {base for base, _ in sent}
 
 
-@contextlib.contextmanager
-def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Publisher, Subscriber, dict[str, Tensor]]]:
-    """Publish a version that is one piece, and change the state; the next version is sent as a delta."""
-    state = {"weight": torch.randn(SIZE)}
-    with on_hosts(monkeypatch, "A", "B") as workers:
+class OnePiece:
+    """A version that is sent as one delta; its pieces that arrive are noted, and may be handled in another way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: list[Worker]) -> None:
+        self.state = {"weight": torch.randn(SIZE)}
         monkeypatch.setattr(publisher, "PIECE", 1 << 20)
-        policy, (reader,) = begin(workers, state)
-        state |= nudged(state)
-        yield policy, reader, state
+        self._policy, (self.reader,) = begin(workers, self.state)
+        self.state |= nudged(self.state)
+        self.arrived: list[tuple[Any, ...]] = []
+        self.endpoint = self.reader._endpoint
+        self.take = self.endpoint.take
+        self._patch = monkeypatch
 
+    def publish(self, handle: Callable[..., None], before: Callable[[], None]) -> None:
+        """Publish. `handle` gets each piece that arrives; `before` runs before the deltas of a piece are applied."""
 
-def test_a_complete_version_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece arrives again while a thread stores it, and another thread handles the second one."""
-    arrived: list[tuple[Any, ...]] = []
-    complete: list[bool] = []
-    with in_one_piece(monkeypatch) as (policy, reader, state):
-        endpoint = reader._endpoint
-        take = endpoint.take
-
-        def noted(*message: Any) -> None:
-            if isinstance(message[1], WeightPiece):
-                arrived.append(message)
-            take(*message)
-
-        def twice(*args: Any) -> None:
-            if len(arrived) == 1:
-                endpoint.take(*arrived[0])
-            complete.append(endpoint.machine.store.is_complete(2))
+        def apply_later(*args: Any) -> None:
+            before()
             apply_deltas(*args)
 
-        monkeypatch.setattr(endpoint, "take", noted)
-        monkeypatch.setattr(subscriber, "apply_deltas", twice)
-        policy.publish()
-        assert_is(reader.at_least(2), state)
+        def take(*message: Any) -> None:
+            is_piece = isinstance(message[1], WeightPiece)
+            self.arrived += [message] * is_piece
+            (handle if is_piece else self.take)(*message)
+
+        self._patch.setattr(self.endpoint, "take", take)
+        self._patch.setattr(subscriber, "apply_deltas", apply_later)
+        self._policy.publish()
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnePiece]:
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        yield OnePiece(monkeypatch, workers)
+
+
+def test_a_complete_version_is_not_written_to(one: OnePiece) -> None:
+    """A piece arrives again while a thread stores it, and another thread handles the second one."""
+    complete: list[bool] = []
+
+    def twice() -> None:
+        if len(one.arrived) == 1:
+            one.endpoint.take(*one.arrived[0])
+        complete.append(one.endpoint.machine.store.is_complete(2))
+
+    one.publish(one.take, twice)
+    assert_is(one.reader.at_least(2), one.state)
+    assert complete
     assert not any(complete)
 
 
-def test_a_piece_of_memory_that_was_dropped_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_memory_that_was_dropped_is_not_counted(one: OnePiece) -> None:
     """The version is opened again while a thread still stores a piece of its former memory."""
-    arrived: list[tuple[Any, ...]] = []
     stored = threading.Event()
-    with in_one_piece(monkeypatch) as (policy, reader, state):
-        endpoint = reader._endpoint
-        take = endpoint.take
 
-        def first(*message: Any) -> None:
-            if not isinstance(message[1], WeightPiece):
-                take(*message)
-                return
-            arrived.append(message)
-            if len(arrived) == 1:
-                take(*message)
-                stored.set()
+    def first(*message: Any) -> None:
+        if len(one.arrived) == 1:
+            one.take(*message)
+            stored.set()
 
-        def opened_again(*args: Any) -> None:
-            if len(arrived) == 1:
-                take(arrived[0][0], Refused(2, 2, 2), ())
-                wait_until(lambda: len(arrived) > 1)
-            apply_deltas(*args)
+    def opened_again() -> None:
+        if len(one.arrived) == 1:
+            one.take(one.arrived[0][0], Refused(2, 2, 2), ())
+            wait_until(lambda: len(one.arrived) > 1)
 
-        monkeypatch.setattr(endpoint, "take", first)
-        monkeypatch.setattr(subscriber, "apply_deltas", opened_again)
-        policy.publish()
-        assert stored.wait(PATIENCE)
-        assert not endpoint.machine.store.is_complete(2)
-        take(*arrived[-1])
-        assert_is(reader.at_least(2), state)
+    one.publish(first, opened_again)
+    assert stored.wait(PATIENCE)
+    assert not one.endpoint.machine.store.is_complete(2)
+    one.take(*one.arrived[-1])
+    assert_is(one.reader.at_least(2), one.state)
 
 
-def test_a_piece_that_could_not_be_stored_may_arrive_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: list[tuple[Any, ...]] = []
-    with in_one_piece(monkeypatch) as (policy, reader, state):
-        endpoint = reader._endpoint
-        take = endpoint.take
+def test_a_piece_that_could_not_be_stored_may_arrive_again(one: OnePiece) -> None:
+    def again(*message: Any) -> None:
+        with pytest.raises(MemoryError) if len(one.arrived) == 1 else contextlib.nullcontext():
+            one.take(*message)
+        if len(one.arrived) == 1:
+            one.endpoint.take(*message)
 
-        def again(*message: Any) -> None:
-            if not isinstance(message[1], WeightPiece):
-                take(*message)
-                return
-            arrived.append(message)
-            with pytest.raises(MemoryError) if len(arrived) == 1 else contextlib.nullcontext():
-                take(*message)
-            if len(arrived) == 1:
-                endpoint.take(*message)
+    def fails_once() -> None:
+        if len(one.arrived) == 1:
+            raise MemoryError
 
-        def fails_once(*args: Any) -> None:
-            if len(arrived) == 1:
-                raise MemoryError
-            apply_deltas(*args)
-
-        monkeypatch.setattr(endpoint, "take", again)
-        monkeypatch.setattr(subscriber, "apply_deltas", fails_once)
-        policy.publish()
-        assert_is(reader.at_least(2), state)
-        assert len(arrived) == 2
+    one.publish(again, fails_once)
+    assert_is(one.reader.at_least(2), one.state)
+    assert len(one.arrived) == 2
 
 
 def test_a_new_layout_is_sent_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:

@@ -23,7 +23,7 @@ from tests.weights.test_weights import on
 from tests.weights.trees import published
 
 WHOLE = torch.arange(24.0).view(6, 4)
-moment = {"now": 0.0}  # the value in all parts of a version
+moment: dict[str, Any] = {"now": 0.0, "cut": 2}  # the value in all parts of a version; where rows of owners begin
 broken: set[str] = set()
 
 
@@ -39,6 +39,14 @@ def lower() -> dict[str, Any]:
     if "lower" in broken:
         raise ValueError("no weights")
     return {"w": Shard(rows(2, 6), (2, 0), (6, 4))}
+
+
+def first_rows() -> dict[str, Any]:
+    return {"w": Shard(WHOLE[: moment["cut"]], (0, 0), (6, 4))}
+
+
+def last_rows() -> dict[str, Any]:
+    return {"w": Shard(WHOLE[moment["cut"] :], (moment["cut"], 0), (6, 4))}
 
 
 SOURCE = {"w1": upper, "w2": lower}
@@ -130,22 +138,24 @@ def test_a_version_is_available_once_all_owners_have_published(four: list[Worker
     assert version.state["bias"].tolist() == [200] * 3
 
 
-def test_owned_parts_may_change(four: list[Worker]) -> None:
-    bounds = {"at": 1}
+def test_owned_parts_may_change_while_another_thread_reads(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    after = Subscriber._after
 
-    def one() -> dict[str, Any]:
-        return {"w": Shard(WHOLE[: bounds["at"]], (0, 0), (6, 4))}
+    def read_later_version(subscriber: Subscriber, *args: Any) -> Any:
+        part = after(subscriber, *args)
+        if subscriber.worker == "w2" and moment["cut"] == 1:
+            moment["cut"] = 5
+            on(four[0], policy.publish)
+            assert torch.equal(on(four[3], reader.at_least, 2).state["w"], WHOLE)
+        return part
 
-    def other() -> dict[str, Any]:
-        return {"w": Shard(WHOLE[bounds["at"] :], (bounds["at"], 0), (6, 4))}
-
-    policy = ShardedPublisher("policy", {"w1": one, "w2": other})
+    moment["cut"] = 1
+    policy = ShardedPublisher("policy", {"w1": first_rows, "w2": last_rows})
     policy.publish()
     reader = on(four[3], ShardedSubscriber, "w0", "policy")
-    assert torch.equal(on(four[3], reader.newest).state["w"], WHOLE)
-    bounds["at"] = 5
-    policy.publish()
-    assert torch.equal(on(four[3], reader.at_least, 2).state["w"], WHOLE)
+    monkeypatch.setattr(Subscriber, "_after", read_later_version)
+    assert torch.equal(on(four[3], reader.at_least, 1).state["w"], WHOLE)
+    assert moment["cut"] == 5
 
 
 def test_a_reader_never_sees_a_mix_of_versions(four: list[Worker]) -> None:
@@ -226,14 +236,11 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
     assert contents["numbers"].tolist() == [2, 2]
 
 
-def test_values_that_cannot_be_published_in_parts(four: list[Worker]) -> None:
+def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
-
-
-def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
     with pytest.raises(InvalidArgument, match="the result of a function in source must be a dictionary of tensors"):
         ShardedPublisher("tensor", {"w1": lambda: torch.ones(3)}).publish()
     with pytest.raises(InvalidArgument, match=r"dtype must be a type of floating numbers.* not 'torch\.int64'"):

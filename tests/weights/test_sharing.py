@@ -415,6 +415,16 @@ def test_a_refused_tree_is_refused_again() -> None:
     )
 
 
+def test_parameters_arrive_as_such_and_other_tensors_without_gradients() -> None:
+    values = {"leaf": torch.ones(2, requires_grad=True), "parameter": nn.Parameter(torch.ones(2))}
+    found = published(values).state.values()
+    assert [(type(each), each.requires_grad) for each in found] == [(Tensor, False), (nn.Parameter, True)]
+
+
+def test_zeros_without_memory_are_published_as_zeros() -> None:
+    assert torch.equal(published({"z": torch._efficientzerotensor(5)}).state["z"], torch.zeros(5))
+
+
 def test_tensors_whose_memory_was_freed() -> None:
     layouts = Snapshots()
     for size in (4, 1_000_000):

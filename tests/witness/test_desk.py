@@ -111,12 +111,9 @@ def as_user(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
 # Sockets of other users
 
 
-@pytest.mark.parametrize("talk", [answers(json.dumps(account()).encode() + b"\n"), floods, drips, is_silent])
-def test_sockets_of_another_user_are_ignored(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, talk: Talk
-) -> None:
+def test_sockets_of_another_user_are_ignored(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     as_user(monkeypatch, OTHER)
-    with worker(talk, user=OTHER) as (_, heard):
+    with worker(answers(json.dumps(account()).encode() + b"\n"), user=OTHER) as (_, heard):
         begun = time.monotonic()
         assert groups_here() == {}
         assert time.monotonic() - begun < 5
@@ -271,7 +268,8 @@ def test_rubbish_is_not_logged_and_does_no_harm(line: bytes, caplog: pytest.LogC
         assert [each for each in caplog.records if each.levelno > logging.DEBUG] == []
 
 
-def test_connections_without_a_question_delay_no_other() -> None:
+def test_connections_without_a_question_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug_server, "PATIENCE", 1.0)
     with served(lambda *_: "served") as place, contextlib.ExitStack() as stack:
         for _ in range(2 * debug_server.MOST_WAITING):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -18,10 +18,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "note", None)
 
 
-def test_there_is_no_listener_at_first(alone: None) -> None:
-    assert events.note is None
-
-
 def test_each_listener_receives_events_until_its_removal(alone: None) -> None:
     first: list[Event] = []
     second: list[Event] = []

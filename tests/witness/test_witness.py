@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import logging
@@ -11,10 +12,11 @@ import pathlib
 import queue
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import process_time
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +44,7 @@ from telegrad.reporting import (
 )
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
+from telegrad.reporting.stacks import all_stacks
 from tests.cluster import (
     PATIENCE,
     Process,
@@ -146,30 +149,20 @@ def test_a_call_whose_function_returned_a_future_is_unfinished(
         _, callee = introspection_of(pair[0]).look()[0]
 
 
-def test_calls_without_a_slot_are_queued() -> None:
-    gate.clear()
-    with agents(2, num_worker_threads=2) as (first, second):
-        futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
-        for _ in range(2):
-            assert inside.acquire(timeout=PATIENCE)
-        wait_until(lambda: len(introspection_of(second).account()["calls_in"]) == 3)
-        told = introspection_of(second).account()
-        assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
-        assert (told["slots"], told["busy"]) == (2, 2)
-        gate.set()
-        for future in futures:
-            future.wait()
-        assert inside.acquire(timeout=PATIENCE)  # the third call
-
-
-def test_only_some_of_many_equal_calls_are_listed() -> None:
+def test_calls_without_a_slot_are_queued_and_only_some_of_many_equal_ones_are_listed() -> None:
     gate.clear()
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
-        here = lambda: introspection_of(second).account()["calls_in"]  # noqa: E731
-        wait_until(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
-        assert len(here()) == MOST_ALIKE + 1
+        here: list[WorkerState] = []
+
+        def all_have_come() -> bool:
+            here[:] = [introspection_of(second).account()]
+            return counts(here[0]["calls_in"], lambda call: call["state"]) == {QUEUED: MOST_ALIKE + 49, RUNNING: 1}
+
+        wait_until(all_have_come)
+        assert len(here[0]["calls_in"]) == MOST_ALIKE + 1
+        assert (here[0]["slots"], here[0]["busy"]) == (1, 1)
         out = introspection_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
         assert out[-1]["more"] == 50
@@ -342,13 +335,6 @@ def test_a_signal_with_a_handler_of_the_program_is_left_alone() -> None:
         program.run(_heard)
 
 
-def test_a_signal_does_not_end_a_program_that_joined_on_another_thread() -> None:
-    with processes(1) as (program,):
-        program.run(_join_on_a_thread, free_port())
-        program.kill(signal.SIGUSR2)
-        program.run(_write_stacks)
-
-
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
 @pytest.mark.parametrize("on_a_thread", [False, True])
 def test_a_handler_that_the_program_sets_later_is_left_alone(on_a_thread: bool) -> None:
@@ -384,19 +370,11 @@ def _stacks_file() -> int:
 
 def _write_stacks_to_self() -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
-    _write_stacks()
+    wait_until(lambda: "Current thread" in pathlib.Path(f"/proc/self/fd/{_stacks_file()}").read_text())
 
 
 def _join_on_a_thread(port: int) -> None:
     in_threads(lambda: init(0, 1, port))
-
-
-def _write_stacks() -> None:
-    wait_until(lambda: "Current thread" in look_at_stacks())
-
-
-def look_at_stacks() -> str:
-    return pathlib.Path(f"/proc/self/fd/{_stacks_file()}").read_text()
 
 
 def _write_to(folder: str) -> None:
@@ -594,3 +572,29 @@ def test_the_traffic_of_observers_is_left_out() -> None:
         (out, _, _), (_, come, calls) = traffic()
     assert 0 < out - before[0][0] == come - before[1][1] < 500
     assert calls - before[1][2] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked here")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_stacks_are_read_except_in_a_child(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    told = sys._current_frames
+
+    def tell() -> dict[int, FrameType]:
+        seen.append(gc.isenabled())
+        if not (child := os.fork()):
+            os._exit(gc.isenabled() != enabled or sys.getswitchinterval() != interval)
+        assert os.waitpid(child, 0)[1] == 0
+        return told()
+
+    monkeypatch.setattr(sys, "_current_frames", tell)
+    was, interval = gc.isenabled(), sys.getswitchinterval()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert threading.get_ident() in all_stacks()
+        assert seen == [False]
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -183,9 +183,8 @@ def _join_group(
         if store is None:
             raise UsageError("a store is needed for the workers to meet")
         meeting = RendezvousStore(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
-        enter_group(name, rpc_backend_options, lambda timeout: meeting, RRef)
-    else:
-        enter_group(name, rpc_backend_options, meet, RRef)
+        meet = lambda timeout: meeting  # noqa: E731
+    enter_group(name, rpc_backend_options, meet, RRef)
     assert current.worker is not None
     return TensorPipeAgent(current.worker)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 
 import telegrad.rpc as rpc
 from telegrad.errors import TelegradError
-from tests.chaos.load import stacks
+from tests.chaos.load import GRACE, all_joined, told
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
 from tests.chaos.supervised.record import Life
@@ -22,7 +21,6 @@ WATCH = 0.05  # seconds between two calls of a watcher
 NAP = 0.005
 NOISE = 0.01  # seconds; shorter delays are not noted
 LATE = 0.1  # seconds; shorter calls are not noted
-GRACE = 10.0
 
 
 class Load:
@@ -45,11 +43,8 @@ class Load:
     def stop(self) -> None:
         """Let all threads end; a thread that does not is a violation."""
         self._ended.set()
-        until = time.monotonic() + PATIENCE + GRACE
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            self._note("wrong", f"a call never ends:\n{stacks()}")
+        if endless := all_joined(self._threads, PATIENCE + GRACE):
+            self._note("wrong", endless)
 
     def _serve(self, number: int, chance: random.Random) -> None:
         client = Client(chance)
@@ -69,7 +64,7 @@ class Load:
             return operation(), ""
         except BaseException as error:
             if not isinstance(error, may_fail):
-                self._note("wrong", "".join(traceback.format_exception(error)))
+                self._note("wrong", told(error))
             return None, type(error).__name__
 
     def _watch(self, name: str) -> None:

@@ -20,11 +20,10 @@ from collections.abc import Callable
 import torch
 
 import telegrad.rpc as rpc
-from telegrad._core.memory import warm_memory
 from telegrad._core.worker import current
 from telegrad.errors import PeerError
 from tests.chaos import functions as shelf
-from tests.chaos.leaks import wait_for_nothing
+from tests.chaos import leaks
 from tests.chaos.load import Errors, told
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.functions import make_table
@@ -33,7 +32,6 @@ from tests.chaos.supervised.operations import PATIENCE, TABLE
 from tests.chaos.supervised.plan import FIRST, FOLDER, OWN, PUBLISHERS, ROLES, SEED
 from tests.cluster import wait_until
 
-KEEP = 0.3  # seconds for which unused memory stays warm, in place of the usual ones
 MOST_AWAY = 0.5  # seconds between leaving and coming back
 LEFT = 1  # the exit code of a worker that has left and wants to be restarted
 
@@ -41,7 +39,7 @@ LEFT = 1  # the exit code of a worker that has left and wants to be restarted
 def main(name: str) -> int:
     folder = pathlib.Path(os.environ[FOLDER])
     torch.set_num_threads(1)
-    warm_memory.KEEP = KEEP
+    leaks.keep_briefly()
     record = functions.begin(name, folder)
     threading.excepthook = lambda args: record.note("wrong", f"a thread ended by {args.exc_value!r}")
     logging.getLogger("telegrad").addHandler(
@@ -109,7 +107,7 @@ def wait_for(word: Callable[[], bool]) -> None:
 def let_go() -> None:
     """Check that nothing is held any more, once all have ended their load."""
     functions.record.note("rests")
-    if found := wait_for_nothing(left):
+    if found := leaks.wait_for_nothing(left):
         functions.record.note("wrong", f"left over: {found}")
     functions.record.note("clean")
 
@@ -117,18 +115,11 @@ def let_go() -> None:
 def left() -> dict[str, int]:
     shelf.clear_shelf()  # others may have published here since
     gc.collect()
-    files = sum("memfd:telegrad" in _target(entry) for entry in os.listdir("/proc/self/fd"))
     counts = Counter(rpc.debug_info())
     counts["owners"] -= functions.table_of == functions.record.life  # the table stays published
+    files = leaks.holding().memory_files
     found = {**counts, "memory files": files, "calls in flight": int(not current.agent().idle)}
     return {name: int(count) for name, count in found.items() if int(count)}
-
-
-def _target(entry: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{entry}")
-    except FileNotFoundError:  # the listing itself
-        return ""
 
 
 if __name__ == "__main__":
