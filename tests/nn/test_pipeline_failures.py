@@ -18,12 +18,13 @@ from torch.nn.functional import mse_loss
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
+from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
-from telegrad.errors import PeerError, UsageError
+from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorkerRegistry
+from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorker, StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group, wait_until
 from tests.nn.training import batch, train, train_alone
@@ -193,6 +194,14 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
             ended.result(PATIENCE)
             wait_until(lambda: not station._runs)
             Held.goes_on.set()
+
+
+def test_a_pipeline_may_begin_while_a_loss_is_handled() -> None:
+    registry, late = StageWorkerRegistry(SimpleNamespace(on=lambda *_: None, lost=[])), StageWorker({})  # type: ignore[arg-type]
+    stations: Any = registry.stations
+    stations.data["early"] = lambda: stations.setdefault("late", late)  # as another thread at that moment
+    registry._on_lost(Identity("w1", 1, "a"), PeerLost("it died"))
+    assert registry.stations["late"] is late
 
 
 @actor
