@@ -214,6 +214,9 @@ def test_copies_keep_shared_memory_shared_and_reuse_their_memory() -> None:
     assert torch.equal(copied["b"]["part"] + 1, whole[:, 1])
     assert torch.equal(copied["d"] + 1, whole.t())
     assert torch.equal(copied["c"][1][0].to_dense() + 1, whole)
+    numbers = torch.tensor([1 + 2j])
+    copied = copies.of([numbers, numbers.conj(), numbers.imag, numbers.conj().imag])
+    assert [each.tolist() for each in copied] == [[1 + 2j], [1 - 2j], [2.0], [-2.0]]
     for number in range(100):  # tensors at one address, each of which is gone when the next one is made
         assert copies.of([torch.full((1000,), number)])[0][0] == number
     copies.give_back()

@@ -104,7 +104,8 @@ class Conductor:
     @property
     def running(self) -> int:
         """The number of contexts with a pass that this worker drives, or works on right now."""
-        return len({spec.context for spec in self._driven.copy()} | self._parts.at_work())
+        at_work = {context.id for context in self.contexts.all() if context.tasks.busy}
+        return len({spec.context for spec in self._driven.copy()} | at_work)
 
     # Called by the agent when it sends and receives
 

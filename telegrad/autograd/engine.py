@@ -51,11 +51,10 @@ LeafNode: type = type(get_gradient_edge(torch.empty(0, device="cpu", requires_gr
 
 
 def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
-    return bool(
-        leaf._backward_hooks
-        or leaf._post_accumulate_grad_hooks
-        or (node_calls.hooked and node_calls.has_hooks_of_leaf_node(leaf, node))
-    )
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or not node_calls.hooked:
+        return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    node = edge_of(leaf).node if node is None else node
+    return bool(node_calls.hooks_before_leaf(node) or node_calls.hooks_behind_leaf(node))
 
 
 def _kind_of_leaf(node: Node, averaged: AbstractSet[int] = frozenset()) -> int:
@@ -216,8 +215,8 @@ class EngineRunner:
 
     def _reduce(self, schedule: GraphSchedule) -> None:
         """Average all gradients of replicated leaves in one call, once none of them can change any more."""
-        leaves = (node for node in schedule.special(LEAF) if id(node.variable) in self._replicated)
-        if all(map(schedule.settled, leaves)):
+        leaves = [node for node, kind in schedule.kind.items() if kind == LEAF]
+        if all(schedule.settled(leaf) for leaf in leaves if id(leaf.variable) in self._replicated):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
                 self._context.gradients.add(node.variable, gradient, self._spec.create)

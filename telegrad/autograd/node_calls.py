@@ -204,12 +204,6 @@ def _watched_register_hook(hooks: Any, hook: Any) -> Any:
 torch.autograd.function._HookMixin._register_hook = staticmethod(_watched_register_hook)  # type: ignore[method-assign]
 
 
-def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
-    """Return True if the node that accumulates a leaf's gradient has hooks."""
-    node = edge_of(leaf).node if node is None else node
-    return bool(hooks_before_leaf(node) or hooks_behind_leaf(node))
-
-
 def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that get a leaf's gradient before its node accumulates it."""
     return _hooks(node.register_prehook) if hooked else []
