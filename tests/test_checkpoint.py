@@ -145,6 +145,10 @@ def test_missing_checkpoints_and_missing_entries(saved: Saved, tmp_path: pathlib
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match=r"no complete checkpoint in .*file': .*Not a directory"):
             checkpoint.load({"step": 0}, tmp_path / "file")
+        state = {"epoch": 7}
+        with pytest.raises(UsageError, match="has no epoch"):
+            checkpoint.load(state, saved[0])
+        assert state == {"epoch": 7}
         with pytest.raises(UsageError, match=r"has no other\.bias, other\.weight"):
             checkpoint.load({"other": RemoteModule("w1", nn.Linear, (2, 2))}, saved[0])
         with pytest.raises(UsageError, match="other parameters"):
@@ -226,10 +230,16 @@ def test_files_of_an_owner_that_the_caller_does_not_see_are_an_error(
 
 def test_a_wrong_state_is_refused_at_once(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.load):
-        states: list[Any] = [nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]]
-        for state in states:
+        states: list[tuple[Any, str]] = [
+            (nn.Linear(2, 2), "not Linear"),
+            ({"m": 1, 5: "five"}, "and its key 5 is not a string"),
+            ([1], r"not \[1\]"),
+        ]
+        for state, fault in states:
             name = function.__name__
-            with pytest.raises(UsageError, match=rf'write checkpoint\.{name}\(\{{"model": model\}}, folder\)'):
+            with pytest.raises(
+                UsageError, match=rf'by names, {fault}: write checkpoint\.{name}\(\{{"model": model\}}, folder\)'
+            ):
                 function(state, tmp_path)
         with pytest.raises(UsageError, match=r"give its path \(checkpoint_id\), not Linear"):
             function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -260,19 +270,3 @@ def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathli
             with pytest.raises(CheckpointFailed, match=r"\.metadata in '.*other' does not belong to a checkpoint"):
                 checkpoint.load(state, tmp_path / "other")
         current.enter(None)
-
-
-def test_a_plain_value_that_the_checkpoint_lacks_is_an_error(tmp_path: pathlib.Path) -> None:
-    with agents(1) as workers:
-        current.enter(workers[0])
-        checkpoint.save({"epoch": 3, "none": {}}, tmp_path)
-        state = {"step": 7}
-        with pytest.raises(UsageError, match="has no step"):
-            checkpoint.load(state, tmp_path)
-        assert state == {"step": 7}
-        current.enter(None)
-
-
-def test_the_error_names_a_key_that_is_no_string(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="dictionary by names, and its key 5 is not a string"):
-        checkpoint.save({"m": 1, 5: "five"}, tmp_path / "saved")  # type: ignore[dict-item]

@@ -14,17 +14,13 @@ from telegrad import autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.rpc import rpc_sync
+from tests.autograd.functions import leaf, mix, two
 
 Grad = Callable[..., Sequence[Any]]
 Call = Callable[..., Any]
 
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
-
-
-def leaf(*shape: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (3,)), generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def call_here(_: str, function: Any, *args: Any) -> Any:
@@ -51,20 +47,12 @@ def both(program: Callable[[Call, Grad], Sequence[Tensor | None]]) -> None:
 # Random programs
 
 
-def mix(a: Tensor, b: Tensor) -> Tensor:
-    return a.sin() * b
-
-
 def through(a: Tensor, b: Tensor) -> Tensor:
     return rpc_sync("w2", mix, (a, b)) + a
 
 
 def through_here(a: Tensor, b: Tensor) -> Tensor:
     return mix(a, b) + a
-
-
-def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a * 2, a + b.tanh()
 
 
 class Twice(torch.autograd.Function):

@@ -292,14 +292,6 @@ def view_across(m: Two, value: Tensor) -> Tensor:
     return given + found
 
 
-def detached_across(m: Two, value: Tensor) -> Tensor:
-    found = m.a(value)
-    other = found.detach()
-    given = m.b(found * 1)
-    other.zero_()
-    return given + found
-
-
 def python_state(m: Two, value: Tensor) -> Tensor:
     m.calls += 1
     return m.b(m.a(value))
@@ -370,21 +362,12 @@ def recomputed(m: Two, value: Tensor) -> Tensor:
     return m.b(checkpoint(m.a, value, use_reentrant=False))
 
 
-def recomputed_by_a_function(m: Two, value: Tensor) -> Tensor:
-    return m.b(checkpoint(m.a, value, use_reentrant=True))
-
-
 def function_of_ones_own(m: Two, value: Tensor) -> Tensor:
     return m.b(Reversed.apply(m.a(value)))
 
 
 def choice(m: Two, value: Tensor) -> Tensor:
     return m.b(m.a(value)) if value.sum() > 0 else value
-
-
-def mode_of_a_part(m: Two, value: Tensor) -> Tensor:
-    m.calls = int(m.calls == 0)
-    return m.b(m.a(value))
 
 
 def with_a_hook(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
@@ -413,9 +396,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (of(clamped_weight), r"'a.weight' is changed in place .* used by the stages \[0, 1\]"),
     (of(clamped_data), "as .data does"),
     (of(view_across), "a view of it is sent to another stage"),
-    (of(detached_across), "a view of it is sent to another stage"),
     (of(python_state), "changes .calls., which is Python state"),
-    (of(mode_of_a_part), "changes .calls., which is Python state"),
     (of(state_of_an_object), "changes 'counter', which is Python state"),
     (of(state_of_a_class), r"changes 'Two.counts', which is Python state"),
     (of(global_state), r"changes '.*test_proving.GLOBAL', which is Python state"),
@@ -426,7 +407,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (of(random_of_python), "differ from the model in training, with 8 samples: output 0"),
     (of(hook_of_a_tensor), "differ from the model in training, with 8 samples: the gradient of 'a.bias'"),
     (of(recomputed), "uses activation checkpointing"),
-    (of(recomputed_by_a_function), r"torch.autograd.Function \(CheckpointFunction\)"),
     (of(function_of_ones_own), r"torch.autograd.Function \(Reversed\)"),
     (of(choice), r"torch.export cannot record its forward in training"),
     (with_a_hook("register_forward_hook", lambda *_: None), r"of 'a' returns nothing"),
