@@ -66,13 +66,6 @@ class DrivenPass(Driver):
         if (note := events.note) is not None:
             note((events.BACKWARD_PASS, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
 
-    def late(self) -> CallTimeout:
-        """Return the error for a pass that exceeded its deadline."""
-        return CallTimeout(
-            f"the backward pass of context {self.context.id} timed out; it was waiting for "
-            f"{', '.join(map(repr, self.owing)) or 'no worker'}. Give it a longer timeout"
-        )
-
 
 class Conductor:
     """All passes in which this worker takes part, and their contexts."""
@@ -310,7 +303,9 @@ class Conductor:
         upcoming = self._parts.send_gathered(now)
         for driven in self._driven.copy().values():
             if driven.deadline <= now:
-                self._fail(driven, driven.late())
+                owing = ", ".join(map(repr, driven.owing)) or "no worker"
+                text = f"the backward pass of context {driven.context.id} timed out; it was waiting for {owing}"
+                self._fail(driven, CallTimeout(f"{text}. Give it a longer timeout"))
             else:
                 upcoming = min(upcoming, driven.deadline)
         return upcoming

@@ -253,8 +253,14 @@ class EngineRunner:
         recvs = self._recvs(step)
         self._unshipped = origins = {node.origin for node in recvs}
         for origin in origins:
-            if origin.context is not self._context or origin.number == UNKNOWN:
-                raise self._refusal(origin)
+            if origin.number == UNKNOWN:
+                raise origin.refusal()
+            if origin.context is not self._context:
+                raise UsageError(
+                    f"the graph of context {self._context.id} leads to tensors that came from worker "
+                    f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive "
+                    "their context"
+                )
         self._coming = Counter([origin.sender for origin in origins]) if len(origins) > 1 else {}
         for act in step.acts:
             if type(act) is not EngineCall:
@@ -279,15 +285,6 @@ class EngineRunner:
         kinds = self._schedule.kind
         found = [each for act in acts for each in (act.recvs if type(act) is EngineCall else [act])]
         return [*(node for node in found if kinds.get(node) == RECV), *step.unreached]
-
-    def _refusal(self, origin: Origin) -> UsageError:
-        if origin.number == UNKNOWN:
-            return origin.refusal()
-        return UsageError(
-            f"the graph of context {self._context.id} leads to tensors that came from worker "
-            f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive their "
-            "context"
-        )
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
@@ -340,7 +337,7 @@ class EngineRunner:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
             leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
-        fed = _outputs(call.fed) if call.fed else ()
+        fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
         wanted: list[Any] = [*leaves, *[node.anchor for node in call.recvs], *fed]
         # The engine runs only nodes that lead to one of these edges. The anchor of a Recv is wanted for that alone.
         if not wanted:
@@ -435,10 +432,6 @@ class EngineRunner:
 
 def _nodes(edges: Iterable[GradientEdge | Tensor]) -> list[Node]:
     return [edge.node for edge in edges if type(edge) is GradientEdge]
-
-
-def _outputs(nodes: Iterable[Node]) -> Sequence[GradientEdge]:
-    return [GradientEdge(node, number) for node in nodes for number in range(len(node._input_metadata))]
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]]) -> dict[Origin, set[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from telegrad.errors import InvalidArgument, UsageError
 
@@ -196,7 +196,8 @@ def _gradients_differ(
     """Return True if the batch's loss `value` has other gradients at `inputs` than the sum over the micro-batches."""
     with torch.enable_grad():
         batches = zip(outputs, targets, weights, strict=True)
-        several = (loss(*tree_map(_copied, (output, target))) * weight for output, target, weight in batches)
+        # copies, since a loss may change these in place, and leaves cannot be changed
+        several = (loss(*tree_map_only(Tensor, torch.clone, both)) * weight for *both, weight in batches)
         total = sum(several, torch.zeros_like(value))
     found = (torch.autograd.grad(root, inputs, allow_unused=True, materialize_grads=True) for root in (value, total))
     for whole, parts in zip(*(map(Tensor.to_dense, gradients) for gradients in found), strict=True):
@@ -206,10 +207,6 @@ def _gradients_differ(
         if (whole - parts).norm().item() > allowed:  # False for NaN
             return True
     return False
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf  # a loss may change it in place, and not a leaf
 
 
 def _reduction_of(loss: Any, said: str | None) -> str:
