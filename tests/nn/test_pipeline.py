@@ -21,7 +21,7 @@ from telegrad.pipeline.microbatches import check_sum
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents
-from tests.nn.training import train_both
+from tests.nn.training import filled, train_both
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -29,13 +29,7 @@ SIZES = [(5, 7), (7, 7), (7, 3)]
 
 
 def make_stage(number: int) -> nn.Sequential:
-    """Return a stage with fixed parameters; several agents of one process share torch's own generator."""
-    linear = nn.Linear(*SIZES[number], dtype=torch.float64)
-    chance = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            parameter.uniform_(-0.5, 0.5, generator=chance)
-    return nn.Sequential(linear, nn.Tanh())
+    return nn.Sequential(filled(nn.Linear(*SIZES[number]), number), nn.Tanh())
 
 
 def whole() -> nn.Sequential:

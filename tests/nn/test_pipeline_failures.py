@@ -27,7 +27,7 @@ from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorker, StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group, wait_until
-from tests.nn.training import batch, train, train_alone
+from tests.nn.training import batch, filled, train, train_alone
 
 WIDTH = 4
 MORE_DEATHS = [
@@ -55,12 +55,7 @@ class Failing(torch.autograd.Function):
 class Stage(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        chance = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.layer.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=chance)
-        self.double()
+        self.layer = filled(nn.Linear(WIDTH, WIDTH), seed)
         self.number = 0
         self.when: tuple[str, int] | None = None
         self.dies = False
