@@ -26,7 +26,7 @@ from telegrad.checkpoint import Saver, folders
 from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
-from tests.cluster import PATIENCE, agents, group, pause, wait_until
+from tests.cluster import PATIENCE, agents_here, group, pause, wait_until
 
 SIZE = 1 << 16  # elements in each part of the saved model
 
@@ -57,10 +57,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
-    with agents(3, num_worker_threads=1) as made:
-        current.enter(made[0])
+    with agents_here(3, num_worker_threads=1) as made:
         yield made
-        current.enter(None)
 
 
 def model() -> nn.Module:

@@ -26,7 +26,7 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorker, StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
-from tests.cluster import PATIENCE, agents, group, wait_until
+from tests.cluster import PATIENCE, agents, agents_here, group, wait_until
 from tests.nn.training import batch, filled, train, train_alone
 
 WIDTH = 4
@@ -229,14 +229,12 @@ class Touching(nn.Module):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> None:
-    with agents(3) as (driver, *_):
-        current.enter(driver)
+    with agents_here(3):
         made = remote("w1", Driver)
         with pytest.raises(UsageError, match="an actor runs one method at a time"):
             made.rpc_sync().train(made, trains)
         made.rpc_sync().touch()
         del made
-        current.enter(None)
 
 
 class Rider:
@@ -255,8 +253,7 @@ class Rider:
 
 
 def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
-    with agents(2) as (driver, other):
-        current.enter(driver)
+    with agents_here(2) as (_, other):
         pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)
         rider = Rider()
         other.conductor.riders[7] = rider
@@ -267,4 +264,3 @@ def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
         with autograd.context():
             (result,) = made.run_batch("1f1b", given, 2, True, ride)
         assert rider.turns == len(result.rode) == 1
-        current.enter(None)

@@ -19,7 +19,7 @@ from telegrad.errors import CannotEncode, ContextEnded, PeerError, TelegradWarni
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
-from tests.cluster import agents, in_threads
+from tests.cluster import agents_here, in_threads
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -339,8 +339,7 @@ def test_errors_name_their_workers() -> None:
 
 
 def test_a_worker_that_died() -> None:
-    with agents(3) as workers:
-        current.enter(workers[0])
+    with agents_here(3) as workers:
         leaves = [remote(f"w{number}", make_leaf) for number in (1, 2)]
         optimizer = DistributedOptimizer(torch.optim.SGD, leaves, lr=1)
         with autograd.context() as context:
