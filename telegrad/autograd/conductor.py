@@ -36,7 +36,7 @@ from telegrad.autograd import guard
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
-from telegrad.autograd.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
+from telegrad.autograd.passes import Abandon, Driver, Failed, PassReport, PassSpec, Task
 from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
@@ -246,8 +246,8 @@ class Conductor:
             return
         try:
             tasks = driven.report(report)
-        except LeftOut as left_out:
-            self._fail(driven, _unused(left_out))
+        except UnusedSends as error:
+            self._fail(driven, error.with_traceback(None))  # its frames would keep the graph alive
             return
         if tasks:
             self._give(driven, tasks)
@@ -313,12 +313,3 @@ class Conductor:
 
 def _too_early(id_: int) -> ContextEnded:
     return ContextEnded(f"the context {id_} ended before its backward pass did: wait for the pass")
-
-
-def _unused(left_out: LeftOut) -> UnusedSends:
-    lines = [f"  on worker {worker!r}: {'; '.join(waiting)}" for worker, waiting in left_out.waiting.items()]
-    return UnusedSends(
-        "mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient arrived for\n"
-        + "\n".join(lines)
-        + "\nUse mode='smart', which costs nothing if all take part"
-    )

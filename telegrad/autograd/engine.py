@@ -36,7 +36,7 @@ from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
 from telegrad.autograd import guard, node_calls, replicas
-from telegrad.autograd.gradients import device_of, edge_of, run_backward, total
+from telegrad.autograd.gradients import edge_of, expected_at, run_backward, total
 from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
@@ -174,7 +174,8 @@ class EngineRunner:
                         self._enter(edge.node, edge.output_nr, None)
                     continue
                 if self._streams.used:  # it may have come to another device than the tensor's
-                    gradient = gradient.to(device_of(edge))
+                    expected = edge if isinstance(edge, Tensor) else expected_at(edge.node, edge.output_nr)
+                    gradient = gradient.to(expected.device)
                 if isinstance(edge, Tensor):
                     self._context.gradients.add(edge, gradient, self._spec.create, shared)
                 else:

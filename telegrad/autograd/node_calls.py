@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad.autograd.gradients import edge_of, nodes_behind, run_backward
+from telegrad.autograd.gradients import edge_of, expected_at, nodes_behind, run_backward
 from telegrad.autograd.guard import CheckpointNode
 from telegrad.autograd.passes import PassSpec
 from telegrad.autograd.record import RecvNode
@@ -129,7 +129,7 @@ def _entrance(node: Node, gradients: Mapping[int, Tensor | None]) -> tuple[list[
     lacking = not there
     if lacking:
         number = next(iter(gradients))
-        expected = node.variable if hasattr(node, "variable") else node._input_metadata[number]
+        expected = expected_at(node, number)
         there[number] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
     return [GradientEdge(node, number) for number in there], list(there.values()), lacking
 
@@ -255,7 +255,7 @@ def call_hooks_of_leaf(
 def _fit(gradient: Tensor | None, following: Node, number: int) -> Tensor | None:
     if gradient is None:
         return None
-    expected = following.variable if hasattr(following, "variable") else following._input_metadata[number]
+    expected = expected_at(following, number)
     shape = tuple(expected.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)

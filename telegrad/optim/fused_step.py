@@ -21,6 +21,7 @@ from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad.autograd import look_at_step
 from telegrad.autograd.passes import FusedStep, StepResults
+from telegrad.errors import UsageError
 from telegrad.optim.owner import Changes, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
@@ -32,6 +33,16 @@ class Done(NamedTuple):
     counts: Mapping[str, Future[int | None]] = {}  # of owners that have stepped
     changes: Changes | None = None  # that these owners have applied
     factor: float = 1.0  # for the gradients
+
+
+def first_step(context_id: int, rode: set[int]) -> Done:
+    """Return that nothing is done yet. Raise UsageError if a pass of the context is in `rode`, and so has stepped."""
+    if context_id in rode:
+        raise UsageError(
+            "backward(..., step=optimizer) has already stepped with the gradients of this context, so step(context_id) "
+            "would apply them twice: leave out one of the two"
+        )
+    return Done()
 
 
 class Clipped:

@@ -32,7 +32,7 @@ from telegrad._core.worker import current
 from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
+from telegrad.optim.fused_step import Clipped, Done, check_norms, first_step, futures, has_hooks_before, may_ride
 from telegrad.optim.owner import (
     Changes,
     Hyperparameters,
@@ -243,13 +243,7 @@ class DistributedOptimizer(Optimizer):
             Exception: the optimizer's error on an owner; WorkersFailed if several failed. The others have stepped.
         """
         checks.context_id(context_id, "step")
-        done = self._done.get((get_ident(), context_id))
-        if done is None and context_id in self._rode:
-            raise UsageError(
-                "backward(..., step=optimizer) has already stepped with the gradients of this context, so "
-                "step(context_id) would apply them twice: leave out one of the two"
-            )
-        done = done or Done()
+        done = self._done.get((get_ident(), context_id)) or first_step(context_id, self._rode)
         # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
         # have them, and the next step sends them to all again.
         changes = self._sending(self._changes()) if done.changes is None else done.changes
