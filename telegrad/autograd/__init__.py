@@ -256,7 +256,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         ...     autograd.get_gradients(context_id)[weight]
         tensor([2., 2.])
     """
-    checks.context_id(context_id, "get_gradients")
+    check_context_id(context_id)
     return _find[0]().gradients(context_id)
 
 
@@ -307,7 +307,7 @@ def grad(
         ...     autograd.grad(context_id, slope.sum(), x)
         (tensor([2., 2.]),)
     """
-    checks.context_id(context_id, "grad")
+    check_context_id(context_id)
     retain = create_graph if retain_graph is None else retain_graph
     for name, flag in (("create_graph", create_graph), ("retain_graph", retain), ("allow_unused", allow_unused)):
         checks.flag(name, flag)
@@ -349,7 +349,7 @@ def _begin(
     create: bool,
     step: Step | None,
 ) -> tuple[DrivenPass, FusedStep | None]:
-    checks.context_id(context_id, "backward")
+    check_context_id(context_id)
     # Nearly all passes have the defaults, which this condition recognizes without a call of a Python function.
     if retain is not False or create is not False or type(mode) is not str or mode != "smart":
         checks.flag("retain_graph", retain)
@@ -375,6 +375,16 @@ def _begin(
         request=ride.request if ride is not None else b"",
     )
     return driven, ride
+
+
+def check_context_id(context_id: Any) -> None:
+    """Raise UsageError for a tensor or a list, and InvalidArgument for any other value that is no context id."""
+    if isinstance(context_id, (Tensor, list, tuple)):
+        raise UsageError(
+            "the id of the context comes first, before the tensors: write telegrad.autograd.backward(context_id, "
+            "roots) or telegrad.autograd.grad(context_id, outputs, inputs)"
+        )
+    checks.count("context_id", context_id, 0, what="the id that `with autograd.context() as context_id` gives")
 
 
 def check_step(step: Any) -> None:

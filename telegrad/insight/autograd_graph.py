@@ -21,7 +21,7 @@ from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, folded, known_as, user_name
 from telegrad.ext.files import replacing
-from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, edge_of
+from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
 from telegrad.ext.processes import instances
 from telegrad.ext.texts import safe
 from telegrad.ext.workers import current
@@ -223,7 +223,7 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
         digraph
     """
     here = current.here()
-    checks.context_id(context_id, "graph")
+    check_context_id(context_id)
     here.conductor.contexts.find(context_id)
     elsewhere: dict[str, list[Root]] = {}  # roots by worker
     for root in roots if isinstance(roots, (list, tuple)) else [roots]:

@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from telegrad.errors import UsageError
-from telegrad.ext.graphs import nodes_behind
 from telegrad.ext.processes import forks, renewed
 from telegrad.pipeline.exported import Inputs, resized
 from telegrad.pipeline.microbatches import are_parts, is_close, parts_of, sizes_of
@@ -412,7 +411,13 @@ def _no_saving() -> Iterator[None]:
 def _check_functions(outputs: Any) -> None:
     # The graph of the outputs shows them: the node of such a function is a Python object. A recording has the operators
     # of its forward only, so autograd would compute another gradient than the function's backward.
-    for node in nodes_behind(each.grad_fn for each in tree_leaves(outputs) if isinstance(each, Tensor)):
+    seen: set[Any] = {None}
+    stack: list[Any] = [each.grad_fn for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    while stack:
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise UsageError(
                 f"the forward pass uses a torch.autograd.Function ({type(node).__name__.removesuffix('Backward')}). "
