@@ -25,7 +25,7 @@ from telegrad.errors import CheckpointFailed, NotInitialized, UsageError, Worker
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import remote
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents_here
 
 Saved = tuple[pathlib.Path, dict[str, torch.Tensor], list[float], list[float]]
 
@@ -96,8 +96,7 @@ def step(state: dict[str, Any], loss_of: Callable[..., torch.Tensor]) -> float:
 @pytest.fixture
 def saved(tmp_path: pathlib.Path) -> Saved:
     """Save a checkpoint of a training on four workers; return it with later and earlier losses."""
-    with agents(4) as workers:
-        current.enter(workers[0])
+    with agents_here(4):
         state = training(["w1", "w2", "w3"])
         before = train(state, 5)
         checkpoint.save(state, tmp_path / "five")
@@ -114,8 +113,7 @@ def test_training_resumes_on_other_workers(saved: Saved, places: list[str], monk
         reads.append(current.here().me.name)
         return read(reader)
 
-    with agents(5) as workers:
-        current.enter(workers[0])
+    with agents_here(5):
         state = training(places)
         monkeypatch.setattr(FileSystemReader, "read_metadata", counted)
         checkpoint.load(state, path)
@@ -138,13 +136,16 @@ def test_torch_can_load_a_checkpoint(saved: Saved) -> None:
 
 
 def test_missing_checkpoints_and_missing_entries(saved: Saved, tmp_path: pathlib.Path) -> None:
-    with agents(2) as workers:
-        current.enter(workers[0])
+    with agents_here(2):
         with pytest.raises(UsageError, match="no complete checkpoint"):
             checkpoint.load({"step": 0}, tmp_path / "never")
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match=r"no complete checkpoint in .*file': .*Not a directory"):
             checkpoint.load({"step": 0}, tmp_path / "file")
+        state = {"epoch": 7}
+        with pytest.raises(UsageError, match="has no epoch"):
+            checkpoint.load(state, saved[0])
+        assert state == {"epoch": 7}
         with pytest.raises(UsageError, match=r"has no other\.bias, other\.weight"):
             checkpoint.load({"other": RemoteModule("w1", nn.Linear, (2, 2))}, saved[0])
         with pytest.raises(UsageError, match="other parameters"):
@@ -154,8 +155,7 @@ def test_missing_checkpoints_and_missing_entries(saved: Saved, tmp_path: pathlib
 def test_an_incomplete_checkpoint_is_ignored_and_the_older_one_stays(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with agents(3) as workers:
-        current.enter(workers[0])
+    with agents_here(3):
         state = training(["w1", "w2"])
         checkpoint.save({**state, "step": 1}, tmp_path / "old")
         with monkeypatch.context() as patched:
@@ -186,8 +186,7 @@ def test_a_relative_path_is_that_of_the_folder_in_which_save_was_called(
         assert moved.wait(PATIENCE)
         return write(self, plan)
 
-    with agents(1) as workers:
-        current.enter(workers[0])
+    with agents_here(1):
         monkeypatch.setattr(Saver, "write", write_later)
         for name in ("here", "there"):
             (tmp_path / name / "runs/1").mkdir(parents=True)
@@ -213,31 +212,34 @@ def test_files_of_an_owner_that_the_caller_does_not_see_are_an_error(
             (tmp_path / "run" / result.storage_data.relative_path).unlink(missing_ok=True)
         return written
 
-    with agents(2) as workers:
-        current.enter(workers[0])
+    with agents_here(2):
         monkeypatch.setattr(Saver, "write", write_elsewhere)
         with pytest.raises(UsageError, match=r"worker 'w1' wrote .*under the same path"):
             checkpoint.save({"m": RemoteModule("w1", nn.Linear, (2, 2))}, tmp_path / "run")
         assert checkpoint.latest(tmp_path) is None
-    current.enter(None)
     with pytest.raises(NotInitialized):
         checkpoint.load({}, tmp_path / "run")
 
 
 def test_a_wrong_state_is_refused_at_once(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.load):
-        states: list[Any] = [nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]]
-        for state in states:
+        states: list[tuple[Any, str]] = [
+            (nn.Linear(2, 2), "not Linear"),
+            ({"m": 1, 5: "five"}, "and its key 5 is not a string"),
+            ([1], r"not \[1\]"),
+        ]
+        for state, fault in states:
             name = function.__name__
-            with pytest.raises(UsageError, match=rf'write checkpoint\.{name}\(\{{"model": model\}}, folder\)'):
+            with pytest.raises(
+                UsageError, match=rf'by names, {fault}: write checkpoint\.{name}\(\{{"model": model\}}, folder\)'
+            ):
                 function(state, tmp_path)
         with pytest.raises(UsageError, match=r"give its path \(checkpoint_id\), not Linear"):
             function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathlib.Path) -> None:
-    with agents(2) as workers:
-        current.enter(workers[0])
+    with agents_here(2):
         state = {"layer": RemoteModule("w1", nn.Linear, (2, 2)), "step": 1}
         for name in (".metadata", "*.distcp"):
             path = tmp_path / f"of {name.strip('*.')}"
@@ -259,20 +261,3 @@ def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathli
             (tmp_path / "other" / ".metadata").write_bytes(content)
             with pytest.raises(CheckpointFailed, match=r"\.metadata in '.*other' does not belong to a checkpoint"):
                 checkpoint.load(state, tmp_path / "other")
-        current.enter(None)
-
-
-def test_a_plain_value_that_the_checkpoint_lacks_is_an_error(tmp_path: pathlib.Path) -> None:
-    with agents(1) as workers:
-        current.enter(workers[0])
-        checkpoint.save({"epoch": 3, "none": {}}, tmp_path)
-        state = {"step": 7}
-        with pytest.raises(UsageError, match="has no step"):
-            checkpoint.load(state, tmp_path)
-        assert state == {"step": 7}
-        current.enter(None)
-
-
-def test_the_error_names_a_key_that_is_no_string(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="dictionary by names, and its key 5 is not a string"):
-        checkpoint.save({"m": 1, 5: "five"}, tmp_path / "saved")  # type: ignore[dict-item]

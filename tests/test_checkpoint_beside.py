@@ -26,7 +26,7 @@ from telegrad.checkpoint import Saver, folders
 from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
-from tests.cluster import PATIENCE, agents, group, pause, wait_until
+from tests.cluster import PATIENCE, agents_here, group, pause, wait_until
 
 SIZE = 1 << 16  # elements in each part of the saved model
 
@@ -57,10 +57,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
-    with agents(3, num_worker_threads=1) as made:
-        current.enter(made[0])
+    with agents_here(3, num_worker_threads=1) as made:
         yield made
-        current.enter(None)
 
 
 def model() -> nn.Module:
@@ -214,6 +212,9 @@ def test_copies_keep_shared_memory_shared_and_reuse_their_memory() -> None:
     assert torch.equal(copied["b"]["part"] + 1, whole[:, 1])
     assert torch.equal(copied["d"] + 1, whole.t())
     assert torch.equal(copied["c"][1][0].to_dense() + 1, whole)
+    numbers = torch.tensor([1 + 2j])
+    copied = copies.of([numbers, numbers.conj(), numbers.imag, numbers.conj().imag])
+    assert [each.tolist() for each in copied] == [[1 + 2j], [1 - 2j], [2.0], [-2.0]]
     for number in range(100):  # tensors at one address, each of which is gone when the next one is made
         assert copies.of([torch.full((1000,), number)])[0][0] == number
     copies.give_back()
@@ -326,8 +327,8 @@ def test_shutdown_waits_for_a_checkpoint(tmp_path: pathlib.Path) -> None:
 LIMIT = 1.0  # seconds without progress
 
 
-def hurry() -> None:
-    current.agent().timeout = LIMIT
+def hurry(limit: float = LIMIT) -> None:
+    current.agent().timeout = limit
 
 
 @pytest.fixture
@@ -388,7 +389,7 @@ class Stopping(Counted):
 def prepare(folder: pathlib.Path) -> None:
     kept["model"] = RemoteModule("worker1", Stopping)
     checkpoint.save(kept, folder / "1")
-    hurry()
+    hurry(0.4)  # all later saves and loads fail
 
 
 def outcome(act: Callable[..., Any], folder: pathlib.Path) -> str:

@@ -20,11 +20,10 @@ from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 import telegrad
 from telegrad import autograd, checkpoint
-from telegrad._core.worker import current
 from telegrad.errors import CannotEncode, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from tests.cluster import agents
+from tests.cluster import agents_here
 from tests.trees import alike
 
 numbers = st.integers(0, 3)
@@ -50,10 +49,8 @@ values = st.recursive(plain | tensors, containers, max_leaves=12)
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[None]:
-    with agents(3) as workers:
-        current.enter(workers[0])
+    with agents_here(3):
         yield
-        current.enter(None)
 
 
 def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:

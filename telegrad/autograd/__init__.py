@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Token
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.guard import Capture, installed, look_for_gradients, seeds_of, tensors_of
 from telegrad.autograd.passes import FusedStep
-from telegrad.autograd.record import AutogradContext, Inside, entered_id
+from telegrad.autograd.record import AutogradContext, entered, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
 __all__ = ["backward", "backward_async", "context", "get_gradients", "grad"]
@@ -78,7 +79,7 @@ class context:  # noqa: N801 - used like a function
         tensor([3., 3.])
     """
 
-    _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
+    _now: tuple[Contexts, AutogradContext, Token[int | None]] | None = None  # None unless entered
     _entry: object  # missing unless entered, or being entered
 
     def __enter__(self) -> int:
@@ -94,9 +95,7 @@ class context:  # noqa: N801 - used like a function
                 text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
                 raise UsageError(text)
             context = contexts.begin()
-            inside = Inside(context.id)
-            inside.__enter__()
-            self._now = contexts, context, inside
+            self._now = contexts, context, entered.set(context.id)
             return context.id
         except BaseException as error:
             if vars(self).get("_entry") is entry:
@@ -108,10 +107,10 @@ class context:  # noqa: N801 - used like a function
     def __exit__(self, *_: object) -> None:
         if self._now is None:
             return
-        contexts, context, inside = self._now
+        contexts, context, token = self._now
         self._now = None
         try:
-            inside.__exit__()
+            entered.reset(token)
         except ValueError:
             # `ContextVar.reset` refuses the token of another thread or task. The id stays set where the block was
             # entered; `__enter__` there sees that this context has ended, and does not take it for an outer block. The

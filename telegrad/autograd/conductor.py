@@ -36,7 +36,7 @@ from telegrad.autograd import guard
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
-from telegrad.autograd.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
+from telegrad.autograd.passes import Abandon, Driver, Failed, PassReport, PassSpec, Task
 from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
@@ -65,13 +65,6 @@ class DrivenPass(Driver):
         """Report the end of the pass to the event hook."""
         if (note := events.note) is not None:
             note((events.BACKWARD_PASS, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
-
-    def late(self) -> CallTimeout:
-        """Return the error for a pass that exceeded its deadline."""
-        return CallTimeout(
-            f"the backward pass of context {self.context.id} timed out; it was waiting for "
-            f"{', '.join(map(repr, self.owing)) or 'no worker'}. Give it a longer timeout"
-        )
 
 
 class Conductor:
@@ -104,7 +97,8 @@ class Conductor:
     @property
     def running(self) -> int:
         """The number of contexts with a pass that this worker drives, or works on right now."""
-        return len({spec.context for spec in self._driven.copy()} | self._parts.at_work())
+        at_work = {context.id for context in self.contexts.all() if context.tasks.busy}
+        return len({spec.context for spec in self._driven.copy()} | at_work)
 
     # Called by the agent when it sends and receives
 
@@ -252,8 +246,8 @@ class Conductor:
             return
         try:
             tasks = driven.report(report)
-        except LeftOut as left_out:
-            self._fail(driven, _unused(left_out))
+        except UnusedSends as error:
+            self._fail(driven, error.with_traceback(None))  # its frames would keep the graph alive
             return
         if tasks:
             self._give(driven, tasks)
@@ -309,7 +303,9 @@ class Conductor:
         upcoming = self._parts.send_gathered(now)
         for driven in self._driven.copy().values():
             if driven.deadline <= now:
-                self._fail(driven, driven.late())
+                owing = ", ".join(map(repr, driven.owing)) or "no worker"
+                text = f"the backward pass of context {driven.context.id} timed out; it was waiting for {owing}"
+                self._fail(driven, CallTimeout(f"{text}. Give it a longer timeout"))
             else:
                 upcoming = min(upcoming, driven.deadline)
         return upcoming
@@ -317,12 +313,3 @@ class Conductor:
 
 def _too_early(id_: int) -> ContextEnded:
     return ContextEnded(f"the context {id_} ended before its backward pass did: wait for the pass")
-
-
-def _unused(left_out: LeftOut) -> UnusedSends:
-    lines = [f"  on worker {worker!r}: {'; '.join(waiting)}" for worker, waiting in left_out.waiting.items()]
-    return UnusedSends(
-        "mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient arrived for\n"
-        + "\n".join(lines)
-        + "\nUse mode='smart', which costs nothing if all take part"
-    )

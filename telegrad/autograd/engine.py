@@ -36,7 +36,7 @@ from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
 from telegrad.autograd import guard, node_calls, replicas
-from telegrad.autograd.gradients import device_of, edge_of, run_backward, total
+from telegrad.autograd.gradients import edge_of, expected_at, run_backward, total
 from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
@@ -51,11 +51,10 @@ LeafNode: type = type(get_gradient_edge(torch.empty(0, device="cpu", requires_gr
 
 
 def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
-    return bool(
-        leaf._backward_hooks
-        or leaf._post_accumulate_grad_hooks
-        or (node_calls.hooked and node_calls.has_hooks_of_leaf_node(leaf, node))
-    )
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or not node_calls.hooked:
+        return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    node = edge_of(leaf).node if node is None else node
+    return bool(node_calls.hooks_before_leaf(node) or node_calls.hooks_behind_leaf(node))
 
 
 def _kind_of_leaf(node: Node, averaged: AbstractSet[int] = frozenset()) -> int:
@@ -175,7 +174,8 @@ class EngineRunner:
                         self._enter(edge.node, edge.output_nr, None)
                     continue
                 if self._streams.used:  # it may have come to another device than the tensor's
-                    gradient = gradient.to(device_of(edge))
+                    expected = edge if isinstance(edge, Tensor) else expected_at(edge.node, edge.output_nr)
+                    gradient = gradient.to(expected.device)
                 if isinstance(edge, Tensor):
                     self._context.gradients.add(edge, gradient, self._spec.create, shared)
                 else:
@@ -216,8 +216,8 @@ class EngineRunner:
 
     def _reduce(self, schedule: GraphSchedule) -> None:
         """Average all gradients of replicated leaves in one call, once none of them can change any more."""
-        leaves = (node for node in schedule.special(LEAF) if id(node.variable) in self._replicated)
-        if all(map(schedule.settled, leaves)):
+        leaves = [node for node, kind in schedule.kind.items() if kind == LEAF]
+        if all(schedule.settled(leaf) for leaf in leaves if id(leaf.variable) in self._replicated):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
                 self._context.gradients.add(node.variable, gradient, self._spec.create)
@@ -254,8 +254,14 @@ class EngineRunner:
         recvs = self._recvs(step)
         self._unshipped = origins = {node.origin for node in recvs}
         for origin in origins:
-            if origin.context is not self._context or origin.number == UNKNOWN:
-                raise self._refusal(origin)
+            if origin.number == UNKNOWN:
+                raise origin.refusal()
+            if origin.context is not self._context:
+                raise UsageError(
+                    f"the graph of context {self._context.id} leads to tensors that came from worker "
+                    f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive "
+                    "their context"
+                )
         self._coming = Counter([origin.sender for origin in origins]) if len(origins) > 1 else {}
         for act in step.acts:
             if type(act) is not EngineCall:
@@ -280,15 +286,6 @@ class EngineRunner:
         kinds = self._schedule.kind
         found = [each for act in acts for each in (act.recvs if type(act) is EngineCall else [act])]
         return [*(node for node in found if kinds.get(node) == RECV), *step.unreached]
-
-    def _refusal(self, origin: Origin) -> UsageError:
-        if origin.number == UNKNOWN:
-            return origin.refusal()
-        return UsageError(
-            f"the graph of context {self._context.id} leads to tensors that came from worker "
-            f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive their "
-            "context"
-        )
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
@@ -341,7 +338,7 @@ class EngineRunner:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
             leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
-        fed = _outputs(call.fed) if call.fed else ()
+        fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
         wanted: list[Any] = [*leaves, *[node.anchor for node in call.recvs], *fed]
         # The engine runs only nodes that lead to one of these edges. The anchor of a Recv is wanted for that alone.
         if not wanted:
@@ -436,10 +433,6 @@ class EngineRunner:
 
 def _nodes(edges: Iterable[GradientEdge | Tensor]) -> list[Node]:
     return [edge.node for edge in edges if type(edge) is GradientEdge]
-
-
-def _outputs(nodes: Iterable[Node]) -> Sequence[GradientEdge]:
-    return [GradientEdge(node, number) for node in nodes for number in range(len(node._input_metadata))]
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]]) -> dict[Origin, set[int]]:

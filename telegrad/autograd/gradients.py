@@ -52,13 +52,9 @@ def nodes_behind(starts: Iterable[Any], stop: Iterable[Any] = ()) -> Iterator[An
             stack += [following for following, _ in node.next_functions]
 
 
-def device_of(edge: GradientEdge | Tensor) -> torch.device:
-    """Return the device on which the gradient of an edge is expected."""
-    if isinstance(edge, Tensor):
-        return edge.device
-    variable: Any = getattr(edge.node, "variable", None)
-    found: torch.device = (edge.node._input_metadata[edge.output_nr] if variable is None else variable).device
-    return found
+def expected_at(node: Any, number: int) -> Any:
+    """Return an object with the shape, the type and the device of the gradient of a node's output."""
+    return node.variable if hasattr(node, "variable") else node._input_metadata[number]
 
 
 def run_backward(

@@ -23,11 +23,10 @@ for one part of the graph after another, so a node outside of the current part m
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -250,19 +249,6 @@ def install() -> None:
 def installed() -> bool:
     """Return True if this process has taken part in a context."""
     return type(Variable._execution_engine) is _GuardedEngine
-
-
-@contextlib.contextmanager
-def no_pass() -> Iterator[None]:
-    """Mark this thread as taking part in no pass: gradients are in `.grad` as usual."""
-    thread = threading.get_ident()
-    outer = thread in running
-    running.discard(thread)
-    try:
-        yield
-    finally:
-        if outer:
-            running.add(thread)
 
 
 def runs_pass() -> bool:

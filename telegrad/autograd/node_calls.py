@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad.autograd.gradients import edge_of, nodes_behind, run_backward
+from telegrad.autograd.gradients import edge_of, expected_at, nodes_behind, run_backward
 from telegrad.autograd.guard import CheckpointNode
 from telegrad.autograd.passes import PassSpec
 from telegrad.autograd.record import RecvNode
@@ -129,7 +129,7 @@ def _entrance(node: Node, gradients: Mapping[int, Tensor | None]) -> tuple[list[
     lacking = not there
     if lacking:
         number = next(iter(gradients))
-        expected = node.variable if hasattr(node, "variable") else node._input_metadata[number]
+        expected = expected_at(node, number)
         there[number] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
     return [GradientEdge(node, number) for number in there], list(there.values()), lacking
 
@@ -204,12 +204,6 @@ def _watched_register_hook(hooks: Any, hook: Any) -> Any:
 torch.autograd.function._HookMixin._register_hook = staticmethod(_watched_register_hook)  # type: ignore[method-assign]
 
 
-def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
-    """Return True if the node that accumulates a leaf's gradient has hooks."""
-    node = edge_of(leaf).node if node is None else node
-    return bool(hooks_before_leaf(node) or hooks_behind_leaf(node))
-
-
 def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
     """Return the hooks that get a leaf's gradient before its node accumulates it."""
     return _hooks(node.register_prehook) if hooked else []
@@ -261,7 +255,7 @@ def call_hooks_of_leaf(
 def _fit(gradient: Tensor | None, following: Node, number: int) -> Tensor | None:
     if gradient is None:
         return None
-    expected = following.variable if hasattr(following, "variable") else following._input_metadata[number]
+    expected = expected_at(following, number)
     shape = tuple(expected.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)

@@ -131,16 +131,9 @@ class Outbox:
 
     def flush(self) -> None:
         """Send all gradients except those that wait for the report."""
-        for worker in self._waiting():
+        for worker in list(self._ready):
             if not (self.holds and worker == self._held):
                 self.send(worker)
-
-    def _waiting(self) -> Sequence[Identity]:
-        """Return the workers for which gradients wait."""
-        if not self._ready:
-            return ()
-        with self._lock:
-            return list(self._ready)
 
     def carry(self, tasks: Sequence[Task]) -> Sequence[PassReport]:
         """Take the reports that came with tasks. Return those to send to the driver now."""
@@ -172,7 +165,7 @@ class Outbox:
         """Send all gradients, the last ones with the reports. Return the reports if there were no gradients."""
         # The report must come with the last message: it names the others. If the timer thread has just sent those
         # gradients, `send` returns False, and the caller sends the reports by themselves.
-        waiting = self._waiting()
+        waiting = list(self._ready)  # an atomic copy
         for worker in waiting[:-1]:
             self.send(worker)
         if waiting and self.send(waiting[-1], report):

@@ -156,9 +156,8 @@ class LocalParts:
         self._open_roots = open_roots
         self._reported = reported
         self._tell_failed = failed
-        self.riders: WeakValueDictionary[int, PassHook] = (
-            WeakValueDictionary()
-        )  # by the numbers that passes use for them
+        # by the numbers that passes use for them
+        self.riders: WeakValueDictionary[int, PassHook] = WeakValueDictionary()
         # of passes that this worker drives
         self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
         # These need no lock: each use is one atomic operation of a dict, or sets a flag.
@@ -172,10 +171,6 @@ class LocalParts:
     def __len__(self) -> int:
         """Return the number of parts in contexts that have not ended, without failed passes."""
         return sum(part is not None for context in self._contexts.all() for part in list(context.parts.values()))
-
-    def at_work(self) -> set[int]:
-        """Return the contexts whose tasks a thread is running."""
-        return {context.id for context in self._contexts.all() if context.tasks.busy}
 
     # Receiving tasks
 

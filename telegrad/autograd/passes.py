@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.errors import UnusedSends
+
 Key = tuple[str, int]  # sender and a number
 
 RUNNING, MARKING, BURYING, ENDED = "running", "marking", "burying", "ended"
@@ -138,13 +140,6 @@ class FusedStep(NamedTuple):
     end: Callable[[StepResults], None]  # completes the step after the pass, given the outcome of each worker's part
 
 
-class LeftOut(Exception):
-    """A fast pass, whose caller guaranteed that every send takes part, left some out."""
-
-    def __init__(self, waiting: Mapping[str, Sequence[str]]) -> None:
-        self.waiting = waiting  # descriptions of sends, by workers
-
-
 class Driver:
     """A pass as its driver sees it: the pending tasks of all workers, and the end."""
 
@@ -181,7 +176,7 @@ class Driver:
         """Process a report; return the next messages.
 
         Raises:
-            LeftOut: no gradient came for some sends of a fast pass.
+            UnusedSends: no gradient came for some sends of a fast pass.
         """
         worker = report.worker
         self.workers.add(worker)
@@ -206,7 +201,11 @@ class Driver:
         if self.spec.fast:
             waiting = {worker: last.waiting for worker, last in self._last.items() if last.waiting}
             if waiting or starved:
-                raise LeftOut(waiting)
+                lines = [f"\n  on worker {worker!r}: {'; '.join(sends)}" for worker, sends in waiting.items()]
+                raise UnusedSends(
+                    "mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient "
+                    f"arrived for{''.join(lines)}\nUse mode='smart', which costs nothing if all take part"
+                )
         if self.state == RUNNING and starved:
             self.state = MARKING
             self.marked += 1

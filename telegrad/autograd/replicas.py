@@ -114,7 +114,9 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         for turn in _turns_of(leaves):
             stack.enter_context(turn)
         # The reducer must see an ordinary pass: a callback that it queues belongs to the call of the engine below.
-        stack.enter_context(guard.no_pass())
+        if (thread := threading.get_ident()) in guard.running:
+            guard.running.discard(thread)
+            stack.callback(guard.running.add, thread)
         for leaf in leaves:
             # a copy, since a reducer may write to the memory of `.grad`
             stack.callback(setattr, leaf, "grad", leaf.grad.clone() if leaf.grad is not None else None)

@@ -247,10 +247,6 @@ class GraphSchedule:
         region = _root(self._home[node])
         return node not in self._counting().waits if region.counted else not region.open
 
-    def special(self, kind: int) -> list[Node]:
-        """Return all nodes of a kind, except plain leaves."""
-        return [node for node, known in self.kind.items() if known == kind]
-
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
         # Each node is visited once for all entries: at a node of another entry the two regions are joined, and the walk
         # does not continue there. The smaller region is moved into the larger one, as in a union-find structure.
@@ -260,8 +256,10 @@ class GraphSchedule:
             node = stack.pop()
             known = home.get(node)
             if known is not None:
-                if known is not region:
-                    region = _join(region, _root(known))
+                if known is not region and (other := _root(known)) is not region:
+                    if len(region.nodes) < len(other.nodes):
+                        region, other = other, region
+                    region.take(other)
                 continue
             special = kinds.get(type(node))
             kind = special(node) if special is not None else None
@@ -379,12 +377,3 @@ def _root(region: Region) -> Region:
     while region.merged is not None:
         region = region.merged
     return region
-
-
-def _join(one: Region, other: Region) -> Region:
-    if one is other:
-        return one
-    if len(one.nodes) < len(other.nodes):
-        one, other = other, one
-    one.take(other)
-    return one

@@ -156,9 +156,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     try:
         written: dict[str, list[WriteResult]] = call_all(
             by_worker,
-            lambda worker, plan: rpc_async(
-                worker, _write if waited_for else _write_apart, (begun[worker][0], plan), timeout=NO_LIMIT
-            ),
+            lambda worker, plan: rpc_async(worker, _write, (begun[worker][0], plan), timeout=NO_LIMIT),
             f"checkpoint.save: writing {path!r}" if waited_for else "",
             {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
             current.agent().timeout,
@@ -260,19 +258,14 @@ def _begin_share(path: str, shares: list[OwnerState], copies: bool, /, **own: An
 
 
 @known_as("checkpoint.save")
-def _write(saver: RRef[Saver], plan: SavePlan) -> list[WriteResult]:
-    return saver.local_value().write(plan)
-
-
-@known_as("checkpoint.save")
 @async_execution
-def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
+def _write(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
     """Write on a new thread: calls of the training must not wait for a thread."""
     future: Future[list[WriteResult]] = Future()
 
     def run() -> None:
         try:
-            results = _write(saver, plan)
+            results = saver.local_value().write(plan)
         except BaseException as error:
             future.set_exception(error)  # type: ignore[arg-type]
         else:

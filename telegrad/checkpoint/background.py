@@ -37,8 +37,7 @@ class BackgroundSaves:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards _pending
-        self._pending: list[PendingSave] = []
+        self._pending: dict[PendingSave, None] = {}  # no lock: each use is one atomic operation of a dict
         current.here().before_end.append(self.wait)
 
     def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
@@ -58,13 +57,12 @@ class BackgroundSaves:
         # Call torch's method: with that of `Future`, an error would count as seen.
         super(Future, save.future).add_done_callback(lambda _: save.over.set())
         thread = Thread(target=run, name="telegrad-checkpoint")
-        with self._lock:
-            # Before the thread starts: from now on a shutdown, or the next save, waits for this one.
-            self._pending.append(save)
+        # Before the thread starts: from now on a shutdown, or the next save, waits for this one.
+        self._pending[save] = None
         try:
             thread.start()
         except BaseException:  # out of memory
-            self._forget(save)
+            self._pending.pop(save, None)
             raise
         return save.future
 
@@ -75,8 +73,8 @@ class BackgroundSaves:
             CheckpointFailed: one has failed, and its future was not asked for the error.
         """
         self.wait(0)
-        for save in self._all():
-            self._forget(save)
+        for save in list(self._pending):
+            self._pending.pop(save, None)
             failure = getattr(save.future, "failure", None)
             # The program has asked the future, so it knows of the error.
             if failure is None or failure.seen:
@@ -95,21 +93,12 @@ class BackgroundSaves:
     def wait(self, timeout: float) -> None:
         """Wait until all saves have ended, `timeout` seconds at most, 0 for no limit."""
         until = monotonic() + timeout if timeout else float("inf")
-        for save in self._all():
+        for save in list(self._pending):
             if save.over.is_set():
                 continue
             with Wait("checkpoint.save", save.text, worker=self._agent.name) as wait, self._agent.waiting():
                 while not save.over.wait(min(wait.left, max(0.0, until - monotonic()))) and monotonic() < until:
                     wait.look()
-
-    def _all(self) -> list[PendingSave]:
-        with self._lock:
-            return list(self._pending)
-
-    def _forget(self, save: PendingSave) -> None:
-        with self._lock:
-            if save in self._pending:
-                self._pending.remove(save)
 
 
 # Copies of the state
@@ -183,7 +172,8 @@ class Copies:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.detach().cpu().clone()
         # A tied weight occurs several times, and is copied once.
-        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
+        key = *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
         made = self._made.get(key)
         if made is None:
             on_device = tensor.device.type != "cpu"

@@ -62,11 +62,12 @@ def clip_grad_norm_(
         by_worker.setdefault(reference.owner_name(), []).append(reference)
 
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
-        return call_all(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
+        given = context_id, function, argument
+        return call_all(by_worker, lambda worker, own: rpc_async(worker, _with_gradients, (own, *given)))
 
-    total, factor = limited(on_all(_norm, norm_type).values(), max_norm, norm_type, error_if_nonfinite, context_id)
+    total, factor = limited(on_all(norm_of, norm_type).values(), max_norm, norm_type, error_if_nonfinite, context_id)
     if factor != 1:
-        on_all(_scale, factor)
+        on_all(scale, factor)
     return total
 
 
@@ -86,17 +87,8 @@ def _references(params: Any) -> list[RRef[Any]]:
 
 
 @known_as("clip_grad_norm_")
-def _norm(own: list[RRef[Any]], context_id: int, norm_type: float) -> Tensor | None:
-    return norm_of(_gradients(own, context_id), norm_type)
-
-
-@known_as("clip_grad_norm_")
-def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
-    scale(_gradients(own, context_id), factor)
-
-
-def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:
-    """Return the existing gradients of these parameters, each once."""
+def _with_gradients(own: list[RRef[Any]], context_id: int, function: Callable[..., Any], argument: float) -> Any:
+    """Call a function with the existing gradients of these parameters, each once, and an argument."""
     parameters: dict[int, Tensor] = {}
     for reference in own:
         value = reference.local_value()
@@ -107,4 +99,4 @@ def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:
             found = [parameter for _, parameter in parameters_of(RemotePart("", reference))]
         parameters |= {id(parameter): parameter for parameter in found}
     gradients = current.conductor().contexts.find(context_id).gradients.as_dict()
-    return [gradients[parameter] for parameter in parameters.values() if parameter in gradients]
+    return function([gradients[each] for each in parameters.values() if each in gradients], argument)

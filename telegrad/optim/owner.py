@@ -113,7 +113,10 @@ class LocalOptimizer:
 
         Return the places and names of its parameters, and its options including the optimizer's defaults.
         """
-        named = _named_parameters(branches)
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, parameter in (each for branch in branches for each in parameters_of(branch)):
+            found.setdefault(id(parameter), (name, parameter))
+        named = dict(found.values())
         parameters = list(named.values())
         # A hogwild step changes these in place. They share memory with the parameters but not the version counter, by
         # which autograd would notice that a tensor it has saved for a later pass was changed.
@@ -362,18 +365,6 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
                     "'params'"
                 )
     return {name: value for name, value in group.items() if name not in without}
-
-
-def _named_parameters(branches: Iterable[RemotePart]) -> dict[str, Tensor]:
-    """Return the parameters of the branches, each once."""
-    known: set[int] = set()
-    named: dict[str, Tensor] = {}
-    for branch in branches:
-        for name, parameter in parameters_of(branch):
-            if id(parameter) not in known:
-                known.add(id(parameter))
-                named[name] = parameter
-    return named
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from telegrad.errors import InvalidArgument, UsageError
 
@@ -174,7 +174,8 @@ def check_sum(
         raise UsageError(
             f"the loss {name} of this batch is {whole:.6g}, but its micro-batches give {sum(parts):.6g}: {_NO_MEAN}"
         )
-    inputs = [leaf for leaf in leaves if leaf.requires_grad] + _parameters(loss)
+    parameters = loss.parameters() if isinstance(loss, nn.Module) else ()
+    inputs = [each for each in (*leaves, *parameters) if each.requires_grad]
     if value.requires_grad and inputs and _gradients_differ(loss, outputs, targets, weights, value, inputs, coarsest):
         raise UsageError(
             f"the loss {name} of this batch, {whole:.6g}, is about the sum over its micro-batches, but its gradients "
@@ -195,28 +196,17 @@ def _gradients_differ(
     """Return True if the batch's loss `value` has other gradients at `inputs` than the sum over the micro-batches."""
     with torch.enable_grad():
         batches = zip(outputs, targets, weights, strict=True)
-        several = (loss(*tree_map(_copied, (output, target))) * weight for output, target, weight in batches)
+        # copies, since a loss may change these in place, and leaves cannot be changed
+        several = (loss(*tree_map_only(Tensor, torch.clone, both)) * weight for *both, weight in batches)
         total = sum(several, torch.zeros_like(value))
-    for whole, parts in zip(*(_gradients(root, inputs) for root in (value, total)), strict=True):
+    found = (torch.autograd.grad(root, inputs, allow_unused=True, materialize_grads=True) for root in (value, total))
+    for whole, parts in zip(*(map(Tensor.to_dense, gradients) for gradients in found), strict=True):
         # A gradient that should be 0 is about as large as rounding: an element of a mean's gradient is 1 / numel().
         least = 8 * coarsest / math.sqrt(max(whole.numel(), 1))
         allowed = max(math.sqrt(coarsest) * max(whole.norm().item(), parts.norm().item()), least)
         if (whole - parts).norm().item() > allowed:  # False for NaN
             return True
     return False
-
-
-def _gradients(root: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(root, inputs, allow_unused=True, materialize_grads=True)
-    return [gradient.to_dense() for gradient in found]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf  # a loss may change it in place, and not a leaf
-
-
-def _parameters(loss: Loss) -> list[Tensor]:
-    return [each for each in loss.parameters() if each.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def _reduction_of(loss: Any, said: str | None) -> str:

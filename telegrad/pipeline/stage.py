@@ -288,14 +288,6 @@ def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[No
     return lead, junctions
 
 
-class _Junction(NamedTuple):
-    """A starting point of a backward of weights."""
-
-    edges: list[GradientEdge]
-    gradients: list[Tensor]
-    leaves: list[Node]
-
-
 class Backward:
     """The backward of a stage for one micro-batch, created after its forward."""
 
@@ -316,7 +308,8 @@ class Backward:
         self._run_distributed = run_distributed
         self._edges: list[GradientEdge] = []  # where the engine starts, with the gradients below
         self._entering: list[Tensor] = []
-        self._junctions: list[_Junction] = []  # for the second step
+        # For the second step: the gradients at each junction, and the leaves behind it.
+        self._junctions: list[tuple[list[tuple[GradientEdge, Tensor]], list[Node]]] = []
 
     def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
         """Return the gradients of the inlet, given those of the outputs.
@@ -375,9 +368,7 @@ class Backward:
         if any(map(graphs.is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
             return False
         if apart:
-            self._junctions.append(
-                _Junction([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves)
-            )
+            self._junctions.append((apart, alone.leaves))
         if inlet is not None and len(apart) < len(roots):
             edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
             wanted = [*inlet.edges, *(edge for own in edges for edge in own)]
@@ -385,22 +376,19 @@ class Backward:
             inlet.gradients = [next(given) for _ in inlet.edges]
             for own, weights in zip(edges, aside, strict=True):
                 came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
-                self._junctions.append(
-                    _Junction([edge for edge, _ in came], [each for _, each in came], weights.leaves)
-                )
+                self._junctions.append((came, weights.leaves))
         return True
 
     def run_weights(self) -> None:
         """Take the second step, if there are two."""
         junctions, self._junctions = self._junctions, []
-        for junction in junctions:
+        for pairs, leaves in junctions:
+            edges, entering = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
             # The gradients at the edges themselves are wanted for the comparison below: the engine returns them as the
             # tensor hooks there have changed them, which the first step has called already.
-            wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
-            given = graphs.run_backward(junction.edges, junction.gradients, wanted, True, False)
-            passed = given[len(junction.leaves) :]
-            if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
+            wanted = [GradientEdge(leaf, 0) for leaf in leaves]
+            given = graphs.run_backward(edges, entering, [*wanted, *edges], True, False)
+            if any(one is not other for one, other in zip(given[len(leaves) :], entering, strict=True)):
                 # A tensor hook changed the gradients here a second time. Compute them again from the outputs.
-                wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
                 given = graphs.run_backward(self._edges, self._entering, wanted, True, False)
-            self._add(junction.leaves, given)
+            self._add(leaves, given)

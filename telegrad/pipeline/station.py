@@ -429,8 +429,10 @@ class StageWorkerRegistry:
             station.take(message)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        for station in list(self.stations.values()):
-            station.lost(who, reason)
+        # `valuerefs` copies at once: another thread may add a station meanwhile.
+        for station in [reference() for reference in self.stations.valuerefs()]:
+            if station is not None:
+                station.lost(who, reason)
 
 
 # Functions that the driver calls on the workers of the stages

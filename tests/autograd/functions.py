@@ -10,6 +10,19 @@ import torch
 from tests.autograd import orders
 
 
+def leaf(*shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (3,)), generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def mix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.sin() * b
+
+
+def two(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return a * 2, a + b.tanh()
+
+
 class Way(NamedTuple):
     """The properties of a function."""
 

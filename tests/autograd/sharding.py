@@ -40,6 +40,10 @@ class Net(nn.Module):
 def shard(net: nn.Module, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
+    if isinstance(net, nn.ModuleList):  # of modules that are sharded separately
+        for each in net:
+            fully_shard(each, **options)
+        return net
     if isinstance(net, Net):
         fully_shard(net.lower, **options)
         fully_shard(net.upper, **options)

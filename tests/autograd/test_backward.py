@@ -20,23 +20,12 @@ from telegrad.autograd import engine
 from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, wait_until
+from tests.cluster import PATIENCE, wait_until
 
 Call = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[list[Worker]]:
-    with agents(4) as workers:
-        current.enter(workers[0])
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(trio: list[Worker]) -> Iterator[None]:
-    current.enter(trio[0])
-    yield
-    wait_until(lambda: not any(len(worker.conductor.contexts) for worker in trio))
+pytestmark = pytest.mark.usefixtures("contexts_end")
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -102,8 +91,8 @@ def test_a_callback_that_begins_another_pass() -> None:
         again.wait()
 
 
-def test_a_context_that_ends_as_its_pass_begins(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    conductor = trio[0].conductor
+def test_a_context_that_ends_as_its_pass_begins(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    conductor = five[0].conductor
     numbers = conductor._numbers
 
     def number() -> Iterator[int]:
@@ -325,13 +314,13 @@ def test_values_without_gradients_are_sent_unchanged() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_recorded_without_grad(
-    mode: Callable[[], AbstractContextManager[object]], trio: list[Worker]
+    mode: Callable[[], AbstractContextManager[object]], five: list[Worker]
 ) -> None:
     x = leaf()
     with autograd.context() as context, mode():
         y = rpc_sync("w1", torch.mul, (x, 2))
         assert y.grad_fn is None
-        assert not trio[0].conductor.contexts.find(context).sends
+        assert not five[0].conductor.contexts.find(context).sends
     with autograd.context() as context:
         assert rpc_sync("w1", torch.mul, (x, 2)).grad_fn is not None
 
@@ -474,18 +463,18 @@ def failing(x: torch.Tensor, error: BaseException, left: int = 0) -> torch.Tenso
     return Failing.apply(x, error) if not left else rpc_sync(f"w{left}", failing, (x, error, left - 1))
 
 
-def test_an_error_in_a_backward_function_on_another_worker(trio: list[Worker]) -> None:
+def test_an_error_in_a_backward_function_on_another_worker(five: list[Worker]) -> None:
     x = leaf()
     with autograd.context() as context:
         loss = rpc_sync("w3", failing, (x, ValueError("no gradient today"), 2)).sum()
         with pytest.raises(ValueError, match=r"no gradient today[\s\S]*On worker 'w1'"):
             autograd.backward(context, loss)
-        wait_until(lambda: not any(each.conductor.passes for each in trio))
+        wait_until(lambda: not any(each.conductor.passes for each in five))
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
 
-def test_system_exit_in_a_backward_function(trio: list[Worker]) -> None:
+def test_system_exit_in_a_backward_function(five: list[Worker]) -> None:
     """SystemExit ends the program on the caller's worker, and is an error on another one."""
     x = leaf()
     with autograd.context() as context:
@@ -504,15 +493,15 @@ def test_system_exit_in_a_backward_function(trio: list[Worker]) -> None:
             autograd.backward(context, loss)
 
 
-def test_ended_passes_are_not_running(trio: list[Worker]) -> None:
+def test_ended_passes_are_not_running(five: list[Worker]) -> None:
     seen: list[int] = []
     with autograd.context() as context:
         for count in (1, 2):
             x = leaf()
-            x.register_hook(lambda gradient: seen.append(trio[0].conductor.running))
+            x.register_hook(lambda gradient: seen.append(five[0].conductor.running))
             autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
-            wait_until(lambda: not any(each.conductor.running for each in trio))
-            assert [each.conductor.passes for each in trio[:2]] == [count] * 2
+            wait_until(lambda: not any(each.conductor.running for each in five))
+            assert [each.conductor.passes for each in five[:2]] == [count] * 2
     assert seen == [1, 1]
 
 
@@ -528,14 +517,14 @@ def test_a_pass_that_times_out_names_the_worker(run: Callable[..., Any]) -> None
         GATE.set()
 
 
-def test_a_pass_reports_the_workers_that_it_waits_for(trio: list[Worker]) -> None:
+def test_a_pass_reports_the_workers_that_it_waits_for(five: list[Worker]) -> None:
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(None)]).sum())
-        wait_until(lambda: [owing for *_, owing in trio[0].conductor.under_way()] == [["w1"]])
-        wait_until(lambda: "its graph runs" in repr(trio[1].conductor.contexts.find(context)))
+        wait_until(lambda: [owing for *_, owing in five[0].conductor.under_way()] == [["w1"]])
+        wait_until(lambda: "its graph runs" in repr(five[1].conductor.contexts.find(context)))
         GATE.set()
         future.wait()
-    assert not trio[0].conductor.under_way()
+    assert not five[0].conductor.under_way()
 
 
 def test_fast_mode_names_unused_sends() -> None:
@@ -592,8 +581,8 @@ def sum_of_kept() -> torch.Tensor:
     return total
 
 
-def test_gradients_that_are_ready_together_leave_together(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = notices(trio[1], monkeypatch)
+def test_gradients_that_are_ready_together_leave_together(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = notices(five[1], monkeypatch)
     leaves = [leaf() for _ in range(16)]
     with autograd.context() as context:
         for each in leaves:
@@ -604,7 +593,7 @@ def test_gradients_that_are_ready_together_leave_together(trio: list[Worker], mo
 
 
 def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+    five: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each enters the engine once, when its gradients are complete, so the work is linear."""
     steps = []
@@ -625,9 +614,9 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
     assert sum(len(call.recvs) for call in calls) == 64
 
 
-def test_no_questions_are_sent_if_every_send_is_used(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_until(lambda: not any(any(worker.references.counts().values()) for worker in trio))  # of earlier tests
-    sent = [notices(worker, monkeypatch) for worker in trio]
+def test_no_questions_are_sent_if_every_send_is_used(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: not any(any(worker.references.counts().values()) for worker in five))  # of earlier tests
+    sent = [notices(worker, monkeypatch) for worker in five]
     x = leaf()
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
@@ -649,12 +638,6 @@ def test_a_reference_from_before_the_context_as_root() -> None:
 
 def gradients_here(context: int) -> list[torch.Tensor]:
     return list(autograd.get_gradients(context).values())
-
-
-def test_the_context_ends_at_the_owner_of_a_root() -> None:
-    reference = remote("w2", graph_of_its_own)
-    with autograd.context() as context:
-        autograd.backward(context, reference)
 
 
 # Received and returned gradients

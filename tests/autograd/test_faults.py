@@ -14,7 +14,7 @@ import torch
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
-from telegrad.rpc import rpc_async, rpc_sync
+from telegrad.rpc import rpc_async, rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, agents, group, wait_until
 
 
@@ -91,25 +91,14 @@ def test_the_contexts_of_a_worker_that_died_are_released(trio: list[Process]) ->
     trio[1].run(wait_for_contexts, 0)
 
 
-def shut_down_in_a_context() -> bool:
-    import telegrad.rpc as rpc
-
+def shut_down_in_a_context() -> None:
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("worker1", torch.sin, (x,)).sum())
-        future.wait()
-    rpc.shutdown()
-    return True
+        autograd.backward_async(context, rpc_sync("worker1", torch.sin, (x,)).sum()).wait()
+    shutdown()
 
 
-def just_shut_down() -> bool:
-    import telegrad.rpc as rpc
-
-    rpc.shutdown()
-    return True
-
-
-def ends_as_the_connection_breaks() -> bool:
+def ends_as_the_connection_breaks() -> None:
     """End a context while its `Release` is lost with the connection."""
     agent = current.agent()
     notify = agent.notify
@@ -130,11 +119,10 @@ def ends_as_the_connection_breaks() -> bool:
     agent.notify = notify
     assert lost == ["worker1"]
     wait_until(lambda: rpc_sync("worker1", contexts) == 0)
-    return True
 
 
 def test_the_end_of_a_context_is_noticed_after_a_broken_connection(trio: list[Process]) -> None:
-    assert trio[0].run(ends_as_the_connection_breaks)
+    trio[0].run(ends_as_the_connection_breaks)
 
 
 def ends_without_a_word() -> None:
@@ -149,6 +137,7 @@ def ends_without_a_word() -> None:
     agent.notify = notify
 
 
+@pytest.mark.nightly  # waits for the timer; the tests of `Contexts` and of a broken connection take the same steps
 def test_the_end_of_a_context_is_noticed_without_a_message(trio: list[Process]) -> None:
     trio[0].run(ends_without_a_word)
     assert trio[1].run(contexts) == 1
@@ -197,8 +186,9 @@ def ask_three_times() -> Any:
 def test_shutdown_after_a_pass(trio: list[Process]) -> None:
     trio[0].begin(shut_down_in_a_context)
     for other in trio[1:]:
-        other.begin(just_shut_down)
-    assert all(process.end() for process in trio)
+        other.begin(shutdown)
+    for process in trio:
+        process.end()
 
 
 def test_a_pass_goes_on_if_an_earlier_worker_of_a_name_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from telegrad.errors import CannotEncode, TelegradWarning, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import rpc_sync
+from tests.autograd.functions import leaf, mix, two
 from tests.cluster import in_threads
 
 Found = Sequence[Tensor | None]
@@ -58,21 +59,8 @@ class Remote(Local):
         return [found.get(each) for each in leaves]
 
 
-def leaf(*shape: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (3,)), generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def complex_leaf() -> Tensor:
     return torch.complex(leaf(), leaf(seed=2)).detach().requires_grad_()
-
-
-def mix(a: Tensor, b: Tensor) -> Tensor:
-    return a.sin() * b
-
-
-def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a * 2, a + b.tanh()
 
 
 def looked_up(weight: Tensor, rows: Tensor) -> Tensor:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.autograd import programs
-from tests.cluster import agents, wait_until
+from tests.cluster import wait_until
 from tests.seeds import run_each
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SEEDS = range(150)
 MANY_SEEDS = range(150, 10_150)
-
-
-@pytest.fixture(scope="module")
-def five() -> Iterator[list[Worker]]:
-    with agents(5) as workers:
-        current.enter(workers[0])
-        yield workers
 
 
 class Rider:
@@ -86,11 +80,11 @@ def run_with_riders(seeds: Iterable[int], workers: list[Worker], monkeypatch: py
 
 
 def test_random_programs(five: list[Worker]) -> None:
-    run(SEEDS, five)
+    run(SEEDS[:75], five)
 
 
 def test_riders_of_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with_riders(SEEDS[:100], five, monkeypatch)
+    run_with_riders(SEEDS[75:], five, monkeypatch)
 
 
 @pytest.mark.nightly

@@ -14,17 +14,13 @@ from telegrad import autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.rpc import rpc_sync
+from tests.autograd.functions import leaf, mix, two
 
 Grad = Callable[..., Sequence[Any]]
 Call = Callable[..., Any]
 
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
-
-
-def leaf(*shape: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (3,)), generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def call_here(_: str, function: Any, *args: Any) -> Any:
@@ -51,20 +47,12 @@ def both(program: Callable[[Call, Grad], Sequence[Tensor | None]]) -> None:
 # Random programs
 
 
-def mix(a: Tensor, b: Tensor) -> Tensor:
-    return a.sin() * b
-
-
 def through(a: Tensor, b: Tensor) -> Tensor:
     return rpc_sync("w2", mix, (a, b)) + a
 
 
 def through_here(a: Tensor, b: Tensor) -> Tensor:
     return mix(a, b) + a
-
-
-def two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a * 2, a + b.tanh()
 
 
 class Twice(torch.autograd.Function):
@@ -149,38 +137,33 @@ def gradients_of_layer(where: str, context: int) -> list[Tensor]:
     return [found[parameter] for parameter in layers[where].parameters()]
 
 
-def train_both(program: Callable[[Call, Grad], tuple[Tensor, list[Tensor]]]) -> None:
-    """Compare the gradients of a program's loss at local leaves and at remote layers with those of one process."""
-    loss, leaves = program(call_here, torch.autograd.grad)
+def maml(call: Call, grad: Grad) -> tuple[Tensor, Tensor]:
+    """Return the loss after some steps of a weight, and the weight before them."""
+    start, x = leaf(3, 3), leaf(4, 3, seed=7).detach()
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = (call("w2", apply, "w2", call("w1", apply, "w1", x) @ weight) ** 2).mean()
+        return found
+
+    weight = start
+    for _ in range(3):
+        (slope,) = grad(loss(weight, x), weight, create_graph=True)
+        weight = weight - 0.1 * slope
+    return loss(weight, x * 2), start
+
+
+def test_maml_through_remote_layers() -> None:
+    loss, start = maml(call_here, torch.autograd.grad)
     parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
-    wanted = torch.autograd.grad(loss, [*leaves, *parameters])
+    wanted = torch.autograd.grad(loss, [start, *parameters])
     with autograd.context() as context:
-        loss, leaves = program(call_there, lambda *args, **options: autograd.grad(context, *args, **options))
+        loss, start = maml(call_there, lambda *args, **options: autograd.grad(context, *args, **options))
         autograd.backward(context, loss)
-        own = autograd.get_gradients(context)
-        found = [own[each] for each in leaves]
+        found = [autograd.get_gradients(context)[start]]
         for where in layers:
             found += rpc_sync(where, gradients_of_layer, (where, context))
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-9)
-
-
-def test_maml_through_remote_layers() -> None:
-    def maml(call: Call, grad: Grad) -> tuple[Tensor, list[Tensor]]:
-        start = leaf(3, 3)
-        x = leaf(4, 3, seed=7).detach()
-
-        def loss(weight: Tensor, x: Tensor) -> Tensor:
-            found: Tensor = (call("w2", apply, "w2", call("w1", apply, "w1", x) @ weight) ** 2).mean()
-            return found
-
-        weight = start
-        for _ in range(3):
-            (slope,) = grad(loss(weight, x), weight, create_graph=True)
-            weight = weight - 0.1 * slope
-        return loss(weight, x * 2), [start]
-
-    train_both(maml)
 
 
 # Edge cases

@@ -230,11 +230,6 @@ def logits(outputs: Any) -> Tensor:
 
 
 @pytest.mark.nightly
-def test_a_language_model_trains_as_in_one_process() -> None:
-    check(CASES["a GPT"], None)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("itself", [False, True], ids=["at", "by itself"])
 @pytest.mark.parametrize("name", [*CASES, "GPT-2", "Llama", "T5", "BERT", "ViT"])
 def test_a_model_trains_as_in_one_process(name: str, itself: bool) -> None:

@@ -14,14 +14,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss
 
 import telegrad.autograd as autograd
-from telegrad._core.worker import current
 from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.pipeline.microbatches import check_sum
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.rpc import RRef, remote, rpc_sync
-from tests.cluster import agents
-from tests.nn.training import train_both
+from tests.cluster import agents_here
+from tests.nn.training import filled, train_both
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -29,13 +28,7 @@ SIZES = [(5, 7), (7, 7), (7, 3)]
 
 
 def make_stage(number: int) -> nn.Sequential:
-    """Return a stage with fixed parameters; several agents of one process share torch's own generator."""
-    linear = nn.Linear(*SIZES[number], dtype=torch.float64)
-    chance = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            parameter.uniform_(-0.5, 0.5, generator=chance)
-    return nn.Sequential(linear, nn.Tanh())
+    return nn.Sequential(filled(nn.Linear(*SIZES[number]), number), nn.Tanh())
 
 
 def whole() -> nn.Sequential:
@@ -342,8 +335,7 @@ def test_several_targets_for_each_input_are_split_evenly() -> None:
 
 
 def test_a_worker_that_dies_ends_the_step() -> None:
-    with agents(3) as workers:
-        current.enter(workers[0])
+    with agents_here(3) as workers:
         pipeline = Pipeline([RemoteModule("w1", make_stage, (0,)), RemoteModule("w2", make_stage, (1,)), make_stage(2)])
         inputs, targets = batch()
         workers[1].agent.close()

@@ -18,15 +18,16 @@ from torch.nn.functional import mse_loss
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
+from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
-from telegrad.errors import PeerError, UsageError
+from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorkerRegistry
+from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorker, StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
-from tests.cluster import PATIENCE, agents, group, wait_until
-from tests.nn.training import batch, train, train_alone
+from tests.cluster import PATIENCE, agents, agents_here, group, wait_until
+from tests.nn.training import batch, filled, train, train_alone
 
 WIDTH = 4
 MORE_DEATHS = [
@@ -54,12 +55,7 @@ class Failing(torch.autograd.Function):
 class Stage(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        chance = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.layer.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=chance)
-        self.double()
+        self.layer = filled(nn.Linear(WIDTH, WIDTH), seed)
         self.number = 0
         self.when: tuple[str, int] | None = None
         self.dies = False
@@ -195,6 +191,14 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
             Held.goes_on.set()
 
 
+def test_a_pipeline_may_begin_while_a_loss_is_handled() -> None:
+    registry, late = StageWorkerRegistry(SimpleNamespace(on=lambda *_: None, lost=[])), StageWorker({})  # type: ignore[arg-type]
+    stations: Any = registry.stations
+    stations.data["early"] = lambda: stations.setdefault("late", late)  # as another thread at that moment
+    registry._on_lost(Identity("w1", 1, "a"), PeerLost("it died"))
+    assert registry.stations["late"] is late
+
+
 @actor
 class Driver:
     """An actor that drives a pipeline, with a method that stages call."""
@@ -225,14 +229,12 @@ class Touching(nn.Module):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> None:
-    with agents(3) as (driver, *_):
-        current.enter(driver)
+    with agents_here(3):
         made = remote("w1", Driver)
         with pytest.raises(UsageError, match="an actor runs one method at a time"):
             made.rpc_sync().train(made, trains)
         made.rpc_sync().touch()
         del made
-        current.enter(None)
 
 
 class Rider:
@@ -251,8 +253,7 @@ class Rider:
 
 
 def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
-    with agents(2) as (driver, other):
-        current.enter(driver)
+    with agents_here(2) as (_, other):
         pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)
         rider = Rider()
         other.conductor.riders[7] = rider
@@ -263,4 +264,3 @@ def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
         with autograd.context():
             (result,) = made.run_batch("1f1b", given, 2, True, ride)
         assert rider.turns == len(result.rode) == 1
-        current.enter(None)

@@ -19,7 +19,7 @@ from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from tests.nn.test_cutting import CASES, WIDTH, Layers, Own, Tied, named, sequence
+from tests.nn.test_cutting import WIDTH, Layers, Own, Tied, named, sequence
 from tests.nn.training import train_both
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -84,18 +84,6 @@ def test_a_model_is_split_automatically() -> None:
     with torch.no_grad():
         assert torch.allclose(pipeline(inputs), model(**inputs))
         assert torch.allclose(pipeline((inputs["value"], inputs["mask"])), model(**inputs))
-
-
-@pytest.mark.parametrize("name", ["a sequence in a sequence", "several inputs and outputs", "several inputs in order"])
-def test_outputs_equal_those_of_the_whole_model(name: str) -> None:
-    case = CASES[name]
-    model, inputs = case.make().eval(), case.inputs()
-    pipeline = Pipeline.split(model, ["w1", "w2", "w0", "w1"][: len(case.at) + 1], at=case.at, chunks=1, example=inputs)
-    assert not pipeline.stages[0].training
-    given = dict(zip(("input", "mask", "other"), inputs, strict=True)) if isinstance(inputs, tuple) else inputs
-    with torch.no_grad():
-        wanted = model(**given) if isinstance(given, dict) else model(given)
-        torch.testing.assert_close(pipeline(inputs), wanted)
 
 
 def test_the_model_is_copied_and_the_state_has_its_names() -> None:

@@ -126,22 +126,12 @@ def weight_of(module: rpc.RRef[Layer]) -> Tensor:
 
 def test_a_handle_on_another_worker_finds_the_recovered_module(crowd: Crowd) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
-    outer = RemoteModule("w2", Around, (module,))
+    outer = RemoteModule("w2", nn.Sequential, (module,))
     value = batch(0)[0]
     with torch.no_grad():
         expected = module(value)
         restart(crowd, "w1")
         assert torch.equal(outer(value), expected)
-
-
-class Around(nn.Module):
-    def __init__(self, inner: RemoteModule) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, value: Tensor) -> Tensor:
-        found: Tensor = self.inner(value)
-        return found
 
 
 def test_a_late_step_of_the_old_optimizer_changes_nothing(crowd: Crowd) -> None:

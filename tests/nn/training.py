@@ -33,6 +33,15 @@ def train_both(
     return ours
 
 
+def filled(module: nn.Module, seed: int) -> Any:
+    """Fill a module with values that depend on the seed alone; agents of one process share torch's own generator."""
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=chance)
+    return module.double()
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     chance = torch.Generator().manual_seed(step)
     return tuple(torch.randn(12, 4, generator=chance).double() for _ in range(2))  # type: ignore[return-value]

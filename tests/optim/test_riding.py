@@ -27,7 +27,7 @@ from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import PATIENCE, in_threads
-from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, together
+from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, step_whole, together
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -90,9 +90,7 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
         assert counts["PackedShipment"] == 6
         assert counts["PassReport"] <= 6
         assert counts.keys() == {"PackedShipment", "PassReport"}
-        reference.zero_grad()
-        loss_of(whole, seed).backward()
-        reference.step()
+        step_whole(whole, reference, seed)
     assert same(spread, whole)
 
 
@@ -108,9 +106,7 @@ def test_changes_of_hyperparameters_ride_along(sent: Counter[str]) -> None:
                 loss = loss_of(spread, seed)
                 counts = backward(sent, context, loss, step=optimizer)
             assert "call" not in counts
-            reference.zero_grad()
-            loss_of(whole, seed).backward()
-            reference.step()
+            step_whole(whole, reference, seed)
             for scheduler in schedulers:
                 scheduler.step()
     assert same(spread, whole)
@@ -170,9 +166,7 @@ def test_two_passes_in_a_context() -> None:
         with autograd.context() as context:
             autograd.backward(context, loss_of(spread, seed), retain_graph=True)
             autograd.backward(context, loss_of(spread, seed + 1), step=optimizer)
-        reference.zero_grad()
-        (loss_of(whole, seed) + loss_of(whole, seed + 1)).backward()
-        reference.step()
+        step_whole(whole, reference, seed, seed + 1)
     assert same(spread, whole, 1e-6)
 
 

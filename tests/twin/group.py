@@ -6,7 +6,6 @@ import contextlib
 import marshal
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from tests.cluster import Process, group
@@ -65,12 +64,3 @@ class Runner:
         if self._open is not None:
             self._open.close()
         self._open = self._driver = None
-
-
-@contextlib.contextmanager
-def runner() -> Iterator[Runner]:
-    made = Runner()
-    try:
-        yield made
-    finally:
-        made.close()

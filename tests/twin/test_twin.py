@@ -6,6 +6,7 @@ script.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.twin import solo
-from tests.twin.group import Runner, runner
+from tests.twin.group import Runner
 from tests.twin.making import ANYWHERE, INSIDE, OUTSIDE, Program, make
 from tests.twin.shrinking import shrink
 from tests.twin.sight import describe, differences
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::User
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Runner]:
-    with runner() as made:
+    with contextlib.closing(Runner()) as made:
         yield made
 
 

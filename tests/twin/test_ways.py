@@ -17,12 +17,6 @@ NAMES = ["worker0", "worker1", "worker2"]
 ROUNDS = 12
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::UserWarning")]
-OFTEN = {"fork"}
-
-
-def case(name: str) -> Any:
-    marks = [] if name in OFTEN else [pytest.mark.nightly]
-    return pytest.param(name, marks=marks)
 
 
 def check(name: str, seed: int, folder: pathlib.Path) -> None:
@@ -46,13 +40,7 @@ def is_refused(seen: dict[str, Any]) -> bool:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [case(name) for name in ways.WAYS])
-def test_each_way_with_one_program(name: str, tmp_path: pathlib.Path) -> None:
-    check(name, 0, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(2 * TODAY, 2 * TODAY + 2))
+@pytest.mark.parametrize("seed", [0, 2 * TODAY, 2 * TODAY + 1])
 @pytest.mark.parametrize("name", ways.WAYS)
-def test_each_way_with_other_programs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
+def test_programs_in_each_way(name: str, seed: int, tmp_path: pathlib.Path) -> None:
     check(name, seed, tmp_path)
