@@ -274,6 +274,14 @@ def test_exception_groups(hops: int) -> None:
     assert "'w1'" in str(back)
 
 
+def test_all_members_of_a_local_class_arrive() -> None:
+    class Local(Unsendable):
+        """A class that is sent by value, after an attempt by name."""
+
+    back = journey(ExceptionGroup("several", [Local("x") for _ in range(MOST_TOLD * 4 // 5)]))
+    assert len(back.exceptions) == MOST_TOLD * 4 // 5
+
+
 def test_a_description_that_cannot_be_decoded_becomes_a_remote_error() -> None:
     assert type(rebuild(b"nonsense")) is errors.RemoteError
 
