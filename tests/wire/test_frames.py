@@ -53,7 +53,7 @@ def read(stream: bytes, cuts: list[int], apart: bool = False) -> list[Message]:
         cut = cuts[turn % len(cuts)] if turn < MANY else len(stream)
         count = min(len(buffer), cut, len(stream) - at)
         piece = stream[at : at + count]
-        if apart and not (reader.is_in_part or reader.end):
+        if apart and reader.target is None and not reader.end:
             frames += reader.advance(count, piece)
         else:
             buffer[:count] = piece

@@ -22,7 +22,6 @@ process may still read it. The end of a tensor may be reported under any lock, s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -41,7 +40,7 @@ from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.host import resources
 from telegrad._core.memory.lending import Lender, SharedLender
 from telegrad._core.wire.messages import COMMON
-from telegrad._core.wire.tensors import HOST, address_of, copy, fresh, memory, of_buffer
+from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, fresh, memory, of_buffer
 
 _F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 
@@ -185,7 +184,8 @@ class ReceiveBufferPool:
             self._collect()
             base = self._shelf.take(capacity)
             if base is None:
-                base = _anonymous(capacity)
+                base = memoryview(resources.private_memory(capacity))
+                advise_huge(address_of(base), capacity)
             else:
                 self._kept -= capacity
         # The lease keeps `base`, so that the whole mapping returns to the shelf after the death of the slice.
@@ -203,14 +203,6 @@ class ReceiveBufferPool:
             if self._kept + len(base) <= self._limit:
                 self._shelf.put(len(base), base)
                 self._kept += len(base)
-
-
-def _anonymous(capacity: int) -> memoryview:
-    region = resources.private_memory(capacity)
-    if hasattr(mmap, "MADV_HUGEPAGE") and capacity >= 1 << 22:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(region)
 
 
 AnyBlock = Block | DeviceBlock

@@ -182,23 +182,23 @@ class RemoteModule(nn.Module):
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module on its worker and return its result; the arguments are those of the module's `forward`."""
-        return self._bound(lambda future: future.wait(), self.module_rref._call)
+        return self._bound(rpc_sync, self.module_rref._call)
 
     @property
     def forward_async(self) -> Callable[..., Future[Any]]:
         """As `forward`, but return a future."""
-        return self._bound(lambda future: future, self.module_rref._call_async)
+        return self._bound(rpc_async, self.module_rref._call_async)
 
-    def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound(self, run: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             loses = self._hints and gradients_are_lost(self._trains and self.training, args, kwargs)
-            # A module on the CPU is called like any referenced value. For one on an accelerator, the owner moves
-            # arguments and results, and `result` waits for the future or returns it.
+            # A module on the CPU is called like any referenced value. For a module on an accelerator, the owner moves
+            # arguments and results.
             if self.device == "cpu":
                 value = call("", DEFAULT, args, kwargs, self)
             else:
                 given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
-                value = result(rpc_async(self.on, module_host.run_on_device, given))
+                value = run(self.on, module_host.run_on_device, given)
             if loses:  # after the call, whose error matters more
                 hint_at_context(f"{self._kind} on worker {self.on!r}")
             return value

@@ -20,6 +20,7 @@ import torch
 
 from telegrad._core.host.private_files import open_regular
 from telegrad._core.pickling import main_program as programs
+from telegrad._core.pickling.global_names import lacks, warn_of_differing
 from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint
 from telegrad._core.pickling.remote_text import first_line, short
 from telegrad.errors import FunctionNotFound
@@ -69,11 +70,8 @@ def name_of(function: Any, same_program: bool) -> str | None:
             return None
         # A worker that has imported the program from its file lacks the names that only the guard or a function has
         # bound. A function that reads one of them is sent by value, with its globals.
-        if programs.hosts:
-            from telegrad._core.pickling.global_names import lacks
-
-            if lacks(function):
-                return None
+        if programs.hosts and lacks(function):
+            return None
     return name
 
 
@@ -90,8 +88,6 @@ def resolve(name: str) -> Callable[..., Any]:
             for part in path.split("."):
                 found = getattr(found, part)
             if programs.differing and module_name == MAIN and path not in _looked:
-                from telegrad._core.pickling.global_names import warn_of_differing
-
                 _looked.add(path)
                 warn_of_differing(found)
             return found  # type: ignore[no-any-return]

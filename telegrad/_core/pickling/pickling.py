@@ -350,7 +350,7 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
     blobs = len([place for place in places if place < 0])
     buffers = tensors[len(tensors) - count - blobs - texts :]
     file = SegmentReader(memoryview(body), places, buffers[count : count + blobs])
-    unpickler = _CutUnpickler(file, buffers=map(held, buffers[:count]))
+    unpickler = _Unpickler(file, buffers=map(held, buffers[:count]))
     unpickler.tensors = tensors
     unpickler.references = references
     unpickler.texts = buffers[count + blobs :]
@@ -379,6 +379,8 @@ def _value_pickler() -> type[ValuePickler]:
 class _Unpickler(pickle.Unpickler):
     tensors: Sequence[Tensor]
     references: Sequence[Any]
+    texts: Sequence[Tensor]  # of a pickle in segments, by their persistent ids
+    found: dict[int, str]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == REBUILDERS:
@@ -392,13 +394,6 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:
             raise not_found(module, name, error) from cause_of(module, error)
-
-
-class _CutUnpickler(_Unpickler):
-    """Read a pickle in segments."""
-
-    texts: Sequence[Tensor]
-    found: dict[int, str]
 
     def persistent_load(self, number: int) -> str:
         if number not in self.found:

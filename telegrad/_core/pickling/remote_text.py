@@ -374,10 +374,7 @@ def _type_and_text(error: BaseException) -> str:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
-    try:
-        text = text_of(error)
-    except Exception:  # the exception's own code may raise anything
-        text = "<exception str() failed>"
+    text = safe_text_of(error)
     return f"{short(name)}: {text}" if text else short(name)
 
 

@@ -177,8 +177,7 @@ class FrameReader:
         self._source: memoryview | bytes = self._scratch  # the data being split into frames
         self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
         self.missing = 0  # bytes that a frame lacks that has begun in the scratch buffer
-        self._target: memoryview | None = None  # memory of the large part that is being received
-        self.is_in_part = False  # True if _target is set
+        self.target: memoryview | None = None  # memory of the large part that is being received
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame that do not fit in the scratch buffer
         self._frame: Message | None = None  # complete except for its blobs
@@ -191,8 +190,8 @@ class FrameReader:
 
         It has at most `most` bytes unless they belong to one frame. It is never empty, unless `awaits_lanes`.
         """
-        if self._target is not None:
-            return self._target[self._filled :]
+        if self.target is not None:
+            return self.target[self._filled :]
         return self._scratch[self.end : self.end + max(most, self.missing)]
 
     def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
@@ -204,14 +203,13 @@ class FrameReader:
         """
         if data is not None:
             self._source, self.end = data, count
-        elif self._target is None:
+        elif self.target is None:
             self.end += count
         else:
             self._filled += count
-            if self._filled < len(self._target):
+            if self._filled < len(self.target):
                 return
-            self._target = None
-            self.is_in_part = False
+            self.target = None
         while (frame := self._next()) is not None:
             # Control frames take effect here, before the next frame is split off. A comparison saves the usual frame a
             # call.
@@ -317,6 +315,5 @@ class FrameReader:
         self._start += here
         if here == len(memory):
             return True
-        self._target, self._filled = memory, here
-        self.is_in_part = True
+        self.target, self._filled = memory, here
         return False

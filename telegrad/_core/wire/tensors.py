@@ -215,7 +215,7 @@ def fresh(size: int) -> Tensor:
     with torch.inference_mode(False):
         made = torch.empty(size, dtype=torch.uint8, device=CPU)
     if size >= HUGE_FROM and not is_intercepted():
-        _advise_huge(made.data_ptr(), size)
+        advise_huge(made.data_ptr(), size)
     return made
 
 
@@ -241,11 +241,11 @@ def copy(target: int, source: int, size: int) -> None:
 
 def fill_new(target: int, source: int, size: int) -> None:
     """Copy bytes into newly allocated, untouched memory."""
-    _advise_huge(target, size)
+    advise_huge(target, size)
     copy(target, source, size)
 
 
-def _advise_huge(target: int, size: int) -> None:
+def advise_huge(target: int, size: int) -> None:
     """Request huge pages for untouched memory, if it is large."""
     if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages uses small ones
         start = -(-target // mmap.PAGESIZE) * mmap.PAGESIZE
