@@ -25,7 +25,7 @@ from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling import function_names
 from telegrad._core.pickling.function_names import name_of, program, resolve
 from telegrad._core.pickling.global_names import lacks
-from tests.cluster import Process
+from tests.cluster import processes
 from tests.naming import alike
 
 
@@ -353,9 +353,9 @@ def test_an_interactive_session_and_a_program_in_a_pipe_have_no_program(
     assert program() == ""
 
 
-def test_a_child_process_has_the_program_of_its_parent(workers: list[Process]) -> None:
-    workers[0].begin(program)
-    assert workers[0].end() == program()
+def test_a_child_process_has_the_program_of_its_parent() -> None:
+    with processes(1) as (child,):
+        assert child.run(program) == program()
 
 
 def test_a_function_that_is_defined_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
