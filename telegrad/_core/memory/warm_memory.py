@@ -303,7 +303,7 @@ class SharedBlockPool:
 
     def in_common(self, blob: Tensor) -> Tensor:
         """Return a copy in shared memory, for many workers of this host; return `blob` itself if there is no room."""
-        copy = None if self.is_common(blob) else self.take_common(blob.numel())
+        copy = None if blob.data_ptr() in self._common else self.take_common(blob.numel())
         if copy is None:
             return blob
         with torch.inference_mode(False), torch.no_grad():
@@ -332,10 +332,9 @@ class SharedBlockPool:
 
     def lend(self, blob: Tensor) -> Loan | None:
         """Return a loan of the common block that begins with `blob`, or None if there is none."""
-        if not self.is_common(blob):
+        if blob.data_ptr() not in self._common:
             return None
         with self._lock:
-            # `is_common` has looked without the lock, so the block may be gone.
             block = self._common.get(blob.data_ptr())
             if block is None or blob.numel() > block.capacity:
                 return None
@@ -362,10 +361,6 @@ class SharedBlockPool:
         """Return the same bytes, mapped since earlier loans if possible; only until `lent` dies or is written to."""
         lasting: Tensor | None = vars(lent.untyped_storage()).get("lasting")
         return lent if lasting is None else lasting
-
-    def is_common(self, blob: Tensor) -> bool:
-        """Return True if `blob` lies at the beginning of a common block."""
-        return blob.data_ptr() in self._common
 
     def _end_loan(self, number: int, spoiled: bool = False) -> None:
         block = self._lent.pop(number, None)

@@ -329,21 +329,21 @@ class RemoteModule(nn.Module):
 
     def register_buffer(self, name: str, *_: Any, **__: Any) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("register_buffer", self._there("register_buffer"))
+        self._refuse("register_buffer")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("register_parameter", self._there("register_parameter"))
+        self._refuse("register_parameter")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("add_module", self._there("add_module"))
+        self._refuse("add_module")
 
-    def _refuse(self, method: str, instead: str) -> NoReturn:
+    def _refuse(self, method: str, instead: str = "") -> NoReturn:
+        instead = (
+            instead or f"Do it in the module's constructor, or call ``get_module_rref().rpc_sync().{method}(...)``"
+        )
         raise UsageError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
-
-    def _there(self, method: str) -> str:
-        return f"Do it in the module's constructor, or call ``get_module_rref().rpc_sync().{method}(...)``"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -355,15 +355,12 @@ class RemoteModule(nn.Module):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            type(self) is RemoteModule
-            and "_kind" in self.__dict__
-            and (name == "training" or isinstance(value, nn.Module))
-        ):
-            instead = "call train() or eval()" if name == "training" else "set it in a function"
+        is_mode = name == "training"
+        if type(self) is RemoteModule and "_kind" in self.__dict__ and (is_mode or isinstance(value, nn.Module)):
+            there = "set it in a function that is called there with get_module_rref(), on its local_value()"
             raise UsageError(
-                f"{name!r} would be set here, and not in the {self._kind} on worker {self.on!r}: {instead}"
-                + ("" if name == "training" else " that is called there with get_module_rref(), on its local_value()")
+                f"{name!r} would be set here, and not in the {self._kind} on worker {self.on!r}: "
+                f"{'call train() or eval()' if is_mode else there}"
             )
         super().__setattr__(name, value)
 

@@ -105,7 +105,9 @@ class ValuePickler(Pickler, _Pickler):
         return in_scope(self, obj, _Pickler.reducer_override(self, obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
-        return dump_by_value(obj)
+        file = io.BytesIO()
+        _Pickler(file).dump(obj)
+        return file.getvalue()
 
     can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by `pickling.py`, which has the other pickler
 
@@ -182,13 +184,6 @@ def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_m
     if lacks and state is not None:
         (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
     scope.fill(items, complete=(path, version) if lacks else None)
-
-
-def dump_by_value(obj: Any) -> bytes:
-    register_spawned_main()
-    file = io.BytesIO()
-    _Pickler(file).dump(obj)
-    return file.getvalue()
 
 
 def register_spawned_main() -> None:

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from telegrad._core.host.private_files import open_regular
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.global_names import lacks, warn_of_differing
-from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint
+from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint_of
 from telegrad._core.pickling.remote_text import first_line, short
 from telegrad.errors import FunctionNotFound
 
@@ -217,9 +216,4 @@ def _other_global(function: Any, module_name: str) -> str | None:
 @functools.cache
 def program() -> str:
     """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
-    path = getattr(sys.modules.get(MAIN), "__file__", None)
-    try:
-        with open_regular(path) as file:  # type: ignore[arg-type]
-            return fingerprint(path, file.read())  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return ""
+    return fingerprint_of(getattr(sys.modules.get(MAIN), "__file__", None))

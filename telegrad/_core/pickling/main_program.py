@@ -62,8 +62,13 @@ class ProgramSource(NamedTuple):
     lines: frozenset[int]  # of the guard
 
 
-def fingerprint(path: str, content: bytes) -> str:
-    return hashlib.sha256(os.path.basename(path).encode() + b"\0" + content).hexdigest()[:32]
+def fingerprint_of(path: Any) -> str:
+    """Return a fingerprint of the file of a program; "" if there is none, as for a notebook or a prompt."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.sha256(os.path.basename(path).encode() + b"\0" + file.read()).hexdigest()[:32]
+    except (OSError, TypeError):
+        return ""
 
 
 def find(key: str) -> Program:
@@ -254,13 +259,7 @@ def _code_of(program: Program, module: ModuleType) -> CodeType:
 
 def matches(program: Program) -> bool:
     """Return True if this host has the same program file as the sender, and may import it."""
-    if not program.guarded:
-        return False
-    try:
-        with open_regular(program.path) as file:
-            return fingerprint(program.path, file.read()) == program.key
-    except OSError:
-        return False
+    return program.guarded and fingerprint_of(program.path) == program.key
 
 
 def check_not_imported(call: str) -> None:

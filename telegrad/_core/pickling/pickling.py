@@ -361,11 +361,6 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
 class _Pickler(Pickler, pickle.Pickler):
     """A pickler for values whose functions and classes all have names."""
 
-    def dump_by_value(self, obj: Any) -> bytes:
-        from telegrad._core.pickling.by_value import dump_by_value
-
-        return dump_by_value(obj)
-
 
 def _value_pickler() -> type[ValuePickler]:
     """Return the pickler for functions and classes without a name; its module is imported only when needed."""
