@@ -63,7 +63,6 @@ EXTENSIONS |= {"launch"}
 MOST_FILES = 15  # the limit for a folder
 PURE = [
     "_core/wire/messages.py",
-    "_core/devices/device_maps.py",
     "_core/security/handshake.py",
     "_core/security/noise.py",
     "_core/security/encrypted_records.py",
