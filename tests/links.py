@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from telegrad._core.agent.incoming import Caller, Incoming
-from telegrad._core.transport.link import Link
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
+from telegrad._core.security.noise import Ciphers
+from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.poller import Poller
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.cluster import wait_until
+
+
+def link_over(
+    sock: socket.socket,
+    poller: Poller,
+    on_messages: Callable[..., object] = lambda *_: None,
+    *,
+    pool: SharedBlockPool | None = None,
+    ciphers: Ciphers | None = None,
+) -> Link:
+    """Return a link that belongs to no worker, to a worker `w1` whose end the test has."""
+    sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
+    return Link(sock, "w1", poller, sources, LinkHandlers(on_messages, lambda *_: None, prompt=False), ciphers)
 
 
 def made(worker: Worker) -> list[Link]:

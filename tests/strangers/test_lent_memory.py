@@ -19,12 +19,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources, Outgoing, Prepared
-from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, Outgoing, Prepared
+from telegrad._core.memory.warm_memory import SHARING, SharedBlockPool
 from telegrad._core.transport import link as links
-from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
@@ -40,6 +38,7 @@ from telegrad._core.wire.messages import (
 )
 from telegrad._core.wire.tensors import HOST
 from telegrad.errors import PeerLost
+from tests.links import link_over
 from tests.strangers.door import descriptors
 
 SIZE = 1 << 20
@@ -54,9 +53,7 @@ class Receiver:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX)
         self.theirs.settimeout(10)
         self.blobs: list[torch.Tensor] = []
-        stores = MemorySources(ReceiveBufferPool(0), SharedBlockPool(SIZE), Staging(Streams()))
-        handlers = LinkHandlers(self._keep, lambda *_: None, prompt=False)
-        self.link = Link(ours, "w1", self._poller, stores, handlers)
+        self.link = link_over(ours, self._poller, self._keep, pool=SharedBlockPool(SIZE))
         self.link.reading.watch()
 
     def _keep(self, _: Link, messages: object) -> None:

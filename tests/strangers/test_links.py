@@ -14,12 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
@@ -38,6 +33,7 @@ from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
+from tests.links import link_over
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
@@ -51,13 +47,7 @@ def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
     poller = Poller()
     ours, theirs = socket.socketpair()
     with scratch_of(SMALL), theirs:
-        link = Link(
-            ours,
-            "w1",
-            poller,
-            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            LinkHandlers(lambda _, found: frames.extend(found), lambda *_: None, prompt=False),
-        )
+        link = link_over(ours, poller, lambda _, found: frames.extend(found))
         if at_once:
             link.feed(stream)
         else:

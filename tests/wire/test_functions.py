@@ -25,6 +25,7 @@ from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling import function_names
 from telegrad._core.pickling.function_names import name_of, program, resolve
 from telegrad._core.pickling.global_names import lacks
+from telegrad._core.pickling.pickling import decode, encode
 from tests.cluster import processes
 from tests.naming import alike
 
@@ -170,6 +171,7 @@ def test_names_lead_back(function: Callable[..., Any]) -> None:
     name = named(function, False)
     assert resolve(name) is function
     assert name_of(function, True) == name  # from the cache
+    assert decode(encode([function], True).body, [])[0] is function
 
 
 @pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=alike)

@@ -149,16 +149,8 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError(function)
 
 
-@torch.jit.script
-def scripted(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
 def plain(x: Any) -> Any:
     return x
-
-
-compiled = torch.compile(plain, backend="eager")
 
 
 class Own(torch.Tensor):
@@ -329,15 +321,6 @@ def test_a_read_only_array_stays_read_only() -> None:
     array.flags.writeable = False
     assert not journey(array).flags.writeable
     assert journey(array).sum() == 10_000
-
-
-@pytest.mark.parametrize(
-    "function",
-    [torch.add, torch.nn.functional.gelu, min, plain, Holder, scripted, compiled, torch.ops.aten.add, torch.Tensor.add],
-    ids=alike,
-)
-def test_by_name(function: Callable[..., Any]) -> None:
-    assert journey([function])[0] is function
 
 
 def test_methods() -> None:
