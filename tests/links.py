@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from telegrad._core.agent.incoming import Caller, Incoming
 from telegrad._core.devices.device_streams import Streams
@@ -14,6 +14,7 @@ from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.security.noise import Ciphers
 from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
+from telegrad._core.wire.messages import Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.cluster import wait_until
@@ -22,7 +23,7 @@ from tests.cluster import wait_until
 def link_over(
     sock: socket.socket,
     poller: Poller,
-    on_messages: Callable[..., object] = lambda *_: None,
+    on_messages: Callable[[Link, Iterable[Message]], None] = lambda *_: None,
     *,
     pool: SharedBlockPool | None = None,
     ciphers: Ciphers | None = None,
