@@ -9,7 +9,7 @@ import pathlib
 import socket
 
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
-from telegrad._core.security.handshake import Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE
 
@@ -54,6 +54,11 @@ def resident() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def new_member(worker: Worker) -> Initiator:
+    """Return the end of a connection that a member of the group makes to a worker."""
+    return Initiator(worker.agent.keys, Hello("w0", 0, "another", ""), worker.agent.incarnation)
+
+
 HAS_PROC = pathlib.Path("/proc/self/statm").exists()
 
 
@@ -69,7 +74,10 @@ class Visitor:
                 self._writer = RecordWriter(end._ciphers.sending)
                 said += self._writer.encrypt(behind)
             sock.sendall(said)
-            said = end.receive(sock.recv(4096))
+            heard = sock.recv(4096)
+            if not heard:
+                raise ConnectionError("the worker closed the connection")
+            said = end.receive(heard)
         assert end.leftover == b""
         assert end.ciphers is not None
         self._writer = RecordWriter(end.ciphers.sending)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
@@ -34,7 +33,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
 from tests.links import link_over
-from tests.strangers.door import Visitor, knock, wait_closed
+from tests.strangers.door import Visitor, knock, new_member, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
 KEY = "the key of the group"
@@ -121,9 +120,8 @@ def worker() -> Iterator[list[Worker]]:
 )
 def test_a_worker_survives_connections_with_invalid_frames(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
-    end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
-        visitor = Visitor(sock, end, said if behind else b"")
+        visitor = Visitor(sock, new_member(b), said if behind else b"")
         if not behind:
             visitor.say(said)
         wait_closed(sock, patience=1.0)
