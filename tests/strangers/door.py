@@ -7,6 +7,7 @@ import errno
 import os
 import pathlib
 import socket
+from collections.abc import Iterator
 
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.handshake import Hello, Initiator
@@ -43,6 +44,17 @@ def wait_closed(sock: socket.socket, patience: float = PATIENCE) -> bytes:
         while data := sock.recv(4096):
             heard += data
     return heard
+
+
+def listening() -> Iterator[tuple[str, int, str]]:
+    """Yield the address, the port and the inode of each socket of this host that listens, as the kernel writes them."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                host, _, port = fields[1].rpartition(":")
+                if fields[3] == "0A":
+                    yield host, int(port, 16), fields[9]
 
 
 def descriptors() -> int:

@@ -76,12 +76,6 @@ def test_an_invalid_frame_closes_the_link_or_waits_for_more(before: bytes, strea
     assert all(frame.kind not in (RELEASE, RETIRE) for frame in frames)
 
 
-@pytest.mark.parametrize("kind", [RELEASE, RETIRE])
-def test_an_invalid_list_of_blocks_closes_the_link(kind: int) -> None:
-    closed, _ = hear(encode(Message(kind, body=b"123")))
-    assert isinstance(closed, PeerLost)
-
-
 BEYOND = 1 << 47  # bytes, more than the address space of a process
 
 

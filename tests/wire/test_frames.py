@@ -57,11 +57,6 @@ def test_any_cuts(sent: list[Message], cuts: list[int], apart: bool) -> None:
     assert read(b"".join(map(written, sent)), cuts, apart) == (plain(sent), False)
 
 
-def test_byte_by_byte() -> None:
-    sent = [Message(CALL, 7, 0, b"head", b"meta", b"body", [b"blob", (3, 9, -1)]), Message(CALL, 8, 1)]
-    assert read(b"".join(map(written, sent)), [1]) == (plain(sent), False)
-
-
 def test_many_in_one_read() -> None:
     sent = [Message(CALL, number, 0, b"h", b"", b"body") for number in range(1000)]
     assert read(b"".join(map(written, sent)), [SCRATCH]) == (plain(sent), False)

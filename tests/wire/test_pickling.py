@@ -329,17 +329,6 @@ def test_methods() -> None:
     assert journey([[3, 1, 2].index])[0](2) == 2
 
 
-def test_the_main_program_is_named_only_to_workers_of_the_same_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = types.ModuleType("__main__")
-    exec("def f(): return 5\nclass C: pass", main.__dict__)
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert journey([main.f, main.C()], True)[0] is main.f
-    body = encode([main.f], False).body
-    del main.f
-    assert decode(body, [])[0]() == 5
-    assert type(journey(main.C(), False)).__name__ == "C"
-
-
 def test_by_value() -> None:
     captured = torch.ones(2)
 
@@ -824,10 +813,3 @@ def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
         deep = [deep]
     with pytest.raises(errors.CannotEncode, match="recursion"):
         journey(deep)
-
-
-def test_a_tensor_without_memory_inside_of_containers_is_refused() -> None:
-    freed = torch.ones(5)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(errors.CannotEncode, match="freed"):
-        journey({"deep": [freed]})
