@@ -302,7 +302,9 @@ class RemoteModule(nn.Module):
             before(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, assign))
+        # torch gives the versions of all parts to the outermost module only, and to each other one its own.
+        versions = getattr(state_dict, "_metadata", None) or {"": local_metadata}
+        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, versions, assign))
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)
