@@ -64,6 +64,18 @@ class Slotted(Exception):
         self.first = first
 
 
+class Guarded(Exception):
+    __slots__ = ("__code", "__weakref__")
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.__code = code
+
+    @property
+    def code(self) -> int:
+        return self.__code
+
+
 class InPieces(Exception):
     """An exception with a `__reduce__` of its own."""
 
@@ -171,7 +183,15 @@ def test_a_built_in_exception_keeps_its_attributes() -> None:
 
 @pytest.mark.parametrize("hops", [1, 2])
 def test_exceptions_whose_constructors_take_other_arguments(hops: int) -> None:
-    for error in (KeywordOnly(code=3), OwnText(1, 2), Mangling(5), Slotted(4), InPieces("a", "b"), Odd(2, "x")):
+    for error in (
+        KeywordOnly(code=3),
+        OwnText(1, 2),
+        Mangling(5),
+        Slotted(4),
+        Guarded(4),
+        InPieces("a", "b"),
+        Odd(2, "x"),
+    ):
         back = error
         for _ in range(hops):
             back = journey(back)

@@ -13,6 +13,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import pickle
 from collections.abc import Callable
@@ -281,9 +282,7 @@ def _travels(value: Any, same_program: bool) -> bool:
     return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
 
 
-def _slots_of(kind: type) -> list[str]:
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+_slots_of: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
 
 
 def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
