@@ -21,6 +21,7 @@ import torch
 
 from telegrad import errors
 from telegrad._core.calls.call_names import user_name
+from telegrad._core.pickling import remote_text
 from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.remote_text import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line, folded
@@ -423,6 +424,17 @@ def test_an_exception_that_ends_a_process_arrives_as_a_remote_error(error: BaseE
 def test_an_exception_whose_str_raises() -> None:
     back = journey(BadText())
     assert type(back).__name__ == "BadText"
+
+
+def test_an_interrupt_in_the_code_of_an_exception_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Exception):
+        def __str__(self) -> NoReturn:
+            raise KeyboardInterrupt
+
+    assert first_line(Slow()) == "(its text could not be formatted)"
+    monkeypatch.setattr(remote_text, "raised_by_handler", lambda error: isinstance(error, KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        first_line(Slow())
 
 
 def test_very_long_texts_are_cut() -> None:

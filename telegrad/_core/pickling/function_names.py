@@ -12,6 +12,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from time import monotonic, sleep
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
@@ -84,8 +85,7 @@ def resolve(name: str) -> Callable[..., Any]:
     found: Any = _imported(module_name)
     if found is not None:
         try:
-            for part in path.split("."):
-                found = getattr(found, part)
+            found = attrgetter(path)(found)
             if programs.differing and module_name == MAIN and path not in _looked:
                 _looked.add(path)
                 warn_of_differing(found)
@@ -93,12 +93,9 @@ def resolve(name: str) -> Callable[..., Any]:
         except AttributeError:
             pass  # another thread may be importing the module: wait for it below
     try:
-        found = import_anew(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return attrgetter(path)(import_anew(module_name))  # type: ignore[no-any-return]
     except Exception as error:
         raise not_found(module_name, path, error) from cause_of(module_name, error)
-    return found  # type: ignore[no-any-return]
 
 
 def import_anew(module_name: str) -> ModuleType:
@@ -194,10 +191,8 @@ def _verified(function: Any, module_name: str, path: str) -> str | None:
     while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module
         module_name, _, last = module_name.rpartition(".")
         path = f"{last}.{path}"
-    found: Any = _imported(module_name)
     try:
-        for part in path.split("."):
-            found = getattr(found, part)
+        found = attrgetter(path)(_imported(module_name))
     except (AttributeError, RuntimeError):  # `torch.ops` raises RuntimeError
         return None
     same = found is function or (isinstance(function, _REMADE) and found == function)

@@ -46,7 +46,7 @@ from telegrad._core.host import resources
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import cause_of, import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
-from telegrad._core.pickling.remote_text import fold, text_of
+from telegrad._core.pickling.remote_text import fold, safe_text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
 from telegrad._core.wire.tensors import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
@@ -143,19 +143,9 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         forks.exit_if_user_code_ended()
         advice = "use the same versions of its packages on all workers, or send the data that it is built from"
         raise CannotDecode(
-            f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
+            f"a value arrived but cannot be rebuilt: {type(error).__name__}: {safe_text_of(error)}; "
             f"{resources.advice(error, advice)}"
         ) from error
-
-
-def _text(error: BaseException) -> str:
-    """Return the text of an exception after a colon; "" if the exception's own code raises."""
-    try:
-        return f": {text_of(error)}"
-    except BaseException as raised:
-        if raised_by_handler(raised):
-            raise
-        return ""
 
 
 # The usual cases, without a Python pickler
