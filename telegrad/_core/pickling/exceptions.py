@@ -14,10 +14,10 @@ meanwhile.
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -88,7 +88,7 @@ def _description(error: BaseException, worker: str, function: str, same_program:
     # From the most faithful to the most robust: whole, as pickle restores it; in parts, without a call of its
     # constructor; in parts, with a class that the receiver must have. A large exception is not tried whole, since
     # `_whole` pickles, unpickles and formats it.
-    attempts: list[Callable[[Exception, bool], Any]] = [_whole, _in_parts, partial(_in_parts, by_name=True)]
+    attempts: list[Callable[[Exception, bool], Any]] = [_whole, _in_parts, functools.partial(_in_parts, by_name=True)]
     for attempt in attempts[is_large(error) or _has_many(error) :]:
         try:
             sent = _dump(attempt(error, same_program), same_program)
@@ -308,8 +308,6 @@ def _builtin_base(kind: Any) -> Any:
 
 
 ORIGINAL = "_telegrad_original"  # attribute of a subclass made here: the original type, as which it is sent
-_CACHED = 1024
-_tellers: dict[type[BaseException], type[BaseException]] = {}
 
 
 def _telling(error: Any, story: str) -> BaseException:
@@ -349,33 +347,29 @@ def _original(kind: type[BaseException]) -> type[BaseException]:
     return vars(kind).get(ORIGINAL, kind)  # type: ignore[no-any-return]
 
 
+@functools.lru_cache(maxsize=1024)
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
     """Return a subclass of `kind` that looks the same, except that its text includes the remote traceback."""
-    if kind not in _tellers:
-        # torch.distributed.rpc calls the constructor with one text. If that fails, it raises a RuntimeError with such a
-        # preface, and programs expect that type.
-        odd = _is_odd(kind)
-        preface = "Original exception on remote side was:\n" if odd else ""
+    # torch.distributed.rpc calls the constructor with one text. If that fails, it raises a RuntimeError with such a
+    # preface, and programs expect that type.
+    odd = _is_odd(kind)
+    preface = "Original exception on remote side was:\n" if odd else ""
 
-        def tell(self: BaseException) -> str:
-            return with_story(kind.__str__(self), preface + remote_traceback_of(self))
+    def tell(self: BaseException) -> str:
+        return with_story(kind.__str__(self), preface + remote_traceback_of(self))
 
-        members = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__slots__": (REMOTE_TRACEBACK,),
-            "__str__": tell,
-            "__reduce_ex__": lambda self, protocol: _in_parts(self, False).__reduce__(),
-            ORIGINAL: kind,
-        }
-        if len(_tellers) >= _CACHED:
-            _tellers.clear()
-        try:  # RemoteError is a RuntimeError
-            made = type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
-        except TypeError:  # the layouts may conflict
-            made = type(kind.__name__, (kind,), members)
-        _tellers[kind] = made
-    return _tellers[kind]
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__slots__": (REMOTE_TRACEBACK,),
+        "__str__": tell,
+        "__reduce_ex__": lambda self, protocol: _in_parts(self, False).__reduce__(),
+        ORIGINAL: kind,
+    }
+    try:  # RemoteError is a RuntimeError
+        return type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
+    except TypeError:  # the layouts may conflict
+        return type(kind.__name__, (kind,), members)
 
 
 def _is_odd(kind: type[BaseException]) -> bool:
