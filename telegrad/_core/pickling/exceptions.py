@@ -314,7 +314,7 @@ def _telling(error: Any, story: str) -> BaseException:
     # A program may compare types and `args`, so the exception is changed as little as possible. The first choice
     # replaces only the argument, by a string that is equal to it. The second replaces the type by a subclass. The last
     # adds a cause that has the traceback.
-    kind = type(error)
+    kind: Any = type(error)
     one_text = len(error.args) == 1 and type(error.args[0]) is str
     if one_text and not _is_odd(kind) and _tells_with_its_argument(error, story):
         return error  # type: ignore[no-any-return]

@@ -243,9 +243,7 @@ def load(program: Program, as_main: bool) -> ModuleType:
 
 
 def _code_of(program: Program, module: ModuleType) -> CodeType:
-    spec = None
-    if program.module:
-        spec = importlib.util.find_spec(program.module)
+    spec = importlib.util.find_spec(program.module) if program.module else None
     about: dict[str, Any] = {"__file__": program.path, "__builtins__": builtins, "__cached__": None}
     loader: Any = SourceFileLoader(SPAWNED_MAIN, program.path)
     if spec is not None and spec.loader is not None and spec.origin == program.path:

@@ -33,7 +33,7 @@ fails.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ class Message:
     head: bytes = b""
     meta: bytes = b""
     body: bytes | memoryview = b""
-    blobs: Iterable[Any] = ()  # the memory of tensors; a list in a received message
+    blobs: Any = ()  # the memory of tensors: any iterable, a list in a received message
 
     def __repr__(self) -> str:
         kind = KINDS[self.kind] if self.kind < len(KINDS) else self.kind
@@ -181,7 +181,6 @@ class FrameReader:
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame that do not fit in the scratch buffer
         self._frame: Message | None = None  # complete except for its blobs
-        self._blobs: list[Any] = []  # blobs of _frame that were received
         self._entries: list[tuple[int, int, int]] = []  # table entries of the blobs still to be received
         self._parts: Iterator[memoryview] = iter(())  # memory parts of the blob that is being received
 
@@ -263,7 +262,7 @@ class FrameReader:
         )
         if not blobs:
             return frame
-        frame.blobs = self._blobs = []
+        frame.blobs = []
         self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
         self._frame = frame
         return self._receive_blobs()
@@ -281,11 +280,11 @@ class FrameReader:
                 self.awaits_lanes = not self._arrived()
                 if self.awaits_lanes:
                     return None
-                self._frame, self._blobs = None, []  # from here on the receiver owns the memory of the blobs
+                self._frame = None  # from here on the receiver owns the memory of the blobs
                 return frame
-            self._begin_blob(*self._entries.pop())
+            self._begin_blob(frame, *self._entries.pop())
 
-    def _begin_blob(self, block: int, size: int, device: int) -> None:
+    def _begin_blob(self, frame: Message, block: int, size: int, device: int) -> None:
         if block not in (IN_STREAM, STRIPED):
             blob = self._attach(block, size, device)
         else:
@@ -293,12 +292,11 @@ class FrameReader:
                 blob, self._parts = self._allocate(size, device, block == STRIPED)
             except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
                 raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
-        assert self._frame is not None
         # The bytes of a blob without memory are received and dropped, and its call reports the error. For other kinds
         # no call can report it, and an upper layer would miss a message, so the connection ends.
-        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):
+        if type(blob) is Unreceived and frame.kind not in (CALL, RESULT):
             raise MemoryError(blob.why)
-        self._blobs.append(blob)
+        frame.blobs.append(blob)
 
     @staticmethod
     def _reserve(size: int) -> memoryview:
