@@ -40,7 +40,7 @@ from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.host import resources
 from telegrad._core.memory.lending import Lender, SharedLender
 from telegrad._core.wire.messages import COMMON
-from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, fresh, memory, of_buffer
+from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, memory, of_buffer
 
 _F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 
@@ -177,7 +177,7 @@ class ReceiveBufferPool:
     def allocate(self, size: int) -> tuple[Tensor, memoryview]:
         """Return a tensor of `size` bytes and its memory, which the pool reuses when the tensor dies."""
         if size < WARM_FROM:
-            tensor = fresh(size)
+            tensor = _ordinary(size)
             return tensor, memory(tensor)
         capacity = size_class(size)
         with self._lock:
@@ -203,6 +203,11 @@ class ReceiveBufferPool:
             if self._kept + len(base) <= self._limit:
                 self._shelf.put(len(base), base)
                 self._kept += len(base)
+
+
+def _ordinary(size: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 AnyBlock = Block | DeviceBlock
@@ -299,7 +304,7 @@ class SharedBlockPool:
         reused once no tensor on any worker uses it. Small memory, or memory beyond the limit, is ordinary.
         """
         tensor = self.take_common(size) if size >= SHARE_FROM else None
-        return fresh(size) if tensor is None else tensor
+        return _ordinary(size) if tensor is None else tensor
 
     def in_common(self, blob: Tensor) -> Tensor:
         """Return a copy in shared memory, for many workers of this host; return `blob` itself if there is no room."""

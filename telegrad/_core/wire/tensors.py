@@ -216,7 +216,7 @@ def fresh(size: int) -> Tensor:
     """Return a byte tensor of newly allocated, untouched memory."""
     with torch.inference_mode(False):
         made = torch.empty(size, dtype=torch.uint8, device=CPU)
-    if size >= HUGE_FROM and not is_intercepted():
+    if not is_intercepted():
         advise_huge(made.data_ptr(), size)
     return made
 
