@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from telegrad._core.agent.incoming import Caller, Incoming
 from telegrad._core.devices.device_streams import Streams
@@ -17,20 +17,26 @@ from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
+from telegrad.errors import PeerLost
 from tests.cluster import wait_until
 
 
-def link_over(
-    sock: socket.socket,
-    poller: Poller,
-    on_messages: Callable[[Link, Iterable[Message]], None] = lambda *_: None,
-    *,
-    pool: SharedBlockPool | None = None,
-    ciphers: Ciphers | None = None,
-) -> Link:
-    """Return a link that belongs to no worker, to a worker `w1` whose end the test has."""
-    sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
-    return Link(sock, "w1", poller, sources, LinkHandlers(on_messages, lambda *_: None, prompt=False), ciphers)
+class LinkEnd:
+    """A link that belongs to no worker, and the other end of its socket, which the test has."""
+
+    def __init__(self, pool: SharedBlockPool | None = None, ciphers: Ciphers | None = None) -> None:
+        """`pool`: memory that the link lends."""
+        self.frames: list[Message] = []
+        self._poller = Poller()
+        ours, self.theirs = socket.socketpair()
+        sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
+        handlers = LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False)
+        self.link = Link(ours, "w1", self._poller, sources, handlers, ciphers)
+
+    def close(self) -> None:
+        self.link.close(PeerLost("the end of the test"))
+        self.theirs.close()
+        self._poller.close()
 
 
 def made(worker: Worker) -> list[Link]:

@@ -5,8 +5,8 @@ Members are trusted not to send them on purpose; an attacker on the network cann
 
 from __future__ import annotations
 
+import contextlib
 import operator
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
     ENTRY,
@@ -32,7 +31,7 @@ from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
-from tests.links import link_over
+from tests.links import LinkEnd
 from tests.strangers.door import Visitor, knock, new_member, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
@@ -42,22 +41,15 @@ NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
     """Return the error of a link that receives this stream, and its frames."""
-    frames: list[Message] = []
-    poller = Poller()
-    ours, theirs = socket.socketpair()
-    with scratch_of(SMALL), theirs:
-        link = link_over(ours, poller, lambda _, found: frames.extend(found))
+    with scratch_of(SMALL), contextlib.closing(LinkEnd()) as end:
         if at_once:
-            link.feed(stream)
+            end.link.feed(stream)
         else:
-            theirs.sendall(stream)
-            link.reading.watch()
-            while link.on_readable():
+            end.theirs.sendall(stream)
+            end.link.reading.watch()
+            while end.link.on_readable():
                 pass
-        closed = link.closed
-        link.close(PeerLost("the end of the test"))
-    poller.close()
-    return closed, frames
+        return end.link.closed, end.frames
 
 
 sound = st.sampled_from(samples()[:2])

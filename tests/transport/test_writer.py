@@ -21,11 +21,10 @@ from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordRead
 from telegrad._core.security.noise import KEY, CipherState
 from telegrad._core.transport import writer as writers
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
 from telegrad._core.wire.messages import CALL, Message
 from telegrad.errors import PeerError
-from tests.links import link_over
+from tests.links import LinkEnd
 
 SECRET = bytes(KEY)
 FREED = 0xDD
@@ -143,9 +142,8 @@ def test_an_error_during_a_write_ends_only_the_connection(
     def fail(*_: object) -> None:
         raise MemoryError("too little")
 
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs):
-        link = link_over(ours, poller)
+    with contextlib.closing(LinkEnd()) as end:
+        link = end.link
         if name == "_has_next":
             link._outbox.append(Chunk(b"x"))
         monkeypatch.setattr(place, name, fail)
