@@ -7,10 +7,36 @@ import socket
 from collections.abc import Iterator
 
 from telegrad._core.agent.incoming import Caller, Incoming
-from telegrad._core.transport.link import Link
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
+from telegrad._core.security.noise import Ciphers
+from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.poller import Poller
+from telegrad._core.wire.messages import Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
+from telegrad.errors import PeerLost
 from tests.cluster import wait_until
+
+
+class LinkEnd:
+    """A link that belongs to no worker, and the other end of its socket, which the test has."""
+
+    def __init__(self, pool: SharedBlockPool | None = None, ciphers: Ciphers | None = None) -> None:
+        """`pool`: memory that the link lends."""
+        self.frames: list[Message] = []
+        self._poller = Poller()
+        ours, self.theirs = socket.socketpair()
+        sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
+        handlers = LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False)
+        self.link = Link(ours, "w1", self._poller, sources, handlers, ciphers)
+
+    def close(self) -> None:
+        self.link.close(PeerLost("the end of the test"))
+        self.theirs.close()
+        self._poller.close()
 
 
 def made(worker: Worker) -> list[Link]:

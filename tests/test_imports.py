@@ -63,7 +63,6 @@ EXTENSIONS |= {"launch"}
 MOST_FILES = 15  # the limit for a folder
 PURE = [
     "_core/wire/messages.py",
-    "_core/devices/device_maps.py",
     "_core/security/handshake.py",
     "_core/security/noise.py",
     "_core/security/encrypted_records.py",
@@ -112,11 +111,14 @@ def dotted(path: pathlib.Path) -> str:
 MODULES = {dotted(path): path for path in FILES}
 
 
+parsed = functools.cache(ast.parse)  # by the source of a file
+
+
 @functools.cache
 def imported(source: str) -> set[str]:
     """Return the dotted names that a file imports anywhere."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -128,7 +130,7 @@ def imported(source: str) -> set[str]:
 @functools.cache
 def hands_on(source: str) -> bool:
     """Return True if a file only re-exports names."""
-    return all(isinstance(node, ast.ImportFrom | ast.With | ast.Assign | ast.Expr) for node in ast.parse(source).body)
+    return all(isinstance(node, ast.ImportFrom | ast.With | ast.Assign | ast.Expr) for node in parsed(source).body)
 
 
 def leads_to(name: str) -> set[str]:
@@ -221,7 +223,7 @@ def test_extensions_import_the_interface() -> None:
 def test_folders_are_small_and_have_a_docstring() -> None:
     for folder in {path.parent for path in FILES_IN_FOLDERS}:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert ast.get_docstring(parsed((folder / "__init__.py").read_text())), folder
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -286,7 +288,7 @@ def test_finalizers_use_no_global_while_the_interpreter_ends() -> None:
     for source in (path.read_text() for path in FILES):
         if "def __del__" not in source:
             continue
-        tree = ast.parse(source)
+        tree = parsed(source)
         named = [each for each in ast.walk(tree) if isinstance(each, ast.alias)]
         at_top = {each.asname or each.name for each in named}
         at_top |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -302,7 +304,7 @@ def test_new_tensors_name_their_device() -> None:
     """Callers may use `torch.device("cuda")` as a context, in which other tensors would be made there."""
     made = {each.__name__ for each in torch.utils._device._device_constructors()}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in made:
                 is_torchs = ast.unparse(node.func.value) == "torch"
                 given = {each.arg or ast.unparse(each.value) for each in node.keywords}

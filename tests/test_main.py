@@ -74,7 +74,7 @@ def keep(x):
     cache.update(point=Point(x), record=Record(x), color=Color.RED, heir=Heir())
     return Point.made
 
-def same():
+def same_kinds():
     kinds = isinstance(cache["point"], Point), cache["color"] is Color.RED, isinstance(cache["heir"], Base)
     return *kinds, cache["record"] == Record(3), cache["heir"].name(), Point.made
 
@@ -149,11 +149,11 @@ def scale(by, x):
 def give():
     return Point(7), Color.RED
 
-large = torch.zeros(1 << 20)
+block = torch.zeros(1 << 20)
 
 class Failure(LookupError):
     def size(self):
-        return large.numel()
+        return block.numel()
 
 def fail():
     with lock:
@@ -173,7 +173,7 @@ def drive(to):
     print("lambda", [call(lambda: bump()) for _ in range(2)])
     print("dict", [call(put, key, key) for key in "ab"])
     print("model", [call(train) for _ in range(3)])
-    print("classes", call(keep, 3), call(same), call(are_own, Point(1), Color.RED))
+    print("classes", call(keep, 3), call(same_kinds), call(are_own, Point(1), Color.RED))
     print("singleton", [call(single) for _ in range(3)])
     print("decorated", [call(twice, 4) for _ in range(2)], [call(marked) for _ in range(2)])
     print("partial", call(functools.partial(scale, 10), 2))
@@ -254,14 +254,12 @@ WAYS: dict[str, tuple[str, str, list[str]]] = {
     "local, not guarded": (NO_GUARD, LOCAL, ["{file}"]),
     "local, standard input": (NO_GUARD, LOCAL, ["-"]),
     "local, module": (GUARD, LOCAL, ["-m", "package.program"]),
-    "local, drop-in": (GUARD, LOCAL, ["-m", "telegrad", "{file}"]),
     "run": (GUARD, RUN, ["-m", "telegrad", "run", "--role", "serving", "--role", "driver", "--", "python", "{file}"]),
     "spawn": (GUARD, PROCESSES.format("spawn"), ["{file}"]),
     "fork": (GUARD, PROCESSES.format("fork"), ["{file}"]),
     "forkserver": (GUARD, PROCESSES.format("forkserver"), ["{file}"]),
     "torchrun": (GUARD, ALL, [*["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], "{file}"]),
 }
-IN_MAKE_TEST = ("local",)
 
 
 def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -269,9 +267,8 @@ def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.Com
     for file in (folder / "program.py", folder / "package" / "program.py"):
         file.write_text(text)
     current = folder
-    if (
-        command == ["{file}"] and "telegrad.local(" in text
-    ):  # the program does not import from the current folder, so its workers must not, either
+    # The program does not import from the current folder, so its workers must not, either.
+    if command[0] in ("{file}", "-P") and "telegrad.local(" in text:
         current = folder / "elsewhere"
         current.mkdir()
         for name in ("telegrad", "torch", "json", "numpy"):
@@ -297,10 +294,9 @@ def printed(text: str) -> str:
     return "".join(f"{line}\n" for line in lines if line.split(" ")[0] in first_words and "has ended" not in line)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in IN_MAKE_TEST else pytest.mark.nightly) for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_program_does_the_same_with_each_way_to_start_workers(way: str, tmp_path: pathlib.Path) -> None:
     guard, end, command = WAYS[way]
     lock = LOCK if guard == GUARD else NO_LOCK  # a lock cannot be sent if workers do not import the program
@@ -394,7 +390,8 @@ with telegrad.local(["w"]):
 
 
 GUARDED = (
-    reading(KINDS | UNCHANGED | {"bound": ("None", "bound", "0"), "own": ("None", "own", "0")})
+    SHARED.replace("LOCK", LOCK)
+    + reading(KINDS | UNCHANGED | {"bound": ("None", "bound", "0"), "own": ("None", "own", "0")})
     + """
 import functools, torch.distributed.rpc
 
@@ -447,6 +444,7 @@ if __name__ == "__main__":
     made_late = 7
     shared = [cells]
     with telegrad.local(["w"]):
+        drive("w")
         show("drop-in", served(), call(served))
         call(make_own)  # each process has its own: no warning
         for name in names * 2:
@@ -468,8 +466,12 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(2 * PATIENT)
 def test_globals_and_functions_that_differ_from_those_that_workers_import(tmp_path: pathlib.Path) -> None:
-    ran = start(tmp_path, GUARDED, ["-m", "telegrad", "{file}"])
-    told = {label: rest for label, _, rest in (line.partition("; ") for line in ran.stdout.splitlines())}
+    """The program also does what it does with each other way to start workers."""
+    ran = start(tmp_path, GUARDED, ["-P", "-m", "telegrad", "{file}"])
+    assert printed(ran.stdout) == EXPECTED, ran.stdout + ran.stderr
+    told = {
+        label: rest for label, is_told, rest in (line.partition("; ") for line in ran.stdout.splitlines()) if is_told
+    }
     bound_again = re.findall("name '(\\w+)' is bound at the top level", told.pop("bound again", ""))
     assert bound_again == ["again", "wrapped", "again", "Rebound", "Rebound"], ran.stdout + ran.stderr
     assert "the global 'shared' of the main program shares an object with 'cells'" in told.pop("shares")

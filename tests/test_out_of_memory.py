@@ -36,7 +36,7 @@ def unlimit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture
 def two(request: pytest.FixtureRequest) -> Iterator[list[Process]]:
     with group(2, transport=request.param) as made:
         yield made
@@ -72,7 +72,14 @@ def errors_of(function: Callable[..., Any], kinds: tuple[str, ...], limited: str
     return said
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize(
+    ("two", "limited"),
+    [
+        *(("unix", 0), ("tcp", 1)),
+        *(pytest.param("unix", 1, marks=pytest.mark.nightly), pytest.param("tcp", 0, marks=pytest.mark.nightly)),
+    ],
+    indirect=["two"],
+)
 def test_a_worker_without_memory_for_values_fails_only_their_calls(two: list[Process], limited: int) -> None:
     two[limited].run(limit, LEFT)
     function, kinds = [(torch.ones, ("size", "size")), (len, ("tensor", "bytes"))][limited]

@@ -93,7 +93,7 @@ class RemoteModule(remote_module.RemoteModule):
     def parameters(self, recurse: bool = True) -> NoReturn:
         self._refuse("parameters", "Please use ``remote_parameters`` instead.")
 
-    def _refuse(self, method: str, instead: str) -> NoReturn:
+    def _refuse(self, method: str, instead: str = "") -> NoReturn:
         raise ValueError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
 
 

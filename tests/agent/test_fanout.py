@@ -99,7 +99,7 @@ def test_each_worker_has_its_own_copy_of_large_arguments(workers: list[Worker]) 
 def test_several_workers_of_one_host_share_a_copy_of_the_arguments() -> None:
     with agents(4, transport="unix") as workers:
         agent = workers[0].agent
-        pool = agent._connections._pool
+        pool = agent.memory
         tensor = torch.ones(LARGE)
         futures = call_each(agent, total, tensor)
         assert len(pool._common) == 1

@@ -51,8 +51,10 @@ def relayed(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return slow_add(rpc.rpc_sync(to, slow_add, (x, y)), y)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("to", ["w1", "w0"])
+@pytest.mark.parametrize(
+    ("to", "way"),
+    [*(pytest.param("w1", *each.values, id=each.id) for each in WAYS), pytest.param("w0", {}, id="itself")],
+)
 @on_devices
 def test_tensors_are_sent_there_and_back(kind: str, to: str, way: dict[str, Any]) -> None:
     here, there = places(kind)
@@ -129,7 +131,7 @@ def kinds_of_tensors(device: str | torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_devices
 def test_kinds_of_tensors(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)

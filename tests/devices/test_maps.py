@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad._core.devices.device_maps import Devices, map_errors
+from telegrad._core.membership.members import Devices, map_errors
 from telegrad._core.start.cluster import start
 from telegrad._core.wire.packing import for_answers, for_calls, for_gradients
 from telegrad._core.wire.tensors import HOST

@@ -57,7 +57,7 @@ def ways() -> list[bool | None]:
 
 
 def lent() -> int:
-    return current.agent()._connections._pool.lent
+    return current.agent().memory.lent
 
 
 def end(rank: int, kind: str) -> list[str]:

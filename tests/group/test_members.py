@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.devices.device_maps import Devices
 from telegrad._core.joining.rendezvous import MOST_ASKED, ArrivalTable
 from telegrad._core.membership.members import (
     LONGEST_NAME,
     LONGEST_ROLE,
+    Devices,
     Member,
     Members,
     WorkerInfo,

@@ -51,6 +51,20 @@ def stepped(layer, optimizer):
     return layer.state_dict()
 
 
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(a):
+        return a.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
 def one_process():
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -81,18 +81,12 @@ from torch.utils.checkpoint import checkpoint as ck
 backward(ck(lambda b: call(torch.sin, nn.functional.dropout(b, 0.5)).tanh(), x * 1.0, use_reentrant=False).sum())
 found = gradients(x)
 ## a `Function` with `jvp` and `generate_vmap_rule`
-class F(torch.autograd.Function):
+class F(Sine):
     generate_vmap_rule = True
-    @staticmethod
-    def forward(a):
-        return a.sin()
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
     @staticmethod
     def jvp(ctx, t):
         return t * ctx.saved_tensors[0].cos()
@@ -101,16 +95,7 @@ def f(a):
     return torch.func.vmap(F.apply)(a) + torch.func.jvp(F.apply, (a,), (a,))[1] + of_rows
 found = through(f, x)
 ## a `Function` with a `vmap` of its own
-class F(torch.autograd.Function):
-    @staticmethod
-    def forward(a):
-        return a.sin()
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
+class F(Sine):
     @staticmethod
     def vmap(info, in_dims, a):
         return F.apply(a), in_dims[0]
@@ -118,11 +103,7 @@ def f(a):
     return torch.func.vmap(F.apply)(a)
 found = through(f, x)
 ## `once_differentiable`
-class F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a.sin()
+class F(Sine):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
@@ -368,15 +349,8 @@ y, b = call(F.apply, x)
 backward(y.sum())
 found = gradients(x)
 ## `clear_saved_tensors_on_access`
-class F(torch.autograd.Function):
+class F(Sine):
     clear_saved_tensors_on_access = True
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a.sin()
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
 found = through(F.apply, x)
 ## `torch.library.custom_op` with `register_autograd`
 @torch.library.custom_op("telegrad_limits::twice", mutates_args=())

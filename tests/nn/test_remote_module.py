@@ -43,6 +43,10 @@ class Words(nn.Module):
         raise KeyError("inside")
 
 
+def make_norm() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(2))
+
+
 class Parent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +180,21 @@ def test_state_that_does_not_fit() -> None:
     assert unexpected == ["far.other"]
     with pytest.raises(RuntimeError, match=r"on worker 'w1'[\s\S]*size mismatch for weight"):
         parent.load_state_dict({**state, "far.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_owner_gets_the_versions_of_a_state(inside: bool) -> None:
+    """BatchNorm ignores a missing name in a state of its first version."""
+    module = RemoteModule("w1", make_norm)
+    model = nn.Sequential(module) if inside else module
+    state = model.state_dict()
+    (name,) = [each for each in state if each.endswith("num_batches_tracked")]
+    model.load_state_dict(dict(state) | {name: torch.tensor(3)})
+    del state[name]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
+        model.load_state_dict(state)
+    model.load_state_dict(dict(state))  # has no versions
+    assert model.state_dict()[name].item() == 3
 
 
 def test_conversions_reach_the_module() -> None:

@@ -11,8 +11,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd
-from telegrad._core.memory.blobs import SHARE_FROM
-from telegrad._core.memory.warm_memory import SHARING
+from telegrad._core.memory.warm_memory import SHARE_FROM, SHARING
 from telegrad._core.references import reference_table as table_module
 from telegrad._core.security.handshake import StreamId
 from telegrad._core.transport.connect import Target
@@ -153,7 +152,7 @@ def test_passes_that_never_begin_or_have_failed_are_counted(
 @pytest.mark.skipif(not SHARING, reason="memory is not shared here")
 def test_kept_results_use_a_limited_share_of_the_descriptors(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, other = three
-    pool = callee.agent._connections._pool
+    pool = callee.agent.memory
     pool.most_files = MOST
 
     def make(worker: Worker) -> torch.Tensor:

@@ -7,9 +7,10 @@ import errno
 import os
 import pathlib
 import socket
+from collections.abc import Iterator
 
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
-from telegrad._core.security.handshake import Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE
 
@@ -45,6 +46,17 @@ def wait_closed(sock: socket.socket, patience: float = PATIENCE) -> bytes:
     return heard
 
 
+def listening() -> Iterator[tuple[str, int, str]]:
+    """Yield the address, the port and the inode of each socket of this host that listens, as the kernel writes them."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                host, _, port = fields[1].rpartition(":")
+                if fields[3] == "0A":
+                    yield host, int(port, 16), fields[9]
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -52,6 +64,11 @@ def descriptors() -> int:
 def resident() -> int:
     """Return the bytes of memory that this process uses."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def new_member(worker: Worker) -> Initiator:
+    """Return the end of a connection that a member of the group makes to a worker."""
+    return Initiator(worker.agent.keys, Hello("w0", 0, "another", ""), worker.agent.incarnation)
 
 
 HAS_PROC = pathlib.Path("/proc/self/statm").exists()
@@ -69,7 +86,10 @@ class Visitor:
                 self._writer = RecordWriter(end._ciphers.sending)
                 said += self._writer.encrypt(behind)
             sock.sendall(said)
-            said = end.receive(sock.recv(4096))
+            heard = sock.recv(4096)
+            if not heard:
+                raise ConnectionError("the worker closed the connection")
+            said = end.receive(heard)
         assert end.leftover == b""
         assert end.ciphers is not None
         self._writer = RecordWriter(end.ciphers.sending)

@@ -17,7 +17,6 @@ import tempfile
 
 INSTRUMENTED = [
     "telegrad._core.wire.messages",
-    "telegrad._core.wire.messages",
     "telegrad._core.security.handshake",
     "telegrad._core.security.encrypted_records",
     "telegrad._core.stores.sealed_store",

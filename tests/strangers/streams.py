@@ -36,6 +36,7 @@ Plain = tuple[int, int, int, bytes, bytes, bytes, list[Any]]  # the fields of a 
 PLENTY = 1 << 18
 SMALL = 64  # a scratch buffer that short streams overflow
 NAMED = (ProtocolViolation, MemoryError, OverflowError)
+MANY = 2000  # pieces
 SHARED_BLOCKS = 4  # blocks of any size, which the other end may name
 
 
@@ -72,8 +73,12 @@ def scratch_of(size: int) -> Iterator[None]:
         yield
 
 
-def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
-    """Return the frames of a stream that arrives in pieces of these sizes, cyclically, and True if it was refused."""
+def read(stream: bytes, cuts: Sequence[int], apart: bool = False) -> tuple[list[Plain], bool]:
+    """Return the frames of a stream that arrives in pieces of these sizes, cyclically, and True if it was refused.
+
+    The rest after many pieces arrives at once. With `apart`, a piece that begins outside of a frame does not go through
+    the reader's buffer.
+    """
     promised = 0
 
     def allocate(size: int, device: int, striped: bool) -> tuple[bytearray, Iterator[Any]]:
@@ -90,18 +95,21 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
     reader = FrameReader(allocate, attach, lambda frame: frame.kind == LEND)
     while at < len(stream):
         buffer = reader.buffer()
-        count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
+        count = min(len(buffer), cuts[turn % len(cuts)] if turn < MANY else len(stream), len(stream) - at)
         assert count > 0
-        buffer[:count] = stream[at : at + count]
+        piece = stream[at : at + count]
+        is_apart = apart and reader.target is None and not reader.end
+        if not is_apart:
+            buffer[:count] = piece
         at, turn = at + count, turn + 1
         try:
-            found += reader.advance(count)
+            found += reader.advance(count, piece if is_apart else None)
         except NAMED:
             return plain(found), True
     return plain(found), False
 
 
-def plain(found: list[Message]) -> list[Plain]:
+def plain(found: Sequence[Message]) -> list[Plain]:
     return [
         (f.kind, f.flags, f.id, f.head, f.meta, bytes(f.body), [b if type(b) is tuple else bytes(b) for b in f.blobs])
         for f in found

@@ -22,7 +22,18 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
-from tests.strangers.door import HAS_PROC, LATE, begin_to_knock, descriptors, knock, resident, say, wait_closed
+from tests.strangers.door import (
+    HAS_PROC,
+    LATE,
+    Visitor,
+    begin_to_knock,
+    descriptors,
+    knock,
+    new_member,
+    resident,
+    say,
+    wait_closed,
+)
 
 KEY = "the key of the group"
 OTHER = Keyring([b"another key"])
@@ -79,15 +90,9 @@ def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
 
 def greet(worker: Worker) -> None:
     """Run the handshake of a new member."""
-    end = Initiator(worker.agent.keys, Hello("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
         sock.settimeout(2.0)
-        sock.sendall(end.start())
-        while not end.done:
-            data = sock.recv(4096)
-            if not data:
-                raise ConnectionError("the worker closed the connection")
-            sock.sendall(end.receive(data))
+        Visitor(sock, new_member(worker))
 
 
 def test_a_silent_crowd_does_not_slow_members(worker: tuple[Worker, Worker]) -> None:
@@ -156,7 +161,7 @@ def test_a_slow_stranger_is_closed_although_it_is_never_silent(worker: tuple[Wor
 def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
     """The handshake of the member arrives byte by byte."""
     _, b = worker
-    end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
+    end = new_member(b)
     with knock(b) as sock:
         said = end.start()
         while not end.done:

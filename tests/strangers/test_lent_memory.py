@@ -19,13 +19,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources, Outgoing, Prepared
-from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, Outgoing, Prepared
+from telegrad._core.memory.warm_memory import SHARING, SharedBlockPool
 from telegrad._core.transport import link as links
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
     COMMON,
@@ -39,40 +35,28 @@ from telegrad._core.wire.messages import (
     pack_numbers,
 )
 from telegrad._core.wire.tensors import HOST
-from telegrad.errors import PeerLost
+from tests.links import LinkEnd
 from tests.strangers.door import descriptors
 
 SIZE = 1 << 20
 pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
 
-class Receiver:
-    """A link over a Unix socket, whose other end belongs to the test."""
-
+class Receiver(LinkEnd):
     def __init__(self) -> None:
-        self._poller = Poller()
-        ours, self.theirs = socket.socketpair(socket.AF_UNIX)
+        super().__init__(SharedBlockPool(SIZE))
         self.theirs.settimeout(10)
-        self.blobs: list[torch.Tensor] = []
-        stores = MemorySources(ReceiveBufferPool(0), SharedBlockPool(SIZE), Staging(Streams()))
-        handlers = LinkHandlers(self._keep, lambda *_: None, prompt=False)
-        self.link = Link(ours, "w1", self._poller, stores, handlers)
         self.link.reading.watch()
 
-    def _keep(self, _: Link, messages: object) -> None:
-        for message in messages:  # type: ignore[attr-defined]
-            self.blobs += message.blobs
+    @property
+    def blobs(self) -> list[torch.Tensor]:
+        return [blob for frame in self.frames for blob in frame.blobs]
 
     def pass_on(self, data: bytes, fds: list[int]) -> None:
         """Send a frame with descriptors, and have the link read it."""
         self.theirs.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         while self.link.on_readable():
             pass
-
-    def close(self) -> None:
-        self.link.close(PeerLost("the end of the test"))
-        self.theirs.close()
-        self._poller.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +70,7 @@ def receiver() -> Iterator[Receiver]:
     before = descriptors()
     made = Receiver()
     yield made
-    made.blobs.clear()
+    made.frames.clear()
     made.close()
     assert descriptors() == before
 

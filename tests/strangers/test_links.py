@@ -5,8 +5,8 @@ Members are trusted not to send them on purpose; an attacker on the network cann
 
 from __future__ import annotations
 
+import contextlib
 import operator
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
-from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
     ENTRY,
@@ -38,7 +31,8 @@ from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
-from tests.strangers.door import Visitor, knock, wait_closed
+from tests.links import LinkEnd
+from tests.strangers.door import Visitor, knock, new_member, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
 KEY = "the key of the group"
@@ -47,28 +41,15 @@ NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
     """Return the error of a link that receives this stream, and its frames."""
-    frames: list[Message] = []
-    poller = Poller()
-    ours, theirs = socket.socketpair()
-    with scratch_of(SMALL), theirs:
-        link = Link(
-            ours,
-            "w1",
-            poller,
-            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            LinkHandlers(lambda _, found: frames.extend(found), lambda *_: None, prompt=False),
-        )
+    with scratch_of(SMALL), contextlib.closing(LinkEnd()) as end:
         if at_once:
-            link.feed(stream)
+            end.link.feed(stream)
         else:
-            theirs.sendall(stream)
-            link.reading.watch()
-            while link.on_readable():
+            end.theirs.sendall(stream)
+            end.link.reading.watch()
+            while end.link.on_readable():
                 pass
-        closed = link.closed
-        link.close(PeerLost("the end of the test"))
-    poller.close()
-    return closed, frames
+        return end.link.closed, end.frames
 
 
 sound = st.sampled_from(samples()[:2])
@@ -85,12 +66,6 @@ def test_an_invalid_frame_closes_the_link_or_waits_for_more(before: bytes, strea
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)
     assert all(frame.kind not in (RELEASE, RETIRE) for frame in frames)
-
-
-@pytest.mark.parametrize("kind", [RELEASE, RETIRE])
-def test_an_invalid_list_of_blocks_closes_the_link(kind: int) -> None:
-    closed, _ = hear(encode(Message(kind, body=b"123")))
-    assert isinstance(closed, PeerLost)
 
 
 BEYOND = 1 << 47  # bytes, more than the address space of a process
@@ -131,9 +106,8 @@ def worker() -> Iterator[list[Worker]]:
 )
 def test_a_worker_survives_connections_with_invalid_frames(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
-    end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
-        visitor = Visitor(sock, end, said if behind else b"")
+        visitor = Visitor(sock, new_member(b), said if behind else b"")
         if not behind:
             visitor.say(said)
         wait_closed(sock, patience=1.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import pathlib
 import socket
 import subprocess
 import time
@@ -24,11 +23,10 @@ from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, sealed
 from tests.hosts import enter, ip, why_not
 from tests.other_user import become_nobody, is_root
-from tests.strangers.door import wait_closed
+from tests.strangers.door import listening, wait_closed
 
 HERE, THERE = (f"10.{213 + os.getpid() % 8}.{os.getpid() // 8 % 256}.{end}" for end in (1, 2))  # ends of the cable
 SOON = 20.0  # seconds
@@ -89,20 +87,11 @@ def by_another_user(attack: Callable[[], list[str]], namespace: str = "") -> lis
 
 def own_ports() -> set[int]:
     """Return the ports at which this process listens, over IPv4 or IPv6."""
-    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has_link(fd)}
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in pathlib.Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return found
-
-
-def has_link(fd: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.readlink(f"/proc/self/fd/{fd}"))
-    return False
+    sockets = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {port for _, port, inode in listening() if f"socket:[{inode}]" in sockets}
 
 
 def open_at(host: str, ports: set[int]) -> list[str]:
@@ -115,16 +104,12 @@ def open_at(host: str, ports: set[int]) -> list[str]:
 
 def test_no_port_is_open_for_another_host(cable: str) -> None:
     with agents(2, transport="tcp", key=SECRET) as workers:
-        check_ports(workers, cable)
-
-
-def check_ports(workers: list[Worker], cable: str) -> None:
-    ports = own_ports()
-    assert ports >= {worker.agent.me.tcp[1] for worker in workers}
-    with socket.create_server((HERE, 0)) as known:  # an open port shows that the cable works
-        port = known.getsockname()[1]
-        assert by_another_user(lambda: open_at(HERE, {port}), cable) == [f"{HERE}:{port}"]
-    assert by_another_user(lambda: open_at(HERE, ports), cable) == []
+        ports = own_ports()
+        assert ports >= {worker.agent.me.tcp[1] for worker in workers}
+        with socket.create_server((HERE, 0)) as known:  # an open port shows that the cable works
+            port = known.getsockname()[1]
+            assert by_another_user(lambda: open_at(HERE, {port}), cable) == [f"{HERE}:{port}"]
+        assert by_another_user(lambda: open_at(HERE, ports), cable) == []
 
 
 def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:

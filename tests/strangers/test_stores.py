@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import operator
 import os
@@ -36,6 +35,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.ext import starting
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine
+from tests.strangers.door import listening
 
 KEY = b"the key that nobody else knows"
 KEYS = Keyring([KEY])
@@ -184,23 +184,11 @@ def test_a_forged_end_of_a_member_is_ignored(caplog: pytest.LogCaptureFixture) -
 # Over TCP
 
 
-def listening(port: int) -> list[str]:
-    """Return the addresses at which this host listens on a port, in the kernel's notation."""
-    found = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in pathlib.Path(table).read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-                    found.append(local.rpartition(":")[0])
-    return found
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_a_store_on_loopback_listens_only_there(host: str) -> None:
     store, port = raw_stores.serve_tcp(host, 0)
     wanted = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
-    assert listening(port) == [wanted]
+    assert [address for address, at, _ in listening() if at == port] == [wanted]
     del store
 
 

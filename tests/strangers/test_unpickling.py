@@ -17,7 +17,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.wire.messages import CALL, NOTICE, FrameReader, Message, encode
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents
-from tests.strangers.door import knock, say, wait_closed
+from tests.strangers.door import knock, new_member, say, wait_closed
 
 KEY = "the key of the group"
 OTHER = Keyring([b"another key"])
@@ -117,7 +117,7 @@ def test_no_bytes_of_a_stranger_are_parsed(
 
 def test_a_replayed_handshake_of_a_member_is_refused(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
-    end = Initiator(b.agent.keys, Hello("w0", 0, "x", ""), b.agent.incarnation)
+    end = new_member(b)
     with knock(b) as sock:
         recording = [end.start()]
         while not end.done:

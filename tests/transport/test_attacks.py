@@ -17,21 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.encrypted_records import RECORD, RecordWriter
 from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
 from tests.cluster import agents
+from tests.links import LinkEnd
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.wire.recording import messages
 
@@ -60,22 +55,12 @@ def agreed() -> tuple[Ciphers, Ciphers]:
     return a.ciphers, b.ciphers
 
 
-class End:
+class End(LinkEnd):
     """A link, and the attacker's end of its socket."""
 
     def __init__(self, ciphers: Ciphers) -> None:
-        self.frames: list[Message] = []
-        ours, self.theirs = socket.socketpair()
+        super().__init__(ciphers=ciphers)
         self.theirs.setblocking(False)
-        self._poller = Poller()
-        self.link = Link(
-            ours,
-            "w1",
-            self._poller,
-            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False),
-            ciphers,
-        )
 
     def said(self) -> bytes:
         """Return the bytes that the link has sent."""
@@ -90,11 +75,6 @@ class End:
         self.theirs.sendall(stream)
         while self.link.closed is None and self.link.read():
             pass
-
-    def close(self) -> None:
-        self.link.close(PeerLost("the end of the test"))
-        self.theirs.close()
-        self._poller.close()
 
 
 @contextlib.contextmanager

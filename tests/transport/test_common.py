@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.memory.blobs import SharedBuffers, SharedMaps
+from telegrad._core.memory.blobs import SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.worker import current
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory
 
 
 def common(pool: SharedBlockPool, size: int = MB) -> torch.Tensor:
-    tensor = pool.common(size)
+    tensor = pool.take_common(size)
     assert tensor is not None
     return tensor
 
@@ -88,16 +88,16 @@ def test_a_block_is_reused_only_after_the_last_release() -> None:
 
 def test_one_mapping_serves_many_loans_until_it_is_idle() -> None:
     pool, maps, places = SharedBlockPool(8 * MB), SharedMaps(Streams()), set()
-    tensor, buffers = common(pool), SharedBuffers(pool, True)
+    tensor = common(pool)
     for value in range(3):
         tensor.fill_(value)
         seen = lend(pool, tensor, maps)
         seen.fill_(9)  # a private write of this receiver
-        assert bool((buffers.lasting(seen) == value).all())
-        places.add(buffers.lasting(seen).data_ptr())
+        assert bool((pool.lasting(seen) == value).all())
+        places.add(pool.lasting(seen).data_ptr())
         pool.give_back([*maps.released])
     assert len(places) == 1
-    assert buffers.lasting(tensor) is tensor
+    assert pool.lasting(tensor) is tensor
     maps.lasting.trim()
     assert maps.lasting._maps
     maps.close()
@@ -138,12 +138,12 @@ def test_both_kinds_of_blocks_share_a_limit_and_idle_ones_are_freed_for_others()
     pool = SharedBlockPool(4 * MB)
     block, tensor = pool.take(2 * MB), common(pool, 2 * MB)
     assert block is not None
-    assert pool.common(MB) is None
+    assert pool.take_common(MB) is None
     assert pool.take(MB) is None
     del tensor
     assert pool.take(MB) is not None  # the idle common block was freed
     pool.give_back([block.number])
-    assert pool.common(2 * MB) is not None
+    assert pool.take_common(2 * MB) is not None
     pool.close()
 
 
@@ -167,7 +167,7 @@ def test_a_tensor_outlives_the_pool() -> None:
     tensor.fill_(3)
     assert int(tensor.sum()) == 3 * MB
     assert pool.lend(tensor) is None
-    assert pool.common(MB) is None
+    assert pool.take_common(MB) is None
     pool.give_back([loan.number])
     del tensor
     assert pool.trim(0.0) == []
@@ -228,7 +228,7 @@ def test_writes_of_many_receivers_do_not_reach_the_sender(way: str) -> None:
             futures = [agent.call_async(f"w{rank}", scribble, (tensor,), None) for rank in (1, 2, 3)]
             assert [future.wait() for future in futures] == [2 * count] * 3
         assert float(tensor.sum()) == count
-        pool = agent._connections._pool
+        pool = agent.memory
         assert bool(pool._common) is (way == "unix")
         assert not pool._shelf._unused  # no content was copied into ordinary blocks
         wait_until(lambda: pool.lent == 0)
@@ -240,7 +240,7 @@ def test_answers_lend_common_blocks_and_small_tensors_are_plain() -> None:
         answer.fill_(5)
         _kept["answer"] = answer
         assert torch.equal(workers[0].agent.call("w1", _kept.get, ("answer",), None), answer)
-        pool = workers[1].agent._connections._pool
+        pool = workers[1].agent.memory
         assert not pool._shelf._unused
         small = workers[1].agent.memory.common(1024)
         assert small.numel() == 1024
@@ -254,7 +254,7 @@ def test_above_the_limit_common_memory_is_plain_memory(caplog: pytest.LogCapture
         held = [agent.memory.common(MB) for _ in range(2)]
         assert not caplog.messages
         held += [agent.memory.common(MB) for _ in range(2)]
-        assert len(agent._connections._pool._common) == 2
+        assert len(agent.memory._common) == 2
         (said,) = caplog.messages
         assert "2097152 of 2097152 bytes are in use" in said
         assert "raise the option shared_memory to at least 3145728" in said
@@ -270,7 +270,7 @@ def test_a_first_message_that_waits_for_its_connection_lends_a_block() -> None:
         tensor.fill_(1)
         futures = [agent.call_async(f"w{rank}", total, (tensor,), None) for rank in (1, 2)]
         assert [future.wait() for future in futures] == [MB, MB]
-        assert not agent._connections._pool._shelf._unused
+        assert not agent.memory._shelf._unused
 
 
 def test_a_killed_receiver_does_not_harm_the_other_receivers() -> None:
@@ -293,7 +293,7 @@ def _send_to_both() -> None:
 
 def _after_the_death() -> bool:
     agent = current.agent()
-    pool = agent._connections._pool
+    pool = agent.memory
     wait_until(lambda: pool.lent == 1)  # the loan to the killed worker was given up
     agent.call("worker2", keep, ("again", _kept["source"]), None)  # other receivers still get loans
     _kept.clear()
@@ -323,4 +323,4 @@ def _send_often(times: int) -> None:
 
 
 def _release() -> None:
-    wait_until(lambda: current.agent()._connections._pool.lent == 0)
+    wait_until(lambda: current.agent()._connections.memory.lent == 0)

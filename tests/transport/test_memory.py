@@ -147,7 +147,7 @@ def echo(value: torch.Tensor) -> torch.Tensor:
 @needs_sharing
 def test_an_argument_that_is_returned_frees_its_block_with_the_answer() -> None:
     with agents(2, transport="unix") as group:
-        pools = [worker.agent._connections._pool for worker in group]
+        pools = [worker.agent.memory for worker in group]
         sent = torch.ones(MB)
         for _ in range(4):
             assert torch.equal(group[0].agent.call("w1", echo, (sent,), None), sent)
@@ -173,7 +173,7 @@ def look(pipe: Connection) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_memory_that_a_forked_child_has_is_not_reused(transport: str) -> None:
     with agents(2, transport=transport) as group:
-        agent, pool = group[0].agent, group[0].agent._connections._pool
+        agent, pool = group[0].agent, group[0].agent.memory
         agent.call("w1", keep, (torch.ones(MB),), None)
         ours, theirs = multiprocessing.Pipe()
         child = multiprocessing.get_context("fork").Process(target=look, args=(theirs,))
@@ -335,7 +335,7 @@ def test_a_tensor_that_cannot_be_prepared_fails_only_its_own_call(monkeypatch: p
     monkeypatch.setattr(Outgoing, "prepare", fails)
     gate.clear()
     with agents(2) as group:
-        agent, pool = group[0].agent, group[0].agent._connections._pool
+        agent, pool = group[0].agent, group[0].agent.memory
         assert agent.call("w1", echo, (torch.ones(1),), None)  # to connect them
         other = agent.call_async("w1", wait_for_gate, None, None)
         with pytest.raises(MemoryError, match="no memory"):

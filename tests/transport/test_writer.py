@@ -16,16 +16,15 @@ import pytest
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import Chunk, MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
+from telegrad._core.memory.blobs import Chunk
 from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState
 from telegrad._core.transport import writer as writers
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.link import Link
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
 from telegrad._core.wire.messages import CALL, Message
 from telegrad.errors import PeerError
+from tests.links import LinkEnd
 
 SECRET = bytes(KEY)
 FREED = 0xDD
@@ -143,10 +142,8 @@ def test_an_error_during_a_write_ends_only_the_connection(
     def fail(*_: object) -> None:
         raise MemoryError("too little")
 
-    ours, theirs = socket.socketpair()
-    sources, handlers = MemorySources(ReceiveBufferPool(0), None, Staging(Streams())), (lambda *_: None,) * 2
-    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs):
-        link = Link(ours, "w1", poller, sources, LinkHandlers(*handlers, prompt=False))
+    with contextlib.closing(LinkEnd()) as end:
+        link = end.link
         if name == "_has_next":
             link._outbox.append(Chunk(b"x"))
         monkeypatch.setattr(place, name, fail)

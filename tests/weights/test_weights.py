@@ -322,7 +322,7 @@ def test_memory_of_old_versions_is_reused() -> None:
         for number in range(1, 20):
             publisher.publish()
             assert reader.at_least(number).number == number
-        pool = learner.agent._connections._pool
+        pool = learner.agent.memory
         assert sum(pool._bytes.values()) <= 4 * 2_500_000
         reader.close()
         publisher.close()
@@ -334,7 +334,7 @@ def test_memory_of_old_versions_is_reused() -> None:
 def _lent(worker: Worker) -> int:
     connections = worker.agent._connections
     connections.tick(time.monotonic())
-    pool = connections._pool
+    pool = connections.memory
     with pool._lock:
         pool._collect()
         return pool.lent + len(pool._common)

@@ -24,9 +24,8 @@ import torch
 
 from telegrad import autograd, errors, rpc
 from telegrad._core.agent.agent import Agent
-from telegrad._core.devices.device_maps import Devices
 from telegrad._core.joining.quorum import Arrival, Before, Formed
-from telegrad._core.membership.members import Member
+from telegrad._core.membership.members import Devices, Member
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode

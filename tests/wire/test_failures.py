@@ -21,6 +21,7 @@ import torch
 
 from telegrad import errors
 from telegrad._core.calls.call_names import user_name
+from telegrad._core.pickling import remote_text
 from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.remote_text import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line, folded
@@ -62,6 +63,18 @@ class Slotted(Exception):
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
+
+
+class Guarded(Exception):
+    __slots__ = ("__code", "__weakref__")
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.__code = code
+
+    @property
+    def code(self) -> int:
+        return self.__code
 
 
 class InPieces(Exception):
@@ -171,7 +184,15 @@ def test_a_built_in_exception_keeps_its_attributes() -> None:
 
 @pytest.mark.parametrize("hops", [1, 2])
 def test_exceptions_whose_constructors_take_other_arguments(hops: int) -> None:
-    for error in (KeywordOnly(code=3), OwnText(1, 2), Mangling(5), Slotted(4), InPieces("a", "b"), Odd(2, "x")):
+    for error in (
+        KeywordOnly(code=3),
+        OwnText(1, 2),
+        Mangling(5),
+        Slotted(4),
+        Guarded(4),
+        InPieces("a", "b"),
+        Odd(2, "x"),
+    ):
         back = error
         for _ in range(hops):
             back = journey(back)
@@ -272,6 +293,14 @@ def test_exception_groups(hops: int) -> None:
     assert back.exceptions[1].code == 3
     assert back.subgroup(ValueError).exceptions[0].args == ("a",)
     assert "'w1'" in str(back)
+
+
+def test_all_members_of_a_local_class_arrive() -> None:
+    class Local(Unsendable):
+        """A class that is sent by value, after an attempt by name."""
+
+    back = journey(ExceptionGroup("several", [Local("x") for _ in range(MOST_TOLD * 4 // 5)]))
+    assert len(back.exceptions) == MOST_TOLD * 4 // 5
 
 
 def test_a_description_that_cannot_be_decoded_becomes_a_remote_error() -> None:
@@ -395,6 +424,17 @@ def test_an_exception_that_ends_a_process_arrives_as_a_remote_error(error: BaseE
 def test_an_exception_whose_str_raises() -> None:
     back = journey(BadText())
     assert type(back).__name__ == "BadText"
+
+
+def test_an_interrupt_in_the_code_of_an_exception_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Exception):
+        def __str__(self) -> NoReturn:
+            raise KeyboardInterrupt
+
+    assert first_line(Slow()) == "(its text could not be formatted)"
+    monkeypatch.setattr(remote_text, "raised_by_handler", lambda error: isinstance(error, KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        first_line(Slow())
 
 
 def test_very_long_texts_are_cut() -> None:

@@ -25,7 +25,8 @@ from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling import function_names
 from telegrad._core.pickling.function_names import name_of, program, resolve
 from telegrad._core.pickling.global_names import lacks
-from tests.cluster import Process
+from telegrad._core.pickling.pickling import decode, encode
+from tests.cluster import processes
 from tests.naming import alike
 
 
@@ -170,6 +171,7 @@ def test_names_lead_back(function: Callable[..., Any]) -> None:
     name = named(function, False)
     assert resolve(name) is function
     assert name_of(function, True) == name  # from the cache
+    assert decode(encode([function], True).body, [])[0] is function
 
 
 @pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=alike)
@@ -353,9 +355,9 @@ def test_an_interactive_session_and_a_program_in_a_pipe_have_no_program(
     assert program() == ""
 
 
-def test_a_child_process_has_the_program_of_its_parent(workers: list[Process]) -> None:
-    workers[0].begin(program)
-    assert workers[0].end() == program()
+def test_a_child_process_has_the_program_of_its_parent() -> None:
+    with processes(1) as (child,):
+        assert child.run(program) == program()
 
 
 def test_a_function_that_is_defined_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

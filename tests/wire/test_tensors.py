@@ -228,6 +228,7 @@ def test_the_sent_tensor_does_not_change() -> None:
     assert result[0] == 2
 
 
+@pytest.mark.nightly
 def test_compiled_results() -> None:
     function = torch.compile(lambda x: x * 2, backend="aot_eager")
     made = function(torch.ones(3, requires_grad=True))

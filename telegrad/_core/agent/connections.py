@@ -19,14 +19,13 @@ from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import resources
 from telegrad._core.host.heap import Heap
-from telegrad._core.membership.members import Identity, Member
+from telegrad._core.membership.members import Identity, Member, map_errors
 from telegrad._core.membership.suspects import remember
-from telegrad._core.memory.blobs import MemorySources, SharedBuffers
+from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
@@ -89,7 +88,6 @@ class Connections:
         self.complete = complete
         self._arena = ReceiveBufferPool(settings.shared_memory)
         self._heap = Heap()
-        self._pool = SharedBlockPool(settings.shared_memory)
         self.staging = Staging(streams)
         # Guards _peers, _accepted, _cut, _warned, `closed`, _left, and the replacement of `names`; single reads do not
         # need it.
@@ -113,7 +111,7 @@ class Connections:
         self.listener = Listener(
             settings.address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
-        self.memory = SharedBuffers(self._pool, bool(self.listener.unix))
+        self.memory = SharedBlockPool(settings.shared_memory if self.listener.unix else 0)
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory) -> None:
         """Accept connections from now on."""
@@ -261,7 +259,7 @@ class Connections:
             log.info("telegrad: worker %r and this one use one stream for large tensors: %s", target.name, error)
 
     def _link(self, channel: OpenedChannel, peer: str, handlers: LinkHandlers) -> Link:
-        stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
+        stores = MemorySources(self._arena, self.memory if channel.shared else None, self.staging)
         return Link(channel.sock, peer, self.reactor.poller, stores, handlers, channel.ciphers)
 
     def _claim_to(self, name: str) -> Hello:
@@ -395,7 +393,7 @@ class Connections:
         self.listener.tick(now)
         self._arena.trim(now)
         self._heap.tick(now)
-        retired = self._pool.trim(now)
+        retired = self.memory.trim(now)
         if retired:
             for link in [*accepted, *links]:
                 link.retire(retired)
@@ -425,7 +423,7 @@ class Connections:
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
-        self._pool.close()
+        self.memory.close()
         self.staging.close()
 
     def abandon(self) -> None:

@@ -90,7 +90,7 @@ def size_of(message: tuple[Any, ...]) -> int:
 
 
 def shared(agent: Agent) -> int:
-    return sum(agent._connections._pool._bytes.values())
+    return sum(agent.memory._bytes.values())
 
 
 # Stacks of threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from telegrad._core import checks
-from telegrad._core.devices.device_maps import Devices
+from telegrad._core.membership.members import Devices
 from telegrad._core.security.tls import TlsFiles
 
 DEFAULT = -1.0  # timeout of a call that uses the timeout of the options

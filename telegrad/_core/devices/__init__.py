@@ -1,1 +1,1 @@
-"""Accelerators: device maps, stream order, and transfers of memory between devices, hosts and processes."""
+"""Accelerators: stream order, and transfers of memory between devices, hosts and processes."""

@@ -30,66 +30,59 @@ from telegrad._core.wire.tensors import DeviceBlob, memory
 from telegrad.errors import DeviceError
 
 SMALL_PIECE, PIECE = 1 << 16, 4 << 20
-MOST_SMALL, MOST = 256, 32  # pieces kept: 16 and 128 MB
+MOST = {SMALL_PIECE: 256, PIECE: 32}  # pieces kept: 16 and 128 MB
 
 
 class Piece:
     """Pinned bytes on loan. Freed pieces return to the pool, and are reused once the device is done with them."""
 
-    __slots__ = ("_shelf", "busy", "memory")
+    __slots__ = ("_pool", "busy", "memory")
 
-    def __init__(self, shelf: _Shelf, memory: Tensor) -> None:
+    def __init__(self, pool: Pinned, memory: Tensor) -> None:
         self.memory = memory
         self.busy: torch.Event | None = None  # after this event the device does not use it
-        self._shelf = shelf
+        self._pool = pool
 
     def __del__(self) -> None:
-        self._shelf.put_back(self.memory, self.busy)
+        self._pool.put_back(self.memory, self.busy)
 
 
-class _Shelf:
-    """A pool of pieces of one size."""
+class Pinned:
+    """A pool of pieces of two sizes."""
 
-    def __init__(self, size: int, most: int) -> None:
-        self._size = size
-        self._most = most
+    def __init__(self) -> None:
         # Guards all below. Reentrant, because any allocation under the lock may run the garbage collector, which may
         # free a piece: `put_back` then runs within `take`. It only appends to _free, so it does not disturb the loop
         # there.
         self._lock = threading.RLock()
-        self._free: list[tuple[Tensor, torch.Event | None]] = []
-        self._made = 0
-
-    def take(self, beyond: bool) -> Piece | None:
-        with self._lock:
-            for at, (memory, busy) in enumerate(self._free):
-                if busy is None or busy.query():
-                    del self._free[at]
-                    return Piece(self, memory)
-            if self._made >= self._most and not beyond:
-                return None
-            with torch.inference_mode(False):
-                memory = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._made += 1
-            return Piece(self, memory)
-
-    def put_back(self, memory: Tensor, busy: torch.Event | None) -> None:
-        with self._lock:
-            # An additional piece is dropped. torch frees page-locked memory only after the copies that use it.
-            if self._made > self._most:
-                self._made -= 1
-            else:
-                self._free.append((memory, busy))
-
-
-class Pinned:
-    def __init__(self) -> None:
-        self._small = _Shelf(SMALL_PIECE, MOST_SMALL)
-        self._large = _Shelf(PIECE, MOST)
+        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {size: [] for size in MOST}
+        self._made = dict.fromkeys(MOST, 0)
+        self._most = MOST  # for `put_back`: the global may be gone when the interpreter ends
 
     def take(self, size: int, beyond: bool = False) -> Piece | None:
         """Return a piece for all or a part of `size`; if all are lent, None, or an additional piece if `beyond`."""
-        return (self._small if size <= SMALL_PIECE else self._large).take(beyond)
+        size = SMALL_PIECE if size <= SMALL_PIECE else PIECE
+        with self._lock:
+            free = self._free[size]
+            for at, (memory, busy) in enumerate(free):
+                if busy is None or busy.query():
+                    del free[at]
+                    return Piece(self, memory)
+            if self._made[size] >= MOST[size] and not beyond:
+                return None
+            with torch.inference_mode(False):
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._made[size] += 1
+            return Piece(self, memory)
+
+    def put_back(self, memory: Tensor, busy: torch.Event | None) -> None:
+        size = memory.numel()
+        with self._lock:
+            # An additional piece is dropped. torch frees page-locked memory only after the copies that use it.
+            if self._made[size] > self._most[size]:
+                self._made[size] -= 1
+            else:
+                self._free[size].append((memory, busy))
 
 
 AHEAD = 4  # pieces of one blob copied ahead of sending

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from telegrad._core.devices.device_streams import Arrived, Streams
@@ -30,7 +29,14 @@ from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, S
 from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.lending import SharedLender
-from telegrad._core.memory.warm_memory import Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.warm_memory import (
+    SHARE_FROM,
+    Block,
+    LastingMaps,
+    Loan,
+    ReceiveBufferPool,
+    SharedBlockPool,
+)
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
@@ -204,9 +210,6 @@ def _map(fd: int, number: int, size: int) -> memoryview:
             raise
         fault = f"it cannot be mapped: {error}"
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")
-
-
-SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
 
 
 class MemorySources(NamedTuple):
@@ -429,41 +432,3 @@ def _unreceived(size: int, error: Exception) -> Unreceived:
     if not resources.out_of_memory(error):
         raise error
     return Unreceived(size, str(error) or type(error).__name__)
-
-
-class SharedBuffers:
-    """Memory that several workers of a host map, for tensors that one worker sends to many."""
-
-    def __init__(self, pool: SharedBlockPool, is_shared: bool) -> None:
-        """`is_shared`: other workers of this host can map memory of this worker."""
-        self._pool = pool
-        self._is_shared = is_shared
-
-    def common(self, size: int) -> Tensor:
-        """Return `size` bytes of memory, from which tensors are lent to workers of this host without a copy.
-
-        Each receiver's writes are private to it. The sender must not write to the memory after sending. The memory is
-        reused once no tensor on any worker uses it. Over TCP, or where memory cannot be shared, the memory is ordinary.
-        """
-        tensor = self._pool.common(size) if self._is_shared and size >= SHARE_FROM else None
-        if tensor is not None:
-            return tensor
-        with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def private(self, tensor: Tensor) -> Tensor:
-        """Return a private copy-on-write view of common memory, as receivers get it; copy plain memory."""
-        return self._pool.private(tensor)
-
-    def lasting(self, lent: Tensor) -> Tensor:
-        """Return the same bytes, mapped since earlier loans if possible; only until `lent` dies or is written to."""
-        lasting: Tensor | None = vars(lent.untyped_storage()).get("lasting")
-        return lent if lasting is None else lasting
-
-    def in_common(self, blob: Tensor) -> Tensor:
-        """Return a copy in shared memory, for many workers of this host; return `blob` itself if there is no room."""
-        copy = None if self._pool.is_common(blob) else self._pool.common(blob.numel())
-        if copy is None:
-            return blob
-        with torch.inference_mode(False), torch.no_grad():
-            return copy.copy_(blob)

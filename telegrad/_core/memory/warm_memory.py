@@ -5,8 +5,8 @@ Writing to fresh memory costs ten times a copy (page faults), so memory that was
     ReceiveBufferPool  private memory for data that is received from a stream
     SharedBlockPool    memory files that this worker fills and lends to workers of the same host, by passing the file
                        over a Unix socket. No file has a name in the file system, so a killed worker leaves none
-                       behind. Also common blocks, and blocks of accelerators, from which the other end
-                       copies (`staging`)
+                       behind. Also common blocks, for tensors that one worker sends to many, and blocks of
+                       accelerators, from which the other end copies (`staging`)
 
 `blobs.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
 
@@ -22,7 +22,6 @@ process may still read it. The end of a tensor may be reported under any lock, s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -41,7 +40,7 @@ from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.host import resources
 from telegrad._core.memory.lending import Lender, SharedLender
 from telegrad._core.wire.messages import COMMON
-from telegrad._core.wire.tensors import HOST, address_of, copy, memory, of_buffer
+from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, memory, of_buffer
 
 _F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 
@@ -94,6 +93,7 @@ class Loan(NamedTuple):
 MOST_LENT = 256  # blocks; above it, no accelerator blocks are lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's allocator
+SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
 KEEP = 10.0  # seconds that unused memory is kept
 MOST_MAPS = 8  # read-only mappings of a peer's blocks that are kept
 MOST_KEPT = 4 << 30  # bytes of unused private memory that are kept, whatever the limit for shared memory
@@ -177,15 +177,15 @@ class ReceiveBufferPool:
     def allocate(self, size: int) -> tuple[Tensor, memoryview]:
         """Return a tensor of `size` bytes and its memory, which the pool reuses when the tensor dies."""
         if size < WARM_FROM:
-            with torch.inference_mode(False):
-                tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
+            tensor = _ordinary(size)
             return tensor, memory(tensor)
         capacity = size_class(size)
         with self._lock:
             self._collect()
             base = self._shelf.take(capacity)
             if base is None:
-                base = _anonymous(capacity)
+                base = memoryview(resources.private_memory(capacity))
+                advise_huge(address_of(base), capacity)
             else:
                 self._kept -= capacity
         # The lease keeps `base`, so that the whole mapping returns to the shelf after the death of the slice.
@@ -205,12 +205,9 @@ class ReceiveBufferPool:
                 self._kept += len(base)
 
 
-def _anonymous(capacity: int) -> memoryview:
-    region = resources.private_memory(capacity)
-    if hasattr(mmap, "MADV_HUGEPAGE") and capacity >= 1 << 22:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(region)
+def _ordinary(size: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 AnyBlock = Block | DeviceBlock
@@ -218,7 +215,10 @@ B = TypeVar("B", Block, DeviceBlock)
 
 
 class SharedBlockPool:
-    """The blocks that this worker lends: at most `limit` bytes of memory files, and memory of accelerators."""
+    """The blocks that this worker lends: at most `limit` bytes of memory files, and memory of accelerators.
+
+    With a limit of 0, as for a worker that other workers reach by TCP only, common memory is ordinary memory.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
@@ -297,7 +297,24 @@ class SharedBlockPool:
 
     # Common blocks
 
-    def common(self, size: int) -> Tensor | None:
+    def common(self, size: int) -> Tensor:
+        """Return `size` bytes of memory, from which tensors are lent to workers of this host without a copy.
+
+        Each receiver's writes are private to it. The sender must not write to the memory after sending. The memory is
+        reused once no tensor on any worker uses it. Small memory, or memory beyond the limit, is ordinary.
+        """
+        tensor = self.take_common(size) if size >= SHARE_FROM else None
+        return _ordinary(size) if tensor is None else tensor
+
+    def in_common(self, blob: Tensor) -> Tensor:
+        """Return a copy in shared memory, for many workers of this host; return `blob` itself if there is no room."""
+        copy = None if blob.data_ptr() in self._common else self.take_common(blob.numel())
+        if copy is None:
+            return blob
+        with torch.inference_mode(False), torch.no_grad():
+            return copy.copy_(blob)
+
+    def take_common(self, size: int) -> Tensor | None:
         """Return a tensor of `size` bytes that can be lent without a copy, or None if the limit is reached."""
         capacity = size_class(size)
         with self._lock:
@@ -320,10 +337,9 @@ class SharedBlockPool:
 
     def lend(self, blob: Tensor) -> Loan | None:
         """Return a loan of the common block that begins with `blob`, or None if there is none."""
-        if not self.is_common(blob):
+        if blob.data_ptr() not in self._common:
             return None
         with self._lock:
-            # `is_common` has looked without the lock, so the block may be gone.
             block = self._common.get(blob.data_ptr())
             if block is None or blob.numel() > block.capacity:
                 return None
@@ -334,7 +350,7 @@ class SharedBlockPool:
             return loan
 
     def private(self, blob: Tensor) -> Tensor:
-        """Return the same bytes as a receiver gets them: as a private copy (copy-on-write if it can be lent)."""
+        """Return the same bytes as a receiver gets them: a private view of common memory, a copy of other memory."""
         loan = self.lend(blob)
         if loan is None:
             return blob.clone()
@@ -345,9 +361,11 @@ class SharedBlockPool:
             raise
         return self._lender.lend(base, blob.numel(), loan.number)
 
-    def is_common(self, blob: Tensor) -> bool:
-        """Return True if `blob` lies at the beginning of a common block."""
-        return blob.data_ptr() in self._common
+    @staticmethod
+    def lasting(lent: Tensor) -> Tensor:
+        """Return the same bytes, mapped since earlier loans if possible; only until `lent` dies or is written to."""
+        lasting: Tensor | None = vars(lent.untyped_storage()).get("lasting")
+        return lent if lasting is None else lasting
 
     def _end_loan(self, number: int, spoiled: bool = False) -> None:
         block = self._lent.pop(number, None)

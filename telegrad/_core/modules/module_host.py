@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -145,8 +146,18 @@ runs_as(call, lambda module, method, _: f"{type(module.local_value()).__qualname
 
 
 @known_as("RemoteModule.load_state_dict")
-def load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
-    """Load a state; return missing names, unexpected names, and an error text."""
+def load(
+    module: RRef[nn.Module], given: dict[str, Any], versions: dict[str, Any], assign: bool
+) -> tuple[list[str], list[str], str]:
+    """Load a state; return missing names, unexpected names, and an error text.
+
+    `versions`: what `state_dict` has noted of the module and of its parts. A part of which nothing is noted has its
+    present version.
+    """
+    state: Any = OrderedDict(given)
+    if "version" in versions.get("", {}):
+        parts = module.local_value().named_modules()
+        state._metadata = {name: {"version": part._version} for name, part in parts} | versions
     try:
         # The load is not strict: the handle adds the names to those of the other parts of its model, and torch raises
         # one error for all.

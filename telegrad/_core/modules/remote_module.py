@@ -182,23 +182,23 @@ class RemoteModule(nn.Module):
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module on its worker and return its result; the arguments are those of the module's `forward`."""
-        return self._bound(lambda future: future.wait(), self.module_rref._call)
+        return self._bound(rpc_sync, self.module_rref._call)
 
     @property
     def forward_async(self) -> Callable[..., Future[Any]]:
         """As `forward`, but return a future."""
-        return self._bound(lambda future: future, self.module_rref._call_async)
+        return self._bound(rpc_async, self.module_rref._call_async)
 
-    def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound(self, run: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             loses = self._hints and gradients_are_lost(self._trains and self.training, args, kwargs)
-            # A module on the CPU is called like any referenced value. For one on an accelerator, the owner moves
-            # arguments and results, and `result` waits for the future or returns it.
+            # A module on the CPU is called like any referenced value. For a module on an accelerator, the owner moves
+            # arguments and results.
             if self.device == "cpu":
                 value = call("", DEFAULT, args, kwargs, self)
             else:
                 given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
-                value = result(rpc_async(self.on, module_host.run_on_device, given))
+                value = run(self.on, module_host.run_on_device, given)
             if loses:  # after the call, whose error matters more
                 hint_at_context(f"{self._kind} on worker {self.on!r}")
             return value
@@ -302,7 +302,9 @@ class RemoteModule(nn.Module):
             before(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, assign))
+        # torch gives the versions of all parts to the outermost module only, and to each other one its own.
+        versions = getattr(state_dict, "_metadata", None) or {"": local_metadata}
+        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, versions, assign))
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)
@@ -329,21 +331,21 @@ class RemoteModule(nn.Module):
 
     def register_buffer(self, name: str, *_: Any, **__: Any) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("register_buffer", self._there("register_buffer"))
+        self._refuse("register_buffer")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("register_parameter", self._there("register_parameter"))
+        self._refuse("register_parameter")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Not supported: do it in the module's constructor."""
-        self._refuse("add_module", self._there("add_module"))
+        self._refuse("add_module")
 
-    def _refuse(self, method: str, instead: str) -> NoReturn:
+    def _refuse(self, method: str, instead: str = "") -> NoReturn:
+        instead = (
+            instead or f"Do it in the module's constructor, or call ``get_module_rref().rpc_sync().{method}(...)``"
+        )
         raise UsageError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
-
-    def _there(self, method: str) -> str:
-        return f"Do it in the module's constructor, or call ``get_module_rref().rpc_sync().{method}(...)``"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -355,15 +357,12 @@ class RemoteModule(nn.Module):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            type(self) is RemoteModule
-            and "_kind" in self.__dict__
-            and (name == "training" or isinstance(value, nn.Module))
-        ):
-            instead = "call train() or eval()" if name == "training" else "set it in a function"
+        is_mode = name == "training"
+        if type(self) is RemoteModule and "_kind" in self.__dict__ and (is_mode or isinstance(value, nn.Module)):
+            there = "set it in a function that is called there with get_module_rref(), on its local_value()"
             raise UsageError(
-                f"{name!r} would be set here, and not in the {self._kind} on worker {self.on!r}: {instead}"
-                + ("" if name == "training" else " that is called there with get_module_rref(), on its local_value()")
+                f"{name!r} would be set here, and not in the {self._kind} on worker {self.on!r}: "
+                f"{'call train() or eval()' if is_mode else there}"
             )
         super().__setattr__(name, value)
 

@@ -85,17 +85,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
     """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
     found = main_modules.scope_from(cached)
+    arguments = cached.__wrapped__, cached.cache_parameters()
     if found is None or not found[1]:
-        return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
+        return make_cached, arguments
     home, items = _home_and_items(pickler, found)
-    return make_cached, (*home, cached.__wrapped__, cached.cache_parameters()), (*home, items, None), None, None, _set
+    return _keep, (*home, make_cached, arguments), (*home, items, None), None, None, _set
 
 
-def make_cached(
-    scope: main_modules.MainNamespace | None, path: str, version: int, function: Any, parameters: dict[str, Any]
-) -> Any:
-    make = partial(functools.lru_cache(**parameters), function)
-    return scope.make(path, version, make) if scope is not None else make()
+def make_cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 class ValuePickler(Pickler, _Pickler):
@@ -107,7 +105,9 @@ class ValuePickler(Pickler, _Pickler):
         return in_scope(self, obj, _Pickler.reducer_override(self, obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
-        return dump_by_value(obj)
+        file = io.BytesIO()
+        _Pickler(file).dump(obj)
+        return file.getvalue()
 
     can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by `pickling.py`, which has the other pickler
 
@@ -133,7 +133,7 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     if not is_function:
         main_modules.note_class(found[0], obj)
         home, items = _home_and_items(pickler, found)
-        return _keep_class, (*home, make, arguments), (*home, items, state), None, None, _set
+        return _keep, (*home, make, arguments), (*home, items, state), None, None, _set
     # cloudpickle's constructor gets code, globals and closure; everything else, such as the name and the defaults, is
     # in the state. It lists the globals that exist. A name that is only read and does not exist was deleted, which the
     # receiver must learn. A name that the function also assigns may not exist yet.
@@ -173,7 +173,7 @@ def _keep_function(scope: main_modules.MainNamespace, path: str, version: int, c
     return scope.make(path, version, partial(FunctionType, code, scope.names, None, None, closure))
 
 
-def _keep_class(scope: main_modules.MainNamespace, path: str, version: int, make: Any, arguments: Any) -> Any:
+def _keep(scope: main_modules.MainNamespace, path: str, version: int, make: Any, arguments: Any) -> Any:
     return scope.make(path, version, partial(make, *arguments))
 
 
@@ -184,13 +184,6 @@ def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_m
     if lacks and state is not None:
         (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
     scope.fill(items, complete=(path, version) if lacks else None)
-
-
-def dump_by_value(obj: Any) -> bytes:
-    register_spawned_main()
-    file = io.BytesIO()
-    _Pickler(file).dump(obj)
-    return file.getvalue()
 
 
 def register_spawned_main() -> None:

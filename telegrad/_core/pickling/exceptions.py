@@ -13,10 +13,11 @@ meanwhile.
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -87,7 +88,7 @@ def _description(error: BaseException, worker: str, function: str, same_program:
     # From the most faithful to the most robust: whole, as pickle restores it; in parts, without a call of its
     # constructor; in parts, with a class that the receiver must have. A large exception is not tried whole, since
     # `_whole` pickles, unpickles and formats it.
-    attempts: list[Callable[[Exception, bool], Any]] = [_whole, _InParts, partial(_InParts, by_name=True)]
+    attempts: list[Callable[[Exception, bool], Any]] = [_whole, _in_parts, functools.partial(_in_parts, by_name=True)]
     for attempt in attempts[is_large(error) or _has_many(error) :]:
         try:
             sent = _dump(attempt(error, same_program), same_program)
@@ -208,70 +209,66 @@ def _whole(error: Exception, same_program: bool) -> Exception:
     return plain
 
 
-class _InParts:
-    """Wrapper to pickle an exception that is rebuilt without a call of its constructor.
+class _Call:
+    """Wrapper to pickle an object as the call that makes it."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._made = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._made
+
+
+def _in_parts(error: BaseException, same_program: bool, by_name: bool = False, room: Room | None = None) -> _Call:
+    """Return an exception to be pickled in parts, and rebuilt without a call of its constructor.
 
     `by_name`: if its class is of a main program, the receiver must have it. Else the class may be sent by value, with
-    the globals that its methods read.
+    the globals that its methods read. `room` is common to all members of a group.
     """
-
-    def __init__(
-        self, error: BaseException, same_program: bool, by_name: bool = False, room: Room | None = None
-    ) -> None:
-        self.error = error
-        self.same_program = same_program
-        self.by_name = by_name
-        self.room = Room() if room is None else room  # common to all members of a group
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        error = self.error
-        names = [*vars(error), *_slots_of(type(error))]
-        if len(names) > MOST_ARGUMENTS:
-            raise CannotEncode("it has too many attributes for an exception")
-        attributes = {name: getattr(error, name) for name in names if name != REMOTE_TRACEBACK and hasattr(error, name)}
-        if "__notes__" in attributes:
-            attributes["__notes__"] = own_notes(error)
-        attributes = {name: value for name, value in attributes.items() if _travels(value, self.same_program)}
-        kind = _original(type(error))
-        args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
-        sent = _NamedClass(kind) if self.by_name else kind
-        if len(args) > MOST_ARGUMENTS:
-            raise CannotEncode("it has too many arguments for an exception")
-        return _assemble, (sent, tuple(self._sendable(arg) for arg in args), attributes)
-
-    def _sendable(self, value: Any) -> Any:
-        """Return the value, or its closest substitute that can be sent."""
-        if isinstance(value, BaseException):
-            if self.room.exceptions <= 0:
-                return RemoteError("further exceptions are left out")
-            self.room.exceptions -= 1
-            return _InParts(value, self.same_program, self.by_name, self.room)
-        parts = value[:MOST_ARGUMENTS] if isinstance(value, (list, tuple)) else ()
-        if any(isinstance(part, BaseException) for part in parts):  # members of an exception group
-            sent = []
-            for part in parts:
-                sent.append(self._sendable(part))
-                if self.room.exceptions <= 0:
-                    break
-            return type(value)(sent)
-        if isinstance(value, str):
-            return cut(value)
-        return value if _travels(value, self.same_program) else brief(value)
+    room = Room() if room is None else room
+    names = [*vars(error), *_slots_of(type(error))]
+    if len(names) > MOST_ARGUMENTS:
+        raise CannotEncode("it has too many attributes for an exception")
+    attributes = {name: getattr(error, name) for name in names if name != REMOTE_TRACEBACK and hasattr(error, name)}
+    if "__notes__" in attributes:
+        attributes["__notes__"] = own_notes(error)
+    attributes = {name: value for name, value in attributes.items() if _travels(value, same_program)}
+    kind = _original(type(error))
+    args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
+    if len(args) > MOST_ARGUMENTS:
+        raise CannotEncode("it has too many arguments for an exception")
+    args = tuple(_sendable(arg, same_program, by_name, room) for arg in args)
+    return _Call(_assemble, _named_class(kind) if by_name else kind, args, attributes)
 
 
-class _NamedClass:
-    """Wrapper to pickle a class as its place in a main program."""
+def _sendable(value: Any, same_program: bool, by_name: bool, room: Room) -> Any:
+    """Return the value, or its closest substitute that can be sent."""
+    if isinstance(value, BaseException):
+        if room.exceptions <= 0:
+            return RemoteError("further exceptions are left out")
+        room.exceptions -= 1
+        return _in_parts(value, same_program, by_name, room)
+    parts = value[:MOST_ARGUMENTS] if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(part, BaseException) for part in parts):  # members of an exception group
+        sent = []
+        for part in parts:
+            sent.append(_sendable(part, same_program, by_name, room))
+            if room.exceptions <= 0:
+                break
+        return type(value)(sent)
+    if isinstance(value, str):
+        return cut(value)
+    return value if _travels(value, same_program) else brief(value)
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from telegrad._core.pickling.main_modules import class_at, scope_from
+def _named_class(kind: type) -> _Call:
+    """Return a class to be pickled as its place in a main program."""
+    from telegrad._core.pickling.main_modules import class_at, scope_from
 
-        scope, path = scope_from(self.kind) or (None, "")
-        if not path:
-            raise CannotEncode("its class is not at the top level of a main program")
-        return class_at, (scope, path)
+    scope, path = scope_from(kind) or (None, "")
+    if not path:
+        raise CannotEncode("its class is not at the top level of a main program")
+    return _Call(class_at, scope, path)
 
 
 def _travels(value: Any, same_program: bool) -> bool:
@@ -285,9 +282,7 @@ def _travels(value: Any, same_program: bool) -> bool:
     return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
 
 
-def _slots_of(kind: type) -> list[str]:
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+_slots_of: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
 
 
 def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -313,15 +308,13 @@ def _builtin_base(kind: Any) -> Any:
 
 
 ORIGINAL = "_telegrad_original"  # attribute of a subclass made here: the original type, as which it is sent
-_CACHED = 1024
-_tellers: dict[type[BaseException], type[BaseException]] = {}
 
 
 def _telling(error: Any, story: str) -> BaseException:
     # A program may compare types and `args`, so the exception is changed as little as possible. The first choice
     # replaces only the argument, by a string that is equal to it. The second replaces the type by a subclass. The last
     # adds a cause that has the traceback.
-    kind = type(error)
+    kind: Any = type(error)
     one_text = len(error.args) == 1 and type(error.args[0]) is str
     if one_text and not _is_odd(kind) and _tells_with_its_argument(error, story):
         return error  # type: ignore[no-any-return]
@@ -354,33 +347,29 @@ def _original(kind: type[BaseException]) -> type[BaseException]:
     return vars(kind).get(ORIGINAL, kind)  # type: ignore[no-any-return]
 
 
+@functools.lru_cache(maxsize=1024)
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
     """Return a subclass of `kind` that looks the same, except that its text includes the remote traceback."""
-    if kind not in _tellers:
-        # torch.distributed.rpc calls the constructor with one text. If that fails, it raises a RuntimeError with such a
-        # preface, and programs expect that type.
-        odd = _is_odd(kind)
-        preface = "Original exception on remote side was:\n" if odd else ""
+    # torch.distributed.rpc calls the constructor with one text. If that fails, it raises a RuntimeError with such a
+    # preface, and programs expect that type.
+    odd = _is_odd(kind)
+    preface = "Original exception on remote side was:\n" if odd else ""
 
-        def tell(self: BaseException) -> str:
-            return with_story(kind.__str__(self), preface + remote_traceback_of(self))
+    def tell(self: BaseException) -> str:
+        return with_story(kind.__str__(self), preface + remote_traceback_of(self))
 
-        members = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__slots__": (REMOTE_TRACEBACK,),
-            "__str__": tell,
-            "__reduce_ex__": lambda self, protocol: _InParts(self, False).__reduce__(),
-            ORIGINAL: kind,
-        }
-        if len(_tellers) >= _CACHED:
-            _tellers.clear()
-        try:  # RemoteError is a RuntimeError
-            made = type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
-        except TypeError:  # the layouts may conflict
-            made = type(kind.__name__, (kind,), members)
-        _tellers[kind] = made
-    return _tellers[kind]
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__slots__": (REMOTE_TRACEBACK,),
+        "__str__": tell,
+        "__reduce_ex__": lambda self, protocol: _in_parts(self, False).__reduce__(),
+        ORIGINAL: kind,
+    }
+    try:  # RemoteError is a RuntimeError
+        return type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
+    except TypeError:  # the layouts may conflict
+        return type(kind.__name__, (kind,), members)
 
 
 def _is_odd(kind: type[BaseException]) -> bool:

@@ -12,15 +12,16 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from time import monotonic, sleep
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from telegrad._core.host.private_files import open_regular
 from telegrad._core.pickling import main_program as programs
-from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint
+from telegrad._core.pickling.global_names import lacks, warn_of_differing
+from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint_of
 from telegrad._core.pickling.remote_text import first_line, short
 from telegrad.errors import FunctionNotFound
 
@@ -69,11 +70,8 @@ def name_of(function: Any, same_program: bool) -> str | None:
             return None
         # A worker that has imported the program from its file lacks the names that only the guard or a function has
         # bound. A function that reads one of them is sent by value, with its globals.
-        if programs.hosts:
-            from telegrad._core.pickling.global_names import lacks
-
-            if lacks(function):
-                return None
+        if programs.hosts and lacks(function):
+            return None
     return name
 
 
@@ -87,23 +85,17 @@ def resolve(name: str) -> Callable[..., Any]:
     found: Any = _imported(module_name)
     if found is not None:
         try:
-            for part in path.split("."):
-                found = getattr(found, part)
+            found = attrgetter(path)(found)
             if programs.differing and module_name == MAIN and path not in _looked:
-                from telegrad._core.pickling.global_names import warn_of_differing
-
                 _looked.add(path)
                 warn_of_differing(found)
             return found  # type: ignore[no-any-return]
         except AttributeError:
             pass  # another thread may be importing the module: wait for it below
     try:
-        found = import_anew(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return attrgetter(path)(import_anew(module_name))  # type: ignore[no-any-return]
     except Exception as error:
         raise not_found(module_name, path, error) from cause_of(module_name, error)
-    return found  # type: ignore[no-any-return]
 
 
 def import_anew(module_name: str) -> ModuleType:
@@ -199,10 +191,8 @@ def _verified(function: Any, module_name: str, path: str) -> str | None:
     while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module
         module_name, _, last = module_name.rpartition(".")
         path = f"{last}.{path}"
-    found: Any = _imported(module_name)
     try:
-        for part in path.split("."):
-            found = getattr(found, part)
+        found = attrgetter(path)(_imported(module_name))
     except (AttributeError, RuntimeError):  # `torch.ops` raises RuntimeError
         return None
     same = found is function or (isinstance(function, _REMADE) and found == function)
@@ -221,9 +211,4 @@ def _other_global(function: Any, module_name: str) -> str | None:
 @functools.cache
 def program() -> str:
     """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
-    path = getattr(sys.modules.get(MAIN), "__file__", None)
-    try:
-        with open_regular(path) as file:  # type: ignore[arg-type]
-            return fingerprint(path, file.read())  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return ""
+    return fingerprint_of(getattr(sys.modules.get(MAIN), "__file__", None))

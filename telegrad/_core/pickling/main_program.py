@@ -62,8 +62,13 @@ class ProgramSource(NamedTuple):
     lines: frozenset[int]  # of the guard
 
 
-def fingerprint(path: str, content: bytes) -> str:
-    return hashlib.sha256(os.path.basename(path).encode() + b"\0" + content).hexdigest()[:32]
+def fingerprint_of(path: Any) -> str:
+    """Return a fingerprint of the file of a program; "" if there is none, as for a notebook or a prompt."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.sha256(os.path.basename(path).encode() + b"\0" + file.read()).hexdigest()[:32]
+    except (OSError, TypeError):
+        return ""
 
 
 def find(key: str) -> Program:
@@ -238,9 +243,7 @@ def load(program: Program, as_main: bool) -> ModuleType:
 
 
 def _code_of(program: Program, module: ModuleType) -> CodeType:
-    spec = None
-    if program.module:
-        spec = importlib.util.find_spec(program.module)
+    spec = importlib.util.find_spec(program.module) if program.module else None
     about: dict[str, Any] = {"__file__": program.path, "__builtins__": builtins, "__cached__": None}
     loader: Any = SourceFileLoader(SPAWNED_MAIN, program.path)
     if spec is not None and spec.loader is not None and spec.origin == program.path:
@@ -254,13 +257,7 @@ def _code_of(program: Program, module: ModuleType) -> CodeType:
 
 def matches(program: Program) -> bool:
     """Return True if this host has the same program file as the sender, and may import it."""
-    if not program.guarded:
-        return False
-    try:
-        with open_regular(program.path) as file:
-            return fingerprint(program.path, file.read()) == program.key
-    except OSError:
-        return False
+    return program.guarded and fingerprint_of(program.path) == program.key
 
 
 def check_not_imported(call: str) -> None:

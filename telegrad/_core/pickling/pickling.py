@@ -46,7 +46,7 @@ from telegrad._core.host import resources
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import cause_of, import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
-from telegrad._core.pickling.remote_text import fold, text_of
+from telegrad._core.pickling.remote_text import fold, safe_text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
 from telegrad._core.wire.tensors import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
@@ -143,19 +143,9 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         forks.exit_if_user_code_ended()
         advice = "use the same versions of its packages on all workers, or send the data that it is built from"
         raise CannotDecode(
-            f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
+            f"a value arrived but cannot be rebuilt: {type(error).__name__}: {safe_text_of(error)}; "
             f"{resources.advice(error, advice)}"
         ) from error
-
-
-def _text(error: BaseException) -> str:
-    """Return the text of an exception after a colon; "" if the exception's own code raises."""
-    try:
-        return f": {text_of(error)}"
-    except BaseException as raised:
-        if raised_by_handler(raised):
-            raise
-        return ""
 
 
 # The usual cases, without a Python pickler
@@ -350,7 +340,7 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
     blobs = len([place for place in places if place < 0])
     buffers = tensors[len(tensors) - count - blobs - texts :]
     file = SegmentReader(memoryview(body), places, buffers[count : count + blobs])
-    unpickler = _CutUnpickler(file, buffers=map(held, buffers[:count]))
+    unpickler = _Unpickler(file, buffers=map(held, buffers[:count]))
     unpickler.tensors = tensors
     unpickler.references = references
     unpickler.texts = buffers[count + blobs :]
@@ -360,11 +350,6 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
 
 class _Pickler(Pickler, pickle.Pickler):
     """A pickler for values whose functions and classes all have names."""
-
-    def dump_by_value(self, obj: Any) -> bytes:
-        from telegrad._core.pickling.by_value import dump_by_value
-
-        return dump_by_value(obj)
 
 
 def _value_pickler() -> type[ValuePickler]:
@@ -379,6 +364,8 @@ def _value_pickler() -> type[ValuePickler]:
 class _Unpickler(pickle.Unpickler):
     tensors: Sequence[Tensor]
     references: Sequence[Any]
+    texts: Sequence[Tensor]  # of a pickle in segments, by their persistent ids
+    found: dict[int, str]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == REBUILDERS:
@@ -392,13 +379,6 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:
             raise not_found(module, name, error) from cause_of(module, error)
-
-
-class _CutUnpickler(_Unpickler):
-    """Read a pickle in segments."""
-
-    texts: Sequence[Tensor]
-    found: dict[int, str]
 
     def persistent_load(self, number: int) -> str:
         if number not in self.found:

@@ -10,7 +10,6 @@ import io
 import pickle
 import sys
 import tempfile
-import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
@@ -232,24 +231,14 @@ def _compiler_of(compiled: Any) -> Any:
 
 
 def _compile(source: str | bytes, compiler: bytes) -> Any:
-    """Compile a function that is received repeatedly only once."""
-    if isinstance(source, bytes):
-        return _compile_pickled(source, compiler)
-    original = resolve(source)
-    made = _compiled.setdefault(original, {})
-    if compiler not in made:
-        made[compiler] = pickle.loads(compiler)(original)
-    return made[compiler]
+    return _compiled(source if isinstance(source, bytes) else resolve(source), compiler)
 
 
-# By the original function, which is one object for each name. A function that is sent by value is a new object each
-# time it is unpickled, so `_compile_pickled` finds it by its bytes.
-_compiled: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
-
-
-@lru_cache(maxsize=256)
-def _compile_pickled(source: bytes, compiler: bytes) -> Any:
-    return pickle.loads(compiler)(pickle.loads(source))
+# A function that is received repeatedly is compiled once. With a name it is one object. By value it is a new object
+# each time it is unpickled, so it is known by its bytes.
+@lru_cache(maxsize=1024)
+def _compiled(source: Any, compiler: bytes) -> Any:
+    return pickle.loads(compiler)(pickle.loads(source) if isinstance(source, bytes) else source)
 
 
 def _reduce_script(pickler: Pickler, obj: Any) -> Any:

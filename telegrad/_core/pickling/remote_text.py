@@ -34,8 +34,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad._core.interrupts import runs_handler
-from telegrad._core.pickling.main_program import SPAWNED_MAIN
+from telegrad._core.interrupts import raised_by_handler, runs_handler
+from telegrad._core.pickling.main_program import SPAWNED_MAIN, is_plain
 from telegrad._core.processes import PACKAGE
 
 LARGEST = 1 << 20  # bytes of an exception that is sent as a whole
@@ -48,7 +48,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TEXTS = (str, bytes, bytearray)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 _NUMBERS = frozenset({float, bool, complex, type(None)})
-_RULES = ("__reduce_ex__", "__reduce__", "__getstate__")
 _ORDERED = frozenset({int, float, bool})
 
 
@@ -98,14 +97,11 @@ def _size_and_parts(value: Any) -> tuple[int, tuple[Any, ...]]:
         return 8 * len(value), (value, value.values()) if isinstance(value, dict) else (value,)
     if isinstance(value, BaseException):
         return 0, ((value.args, vars(value)),)
-    own = getattr(value, "__dict__", None)
-    return 0, (own.values(),) if isinstance(own, dict) and _is_pickled_plainly(type(value)) else ()
-
-
-def _is_pickled_plainly(kind: type) -> bool:
-    """Return True if instances are pickled with all attributes: neither by name nor by rules of their own."""
-    rules = all(getattr(kind, name, None) is getattr(object, name, None) for name in _RULES)
-    return rules and not issubclass(kind, ModuleType)
+    own: Any = getattr(value, "__dict__", None)
+    kind: Any = type(value)
+    # It counts with all attributes unless it is pickled by name, or by rules of its own.
+    has_rules = not is_plain(kind) or kind.__getstate__ is not object.__getstate__
+    return 0, (own.values(),) if isinstance(own, dict) and not has_rules and not issubclass(kind, ModuleType) else ()
 
 
 def _are_numbers(parts: Any) -> bool:
@@ -254,10 +250,12 @@ def _with_line(frame: re.Match[str]) -> str:
 
 
 def safe_text_of(error: BaseException) -> str:
-    """Return the text of an exception, shortened; never raise."""
+    """Return the text of an exception, shortened; raise only the error of a signal handler that runs meanwhile."""
     try:
         return text_of(error)
-    except BaseException:  # the exception's own code may raise anything
+    except BaseException as raised:  # the exception's own code may raise anything
+        if raised_by_handler(raised):
+            raise
         return "(its text could not be formatted)"
 
 
@@ -374,10 +372,7 @@ def _type_and_text(error: BaseException) -> str:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
-    try:
-        text = text_of(error)
-    except Exception:  # the exception's own code may raise anything
-        text = "<exception str() failed>"
+    text = safe_text_of(error)
     return f"{short(name)}: {text}" if text else short(name)
 
 

@@ -326,7 +326,7 @@ class Link:
                 return came
             # A message in the middle of its memory is read in full. Between frames, a connection over which calls
             # arrive is read in small portions, since each frame may be a call.
-            limited = limits and not reader.is_in_part
+            limited = limits and reader.target is None
             buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
             try:
                 # Inlined, because each call has two reads on either side.
@@ -372,7 +372,7 @@ class Link:
             self._take(0)
         while not (reader.awaits_lanes or self.closed is not None):
             try:
-                if reader.is_in_part or reader.end:
+                if reader.target is not None or reader.end:
                     content = None
                 else:  # between frames: a small record needs no buffer
                     content, count = records.decrypt(count), 0

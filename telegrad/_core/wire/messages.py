@@ -33,7 +33,7 @@ fails.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ class Message:
     head: bytes = b""
     meta: bytes = b""
     body: bytes | memoryview = b""
-    blobs: Iterable[Any] = ()  # the memory of tensors; a list in a received message
+    blobs: Any = ()  # the memory of tensors: any iterable, a list in a received message
 
     def __repr__(self) -> str:
         kind = KINDS[self.kind] if self.kind < len(KINDS) else self.kind
@@ -177,12 +177,10 @@ class FrameReader:
         self._source: memoryview | bytes = self._scratch  # the data being split into frames
         self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
         self.missing = 0  # bytes that a frame lacks that has begun in the scratch buffer
-        self._target: memoryview | None = None  # memory of the large part that is being received
-        self.is_in_part = False  # True if _target is set
+        self.target: memoryview | None = None  # memory of the large part that is being received
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame that do not fit in the scratch buffer
         self._frame: Message | None = None  # complete except for its blobs
-        self._blobs: list[Any] = []  # blobs of _frame that were received
         self._entries: list[tuple[int, int, int]] = []  # table entries of the blobs still to be received
         self._parts: Iterator[memoryview] = iter(())  # memory parts of the blob that is being received
 
@@ -191,8 +189,8 @@ class FrameReader:
 
         It has at most `most` bytes unless they belong to one frame. It is never empty, unless `awaits_lanes`.
         """
-        if self._target is not None:
-            return self._target[self._filled :]
+        if self.target is not None:
+            return self.target[self._filled :]
         return self._scratch[self.end : self.end + max(most, self.missing)]
 
     def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
@@ -204,14 +202,13 @@ class FrameReader:
         """
         if data is not None:
             self._source, self.end = data, count
-        elif self._target is None:
+        elif self.target is None:
             self.end += count
         else:
             self._filled += count
-            if self._filled < len(self._target):
+            if self._filled < len(self.target):
                 return
-            self._target = None
-            self.is_in_part = False
+            self.target = None
         while (frame := self._next()) is not None:
             # Control frames take effect here, before the next frame is split off. A comparison saves the usual frame a
             # call.
@@ -265,7 +262,7 @@ class FrameReader:
         )
         if not blobs:
             return frame
-        frame.blobs = self._blobs = []
+        frame.blobs = []
         self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
         self._frame = frame
         return self._receive_blobs()
@@ -283,11 +280,11 @@ class FrameReader:
                 self.awaits_lanes = not self._arrived()
                 if self.awaits_lanes:
                     return None
-                self._frame, self._blobs = None, []  # from here on the receiver owns the memory of the blobs
+                self._frame = None  # from here on the receiver owns the memory of the blobs
                 return frame
-            self._begin_blob(*self._entries.pop())
+            self._begin_blob(frame, *self._entries.pop())
 
-    def _begin_blob(self, block: int, size: int, device: int) -> None:
+    def _begin_blob(self, frame: Message, block: int, size: int, device: int) -> None:
         if block not in (IN_STREAM, STRIPED):
             blob = self._attach(block, size, device)
         else:
@@ -295,12 +292,11 @@ class FrameReader:
                 blob, self._parts = self._allocate(size, device, block == STRIPED)
             except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
                 raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
-        assert self._frame is not None
         # The bytes of a blob without memory are received and dropped, and its call reports the error. For other kinds
         # no call can report it, and an upper layer would miss a message, so the connection ends.
-        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):
+        if type(blob) is Unreceived and frame.kind not in (CALL, RESULT):
             raise MemoryError(blob.why)
-        self._blobs.append(blob)
+        frame.blobs.append(blob)
 
     @staticmethod
     def _reserve(size: int) -> memoryview:
@@ -317,6 +313,5 @@ class FrameReader:
         self._start += here
         if here == len(memory):
             return True
-        self._target, self._filled = memory, here
-        self.is_in_part = True
+        self.target, self._filled = memory, here
         return False

@@ -344,14 +344,11 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             # multiple of ALIGNED in its storage: each leaf is then at a multiple of its own element size, as `_holder`
             # has checked.
             first = (start - base) // ALIGNED * ALIGNED
-            blob = _bytes_of(storage, first, end - base - first)
-            on_host = blob.is_cpu and target == HOST
-            if blob.numel() < SMALL and on_host:
-                shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
+            part = _bytes_of(storage, first, end - base - first)
+            carried = _carry(part, part.data_ptr(), part.numel(), blobs, target)
+            if isinstance(carried, bytes):
+                shared.append(carried)
                 carried = ~(len(shared) - 1)
-            else:
-                blobs.append(blob if on_host else DeviceBlob(blob, target))
-                carried = len(blobs) - 1
             for number in members:
                 leaf = leaves.tensors[number]
                 parts[number] = carried, (leaf.data_ptr() - base - first) // leaf.itemsize

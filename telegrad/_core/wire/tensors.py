@@ -16,6 +16,7 @@ FakeTensorMode a new tensor has no memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,7 +42,6 @@ NAMES = {
     if isinstance(dtype, torch.dtype) and dtype not in _QUANTIZED
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_empty: dict[str, Tensor] = {}  # one empty tensor per dtype, to create others from
 
 PIECE = 1 << 17  # bytes of text encoded or decoded at once: about 0.1 ms
 CHECKED = 1 << 23  # bytes checked at once, without the GIL
@@ -101,11 +101,13 @@ def nothing(name: str, device: torch.device = CPU) -> Tensor:
     if device.type != "cpu":
         with torch.inference_mode(False):
             return torch.empty(0, dtype=DTYPES[name], device=device)
-    like = _empty.get(name)
-    if like is None:
-        with torch.inference_mode(False):
-            like = _empty[name] = torch.empty(0, dtype=DTYPES[name], device=CPU)
-    return torch.empty_like(like)
+    return torch.empty_like(_empty(name))
+
+
+@functools.cache
+def _empty(name: str) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=DTYPES[name], device=CPU)
 
 
 def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
@@ -215,7 +217,7 @@ def fresh(size: int) -> Tensor:
     with torch.inference_mode(False):
         made = torch.empty(size, dtype=torch.uint8, device=CPU)
     if not is_intercepted():
-        _advise_huge(made.data_ptr(), size)
+        advise_huge(made.data_ptr(), size)
     return made
 
 
@@ -241,11 +243,11 @@ def copy(target: int, source: int, size: int) -> None:
 
 def fill_new(target: int, source: int, size: int) -> None:
     """Copy bytes into newly allocated, untouched memory."""
-    _advise_huge(target, size)
+    advise_huge(target, size)
     copy(target, source, size)
 
 
-def _advise_huge(target: int, size: int) -> None:
+def advise_huge(target: int, size: int) -> None:
     """Request huge pages for untouched memory, if it is large."""
     if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages uses small ones
         start = -(-target // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -10,8 +10,8 @@ import torch
 
 from telegrad._core import checks
 from telegrad._core.devices import device_streams
-from telegrad._core.devices.device_maps import Devices
 from telegrad._core.host import resources
+from telegrad._core.membership.members import Devices
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.security.keyring import Key, check_key
 from telegrad._core.security.tls import TlsFiles
