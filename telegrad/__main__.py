@@ -123,9 +123,12 @@ def _run_script(path: str) -> None:
 
 def _run_module(name: str) -> None:
     """Do the same as `python -m name`."""
-    spec = find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = find_spec(f"{name}.__main__")
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:  # of the package that should have the module; or it is a relative name
+        sys.exit(f"python -m telegrad: no module named {name} ({error})")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
     if spec is None or code is None:
         sys.exit(f"python -m telegrad: no module named {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import random
 import socket
@@ -129,6 +130,23 @@ def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
             assert writer.drained is None
 
 
+def link_of(sock: socket.socket, poller: Poller) -> Link:
+    sources, handlers = MemorySources(ReceiveBufferPool(0), None, Staging(Streams())), (lambda *_: None,) * 2
+    return Link(sock, "w1", poller, sources, LinkHandlers(*handlers, prompt=False))
+
+
+def test_unread_data_is_noticed_at_any_descriptor() -> None:
+    """`select` takes none above 1023."""
+    low, theirs = socket.socketpair()
+    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs), contextlib.closing(low):
+        link = link_of(socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500)), poller)
+        assert not link.has_unread()
+        theirs.send(b"x")
+        assert link.has_unread()
+        link.close(PeerError("the end"))
+        assert not link.has_unread()
+
+
 @pytest.mark.parametrize(
     ("place", "name", "step"),
     [
@@ -144,9 +162,8 @@ def test_an_error_during_a_write_ends_only_the_connection(
         raise MemoryError("too little")
 
     ours, theirs = socket.socketpair()
-    sources, handlers = MemorySources(ReceiveBufferPool(0), None, Staging(Streams())), (lambda *_: None,) * 2
     with contextlib.closing(Poller()) as poller, contextlib.closing(theirs):
-        link = Link(ours, "w1", poller, sources, LinkHandlers(*handlers, prompt=False))
+        link = link_of(ours, poller)
         if name == "_has_next":
             link._outbox.append(Chunk(b"x"))
         monkeypatch.setattr(place, name, fail)

@@ -86,6 +86,7 @@ class Agent:
         # Methods of the parts, without a call of this object between
         self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
         self.forget_names, self.note_return = self._connections.forget_names, self._connections.note_return
+        self.park_daemons, self.check_open = self._connections.park_daemons, self._connections.check_open
         self.waiting = self._reactor.waiting
         self.handle_notices = self._server.handle_notices
         self.wake_at = self._timer.wake_by
@@ -141,10 +142,6 @@ class Agent:
     @property
     def closed(self) -> bool:
         return self._connections.closed
-
-    def check_open(self) -> None:
-        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
-        self._connections.check_open()
 
     @property
     def idle(self) -> bool:
@@ -349,10 +346,6 @@ class Agent:
 
     def find(self, to: str | int) -> Member:
         return self._connections.joined.directory.find(to)
-
-    def park_daemons(self) -> None:
-        """Let daemon threads of the program stop at their next call, as they do at the end of the interpreter."""
-        self._connections.park_daemons()
 
     def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
         """Use `news_of(who, why)` for the text of the warning that a worker is lost; an empty text means no warning."""

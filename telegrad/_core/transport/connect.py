@@ -100,9 +100,7 @@ def connect(
             alert = alert_of(sock, error)
             sock.close()
             _check_certificates(alert, target, tls)
-            raise PeerUnreachable(
-                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-            ) from error
+            raise _broken_off(target, error) from error
 
 
 def one_sided(name: str) -> AuthenticationFailed:
@@ -173,29 +171,24 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
 def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.socket, bytes]:
     """Wrap a TCP connection in TLS; the digests of both certificates are part of the carrier."""
     try:
-        mine = own_digest(tls)
-        secured = client_context(tls).wrap_socket(sock)
-        return secured, TLS + mine + peer_digest(secured)
-    except UsageError:
+        secured = client_context(tls).wrap_socket(sock)  # refuses files that are no certificates, so it comes first
+        return secured, TLS + own_digest(tls) + peer_digest(secured)
+    except (OSError, UsageError) as error:
         sock.close()
-        raise
-    except ssl.SSLError as error:
-        sock.close()
+        if not isinstance(error, OSError):
+            raise
+        if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
+            raise _broken_off(target, error) from error
         if is_one_sided(error):
             raise one_sided(target.name) from None
-        if isinstance(error, ssl.SSLEOFError):
-            raise PeerUnreachable(
-                f"worker {target.name!r} broke off the TLS handshake: it has ended; the call has not run"
-            ) from error
         _check_certificates(error, target, tls)
         raise AuthenticationFailed(
             f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
         ) from error
-    except OSError as error:
-        sock.close()
-        raise PeerUnreachable(
-            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-        ) from error
+
+
+def _broken_off(target: Target, error: OSError) -> PeerUnreachable:
+    return PeerUnreachable(f"worker {target.name!r} broke off the handshake ({error}); the call has not run")
 
 
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:

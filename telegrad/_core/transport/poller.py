@@ -10,6 +10,7 @@ import select
 import selectors
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from telegrad._core.forks import in_child
@@ -201,26 +202,21 @@ class Waker:
         self._ear.close()
 
 
-def is_readable(sock: socket.socket) -> bool:
-    try:
-        return bool(select.select([sock], [], [], 0)[0])
-    except (OSError, ValueError):  # it has ended, or its number is too high for `select`
-        return False
-
-
-def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None) -> None:
-    """Sleep until a socket is readable, the timeout expires, or `waker` is woken."""
+def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None = None) -> bool:
+    """Sleep until a socket is readable, the timeout expires, or `waker` is woken; return False after the timeout."""
+    found: Sequence[object]
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         if waker is not None:
             poll.register(waker, select.POLLIN)
-        poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
+        found = poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
     else:
         sources: list[socket.socket | Waker] = [sock] if waker is None else [sock, waker]
-        select.select(sources, [], [], timeout)
+        found = select.select(sources, [], [], timeout)[0]
     if waker is not None:
         waker.rest()
+    return bool(found)
 
 
 _here = threading.local()  # .waker
