@@ -57,7 +57,7 @@ from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from telegrad._core.forks import in_child, renewed
+from telegrad._core.forks import in_child, outwards, renewed
 
 BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
 # Seconds between two kicks. A blocked call sees only kicks, so this must be more than BLOCKED: otherwise no two runs of
@@ -268,11 +268,9 @@ def _hands_over(at: FrameType) -> bool:
 
     This happens only where the function waits: at its own backward jump, or in a call of a `wait_readable`.
     """
-    frame: FrameType | None = at
-    while frame is not None and frame.f_code.co_name == "wait_readable":
-        frame = frame.f_back
-    give_back = _GIVING_BACK.get(frame.f_code) if frame is not None else None
-    return frame is not None and give_back is not None and give_back(frame.f_locals)
+    frame = next((frame for frame in outwards(at) if frame.f_code.co_name != "wait_readable"), at)
+    give_back = _GIVING_BACK.get(frame.f_code)
+    return give_back is not None and give_back(frame.f_locals)
 
 
 def _look_for_signals() -> None:
@@ -282,8 +280,7 @@ def _look_for_signals() -> None:
 def _is_ours(at: FrameType) -> bool:
     """Return True if the handler must be deferred at this frame because code of this package is running."""
     of_user = cannot_raise = False
-    frame: FrameType | None = at
-    while frame is not None:
+    for frame in outwards(at):
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
         code = frame.f_code
@@ -296,31 +293,22 @@ def _is_ours(at: FrameType) -> bool:
             return True
         # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
         of_user = of_user or (top not in _BETWEEN and name in sys.modules)
-        frame = frame.f_back
     return False
 
 
 def _is_uninterrupted(at: FrameType) -> bool:
-    if at.f_code is _WAIT and at.f_lasti in _RESTORING:
-        return True
-    frame: FrameType | None = at
-    while frame is not None:
-        if frame.f_code in _UNINTERRUPTED:
-            return True
-        frame = frame.f_back
-    return False
+    restores = at.f_code is _WAIT and at.f_lasti in _RESTORING
+    return restores or any(frame.f_code in _UNINTERRUPTED for frame in outwards(at))
 
 
 def _is_importing(at: FrameType) -> bool:
     """Return True if this package is importing torch or a part of itself."""
-    frame: FrameType | None = at
-    while frame is not None:
+    for frame in outwards(at):
         top = (frame.f_globals.get("__name__") or "").partition(".")[0]
         if top in ("torch", _PACKAGE) and frame.f_code.co_name == "<module>":
             return True
         if top == _PACKAGE:
             return False
-        frame = frame.f_back
     return False
 
 

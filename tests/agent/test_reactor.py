@@ -219,7 +219,7 @@ def test_a_close_during_a_busy_poll_ends_the_leader(monkeypatch: pytest.MonkeyPa
     reactor.start()
     assert closing.wait(PATIENCE)
     reactor.close()
-    wait_until(lambda: not len(reactor._threads))
+    wait_until(lambda: not reactor._threads._threads)
 
 
 def test_works_begin_after_another_resumes_while_the_leader_sleeps(reactor: Reactor) -> None:

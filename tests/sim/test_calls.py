@@ -66,7 +66,7 @@ def forget_the_queue(lazy: LazyLink, *_: Any, **__: Any) -> bool:
     return False
 
 
-def add_without_deadline(table: CallTable[Any], call: Any) -> bool:
+def add_without_deadline(table: CallTable, call: Any) -> bool:
     add(table, call)
     table.next_due = inf
     return False
@@ -116,7 +116,7 @@ def call(weight: int = 0, deadline: float = inf, is_timed: bool = True) -> Any:
 
 
 def test_a_table_is_full_by_number_or_by_weight() -> None:
-    table: CallTable[Any] = CallTable(3, 100)
+    table: CallTable = CallTable(3, 100)
     for _ in range(3):
         table.add(call())
     assert table.is_full
@@ -131,7 +131,7 @@ def test_a_table_is_full_by_number_or_by_weight() -> None:
 
 
 def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
-    table: CallTable[Any] = CallTable(100, 100)
+    table: CallTable = CallTable(100, 100)
     slow, quick, soon = call(deadline=60.0), call(deadline=1.0), call(deadline=1.001)
     assert table.add(slow)
     assert table.add(quick)

@@ -200,13 +200,9 @@ class Handlers:
 class Refused(Exception):
     """Raised by a function of this package instead of running: the caller gets the reason, without a traceback.
 
-    Describing an error takes half a millisecond of the interpreter, and a caller above a limit may send thousands of
-    calls.
+    The reason, a LimitReached, is the only argument. Describing an error takes half a millisecond of the interpreter,
+    and a caller above a limit may send thousands of calls.
     """
-
-    def __init__(self, reason: LimitReached) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Answers:

@@ -60,7 +60,7 @@ class Peer:
         self.is_near = is_near
         self.reactor = host.reactor
         self.lock = Lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
-        self.calls: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
+        self.calls = CallTable(host.settings.most_calls, host.settings.most_bytes)
         self.connection = LazyLink(self, partial(host.connect_to, self), host.reactor, self.lock)
         self.host = host
         self._capacity = Condition(self.lock)  # notified when fewer calls are in flight
