@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
 from telegrad._core.agent.incoming import Caller, Incoming
-from telegrad._core.transport.link import Link
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
+from telegrad._core.security.noise import Ciphers
+from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.poller import Poller
+from telegrad._core.wire.messages import Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from tests.cluster import wait_until
+from telegrad.errors import PeerLost
+from tests.cluster import PATIENCE, wait_until
+
+
+class LoneLink:
+    """A link to the worker "w1", and the other end of its socket, which belongs to the test."""
+
+    def __init__(
+        self, ciphers: Ciphers | None = None, pool: SharedBlockPool | None = None, descriptor: int | None = None
+    ) -> None:
+        self.frames: list[Message] = []
+        ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(PATIENCE)
+        if descriptor is not None:
+            ours = socket.socket(fileno=os.dup2(ours.detach(), descriptor))
+        self._poller = Poller()
+        sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
+        handlers = LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False)
+        self.link = Link(ours, "w1", self._poller, sources, handlers, ciphers)
+
+    def close(self) -> None:
+        self.link.close(PeerLost("the end of the test"))
+        self.theirs.close()
+        self._poller.close()
 
 
 def made(worker: Worker) -> list[Link]:

@@ -5,8 +5,8 @@ Members are trusted not to send them on purpose; an attacker on the network cann
 
 from __future__ import annotations
 
+import contextlib
 import operator
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
     CALL,
     ENTRY,
@@ -38,6 +32,7 @@ from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
+from tests.links import LoneLink
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
@@ -47,28 +42,16 @@ NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
     """Return the error of a link that receives this stream, and its frames."""
-    frames: list[Message] = []
-    poller = Poller()
-    ours, theirs = socket.socketpair()
-    with scratch_of(SMALL), theirs:
-        link = Link(
-            ours,
-            "w1",
-            poller,
-            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            LinkHandlers(lambda _, found: frames.extend(found), lambda *_: None, prompt=False),
-        )
+    with scratch_of(SMALL), contextlib.closing(LoneLink()) as end:
+        link = end.link
         if at_once:
             link.feed(stream)
         else:
-            theirs.sendall(stream)
+            end.theirs.sendall(stream)
             link.reading.watch()
             while link.on_readable():
                 pass
-        closed = link.closed
-        link.close(PeerLost("the end of the test"))
-    poller.close()
-    return closed, frames
+        return link.closed, end.frames
 
 
 sound = st.sampled_from(samples()[:2])

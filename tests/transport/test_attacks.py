@@ -17,21 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.encrypted_records import RECORD, RecordWriter
 from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.poller import wait_readable
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
 from tests.cluster import agents
+from tests.links import LoneLink
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.wire.recording import messages
 
@@ -60,41 +56,20 @@ def agreed() -> tuple[Ciphers, Ciphers]:
     return a.ciphers, b.ciphers
 
 
-class End:
+class End(LoneLink):
     """A link, and the attacker's end of its socket."""
-
-    def __init__(self, ciphers: Ciphers) -> None:
-        self.frames: list[Message] = []
-        ours, self.theirs = socket.socketpair()
-        self.theirs.setblocking(False)
-        self._poller = Poller()
-        self.link = Link(
-            ours,
-            "w1",
-            self._poller,
-            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
-            LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False),
-            ciphers,
-        )
 
     def said(self) -> bytes:
         """Return the bytes that the link has sent."""
         heard = b""
-        with contextlib.suppress(BlockingIOError):
-            while data := self.theirs.recv(1 << 20):
-                heard += data
+        while wait_readable(self.theirs, 0.0):
+            heard += self.theirs.recv(1 << 20)
         return heard
 
     def hear(self, stream: bytes) -> None:
-        self.theirs.setblocking(True)
         self.theirs.sendall(stream)
         while self.link.closed is None and self.link.read():
             pass
-
-    def close(self) -> None:
-        self.link.close(PeerLost("the end of the test"))
-        self.theirs.close()
-        self._poller.close()
 
 
 @contextlib.contextmanager
@@ -166,7 +141,6 @@ def test_a_large_frame_arrives_in_any_pieces() -> None:
         body = os.urandom(RECORD + 5)
         sender = threading.Thread(target=a.link.send, args=(Message(CALL, 1, body=body),))
         sender.start()
-        a.theirs.setblocking(True)
         heard = 0
         while not b.frames:
             a.link.on_writable()
@@ -207,7 +181,6 @@ def test_small_frames_that_wait_for_the_socket_keep_their_order() -> None:
         for number in range(2000):
             a.link.send(Message(CALL, number, body=bytes(1000)))
         assert a.link.is_sending
-        a.theirs.setblocking(True)
         while len(b.frames) < 2000:
             a.link.on_writable()
             b.hear(a.theirs.recv(100_000))
@@ -226,7 +199,6 @@ def test_an_interrupt_while_records_are_made_ends_the_connection(monkeypatch: py
 
     with two_ends() as (a, b):
         monkeypatch.setattr(RecordWriter, "add", interrupted)
-        a.theirs.settimeout(10.0)
         interrupts = 0
         try:
             a.link.send(Message(CALL, 1, body=bytes(4 * RECORD)))

@@ -263,16 +263,6 @@ def test_above_the_limit_common_memory_is_plain_memory(caplog: pytest.LogCapture
             assert agent.call("w1", total, (tensor,), None) == 2 * MB
 
 
-def test_a_first_message_that_waits_for_its_connection_lends_a_block() -> None:
-    with agents(3, transport="unix") as workers:
-        agent = workers[0].agent
-        tensor = agent.memory.common(MB)
-        tensor.fill_(1)
-        futures = [agent.call_async(f"w{rank}", total, (tensor,), None) for rank in (1, 2)]
-        assert [future.wait() for future in futures] == [MB, MB]
-        assert not agent._connections._pool._shelf._unused
-
-
 def test_a_killed_receiver_does_not_harm_the_other_receivers() -> None:
     with group(3) as made:
         made[0].run(_publish)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import random
 import socket
@@ -17,16 +16,15 @@ import pytest
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import Chunk, MemorySources
-from telegrad._core.memory.warm_memory import ReceiveBufferPool
+from telegrad._core.memory.blobs import Chunk
 from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState
 from telegrad._core.transport import writer as writers
-from telegrad._core.transport.link import Link, LinkHandlers
-from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.link import Link
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
 from telegrad._core.wire.messages import CALL, Message
 from telegrad.errors import PeerError
+from tests.links import LoneLink
 
 SECRET = bytes(KEY)
 FREED = 0xDD
@@ -130,21 +128,14 @@ def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
             assert writer.drained is None
 
 
-def link_of(sock: socket.socket, poller: Poller) -> Link:
-    sources, handlers = MemorySources(ReceiveBufferPool(0), None, Staging(Streams())), (lambda *_: None,) * 2
-    return Link(sock, "w1", poller, sources, LinkHandlers(*handlers, prompt=False))
-
-
 def test_unread_data_is_noticed_at_any_descriptor() -> None:
     """`select` takes none above 1023."""
-    low, theirs = socket.socketpair()
-    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs), contextlib.closing(low):
-        link = link_of(socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500)), poller)
-        assert not link.has_unread()
-        theirs.send(b"x")
-        assert link.has_unread()
-        link.close(PeerError("the end"))
-        assert not link.has_unread()
+    with contextlib.closing(LoneLink(descriptor=1500)) as end:
+        assert not end.link.has_unread()
+        end.theirs.send(b"x")
+        assert end.link.has_unread()
+        end.link.close(PeerError("the end"))
+        assert not end.link.has_unread()
 
 
 @pytest.mark.parametrize(
@@ -161,14 +152,12 @@ def test_an_error_during_a_write_ends_only_the_connection(
     def fail(*_: object) -> None:
         raise MemoryError("too little")
 
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(Poller()) as poller, contextlib.closing(theirs):
-        link = link_of(ours, poller)
+    with contextlib.closing(LoneLink()) as end:
         if name == "_has_next":
-            link._outbox.append(Chunk(b"x"))
+            end.link._outbox.append(Chunk(b"x"))
         monkeypatch.setattr(place, name, fail)
         with contextlib.suppress(MemoryError):  # of the sender
-            step(link)
-        assert "a message could not be sent (MemoryError('too little'))" in str(link.closed)
+            step(end.link)
+        assert "a message could not be sent (MemoryError('too little'))" in str(end.link.closed)
         with pytest.raises(PeerError):  # it would be taken for the rest
-            link.send(Message(CALL, 2))
+            end.link.send(Message(CALL, 2))
