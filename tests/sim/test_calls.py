@@ -18,7 +18,7 @@ from telegrad._core.reactor import lazy_link
 from telegrad._core.reactor.lazy_link import LazyLink
 from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
 from telegrad.errors import PeerError
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 from tests.sim import calls_world
 from tests.sim.calls_world import World
 
@@ -30,14 +30,9 @@ def run(seeds: range) -> None:
     run_each(seeds, lambda seed: World(seed).run())
 
 
-def test_each_call_ends_once() -> None:
-    run(range(SEEDS))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_each_call_ends_once_in_many_worlds() -> None:
-    run(range(SEEDS, SEEDS + AT_NIGHT))
+@by_day_and_night(range(SEEDS), range(SEEDS, SEEDS + AT_NIGHT))
+def test_each_call_ends_once(seeds: range) -> None:
+    run(seeds)
 
 
 def fail_the_calls_of_any_link(peer: Peer, link: Any, reason: PeerError) -> None:
