@@ -34,6 +34,7 @@ INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
 def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
+    _let_operators_sleep()
     if first in (*ABOUT, "worker", "run") or (first in INSIGHT and not os.path.exists(first)):
         try:
             try:
@@ -73,14 +74,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if name == "worker":
         from telegrad.launch import worker_command
 
-        _let_operators_sleep()
         return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
         from telegrad.launch import run_command as run
 
-        _let_operators_sleep()
         return run.main(arguments[1:])
     from telegrad.insight import command
 
@@ -90,7 +89,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def _serve_torchs_name() -> None:
     from telegrad import compat
 
-    _let_operators_sleep()
     compat.install()
 
 

@@ -97,10 +97,9 @@ class Agent:
 
     def describe(self, id_: int, host: str) -> Member:
         """Return the data that other workers need to reach this worker."""
-        listener = self._connections.listener
-        reached = listener.unix, listener.tcp
-        me = Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
-        return me._replace(uses_tls=self.settings.tls is not None)
+        listener, settings = self._connections.listener, self.settings
+        reached = host, listener.unix, listener.tcp, settings.devices
+        return Member(self.name, id_, self.incarnation, self.program, *reached, uses_tls=settings.tls is not None)
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""

@@ -112,6 +112,11 @@ def own_bytes() -> int:
 _malloc_trim = trimmer()
 
 
+def wake_ups() -> int:
+    """Return how often this thread has gone to sleep, and so was woken; 0 on macOS and Windows, which do not tell."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
+
+
 class Heap:
     """Trims the heap of this process. Use it from one thread at a time.
 
