@@ -96,9 +96,9 @@ _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
 # A waiting loop is short: its backward jumps need no EXTENDED_ARG.
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
-_WAITING_LOOPS: set[CodeType] = set()
 # Functions are known by their code objects, since a frame has no reference to its function.
-_GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
+_WAITING_LOOPS: set[CodeType] = set()
+_READING: set[CodeType] = set()
 # Blocked calls within these functions are not interrupted either. `Thread.start` waits until the new thread runs: after
 # an exception there, its caller could not know whether the thread runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
@@ -264,13 +264,17 @@ class Resumed(BaseException):
 
 
 def _hands_over(at: FrameType) -> bool:
-    """Make a waiting function release what it holds; return True if it held something.
+    """Make a waiting function give back the links that it may read; return True if there were some.
 
     This happens only where the function waits: at its own backward jump, or in a call of a `wait_readable`.
     """
     frame = next((frame for frame in outwards(at) if frame.f_code.co_name != "wait_readable"), at)
-    give_back = _GIVING_BACK.get(frame.f_code)
-    return give_back is not None and give_back(frame.f_locals)
+    held = frame.f_locals["held"] if frame.f_code in _READING else []
+    links = held[:]
+    held.clear()
+    for link in links:
+        link.stop_reading()
+    return bool(links)
 
 
 def _look_for_signals() -> None:
@@ -369,17 +373,15 @@ def waiting_loop(function: F) -> F:
     return function
 
 
-def releases_before_handler(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
-    """Mark a waiting function that must release something before a signal handler runs within it.
+def releases_before_handler(function: F) -> F:
+    """Mark a waiting function whose local variable `held` has the links that it may read at the moment, or is empty.
 
-    `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
+    A signal handler runs on the same thread, and may make calls. If the thread kept the right to read, no thread could
+    read the answers. So the links are taken out of `held` and given back first. If there were some, `Resumed` is raised
+    in the function after the handler has returned.
     """
-
-    def mark(function: F) -> F:
-        _GIVING_BACK[function.__code__] = give_back
-        return function
-
-    return mark
+    _READING.add(function.__code__)
+    return function
 
 
 def uninterrupted(function: F) -> F:

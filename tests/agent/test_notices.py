@@ -64,7 +64,7 @@ def test_nothing_is_kept_for_workers_that_have_left(crowd: Crowd) -> None:
         identity = agent.identify("visitor")
         visitor.end("")
         del crowd.workers["visitor"]
-        wait_until(lambda: agent._connections._peers.keys() <= before)
+        wait_until(lambda: agent.wake_at(time.monotonic()) or agent._connections._peers.keys() <= before)
         with pytest.raises(errors.PeerLost, match="'visitor' is no longer in the group"):
             agent.call(identity, abs, (1,), None)
     assert agent.started >= 3

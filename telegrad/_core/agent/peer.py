@@ -15,7 +15,7 @@ from time import monotonic, perf_counter
 from typing import Protocol
 
 from telegrad._core import events
-from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall, give_back_read
+from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
@@ -273,7 +273,7 @@ class Peer:
             self._end(call)
 
 
-@releases_before_handler(give_back_read)
+@releases_before_handler
 def _read_once(link: Link, timeout: float) -> None:
     """Read available data, or wait for some. The caller holds the right to read; this releases it."""
     held = [link]

@@ -91,20 +91,6 @@ def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
     return counter, counter._version, tensor.shape
 
 
-def give_back_read(local: dict[str, Any]) -> bool:
-    """Release the right to read of a waiting function with these local variables, before a signal handler runs on top
-    of it.
-
-    The handler may make calls. It runs on the interrupted thread. If that thread kept the right, no thread could read
-    the answers. `held` contains the link while the function may read it.
-    """
-    if not local["held"]:
-        return False
-    local["held"].clear()
-    local["link"].stop_reading()
-    return True
-
-
 class PendingCall:
     """A call to another worker.
 
@@ -208,7 +194,7 @@ class PendingCall:
                 self._wait_done(min(remaining, SLEEP))
         return True
 
-    @releases_before_handler(give_back_read)
+    @releases_before_handler
     @waiting_loop
     def _read(self, link: Link, held: list[Link], until: float) -> None:
         """Read until the call is done or that time, with the right to read, as long as `held` has the connection."""

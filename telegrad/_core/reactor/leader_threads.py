@@ -215,8 +215,10 @@ class TimerThread:
         while not self._closed:
             try:
                 self._run(watch)
-            except MemoryError:  # this thread must survive: it ends calls that would wait forever
+            except Exception:  # this thread must survive: it ends calls that would wait forever
                 sleep(WATCH_EVERY)
+                with contextlib.suppress(Exception):  # no memory, or an error of a filter of the program
+                    log.exception("telegrad: the agent's tick failed")
 
     def _run(self, watch: Callable[[float], float]) -> None:
         quiet, seen = 0, -1.0
@@ -227,13 +229,9 @@ class TimerThread:
                     # Set before the tick, and lowered after it: `wake_by` can store an earlier time while the tick
                     # runs. If the tick fails, this is the time of the next one.
                     self._due = now + LONGEST_PAUSE
-                try:
-                    upcoming = self._tick(now)
-                except Exception:
-                    log.exception("telegrad: the agent's tick failed")
-                else:
-                    with self._lock:
-                        self._due = min(self._due, upcoming)
+                upcoming = self._tick(now)
+                with self._lock:
+                    self._due = min(self._due, upcoming)
             before, seen = seen, watch(perf_counter())
             quiet = quiet + 1 if seen == before else 0
             self.is_watching = quiet < QUIET_AFTER

@@ -36,7 +36,7 @@ from telegrad._core.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
 TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
-NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory
+NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory, or could not log an error
 MOMENT = 1e-3  # seconds without messages, after which a thread that waits in `run_for` sleeps
 
 log = logging.getLogger("telegrad")
@@ -218,9 +218,10 @@ class Reactor:
     def _lead(self, runner: ReactorThread) -> None:
         try:
             self._run(runner)
-        # Raised where even logging an error fails. The exception must not end this thread, which may be the leader: no
-        # other thread would take the lead. The work that had begun is lost, but its slot is released.
-        except MemoryError:
+        # Raised where even logging an error fails, for lack of memory or by a filter of the program. The exception must
+        # not end this thread, which may be the leader: no other thread would take the lead. The work that had begun is
+        # lost, but its slot is released.
+        except Exception:
             time.sleep(NO_MEMORY_PAUSE)
             with self._lock:
                 runner.since = 0.0
