@@ -312,8 +312,12 @@ def broken_log() -> Iterator[None]:
 @pytest.mark.usefixtures("broken_log")
 def test_an_error_that_cannot_be_logged_does_not_end_the_leader(reactor: Reactor) -> None:
     ran = threading.Event()
+
+    def fail(_: None) -> NoReturn:
+        raise ValueError("boom")
+
     reactor.start()
-    reactor.submit(Work(lambda _: 1 / 0, None))
+    reactor.submit(Work(fail, None))
     reactor.submit(Work(lambda _: ran.set(), None))
     assert ran.wait(5.0)
 
