@@ -12,10 +12,9 @@ from unittest.mock import patch
 
 import pytest
 
-from telegrad._core.agent.peer import BATCH, Peer
+from telegrad._core.agent import peer
+from telegrad._core.agent.peer import BATCH, LazyLink, Peer
 from telegrad._core.agent.pending_call import SEARCH_PAUSE, CallTable, PendingCall
-from telegrad._core.reactor import lazy_link
-from telegrad._core.reactor.lazy_link import LazyLink
 from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
 from telegrad.errors import PeerError
 from tests.seeds import by_day_and_night, run_each
@@ -89,8 +88,8 @@ WRONG: list[tuple[Any, str, Callable[..., Any]]] = [
     (LazyLink, "_abort", forget_the_queue),
     (CallTable, "pop", lambda table, id_: table.in_flight.pop(id_, None)),  # the weight is not given back
     (CallTable, "add", add_without_deadline),
-    (lazy_link, "_is_obsolete", lambda _, call: call is not None and call.abandoned),  # references do not arrive
-    (lazy_link, "_is_obsolete", lambda *_: False),
+    (peer, "_is_obsolete", lambda _, call: call is not None and call.abandoned),  # references do not arrive
+    (peer, "_is_obsolete", lambda *_: False),
     (PendingCall, "send_cancel", tell_and_then_note),
     (PendingCall, "send_cancel", tell_only_over_an_open_link),
     (calls_world, "set_apart", list),
@@ -156,10 +155,10 @@ def test_control_messages_wait_if_no_thread_can_be_started(world: World) -> None
     call.message = Message(CALL, 0, 0, b"0 1")
     world.calls.append(call)
     world.notices[b"0 0"] = False
-    with patch.object(lazy_link, "run_in_thread", side_effect=RuntimeError("no thread")):
+    with patch.object(peer, "run_in_thread", side_effect=RuntimeError("no thread")):
         world.peer.notify(Message(NOTICE, 0, 0, b"0 0"), False)
     assert not world.losses
-    with patch.object(lazy_link, "run_in_thread", lambda _, run: run()):
+    with patch.object(peer, "run_in_thread", lambda _, run: run()):
         world.peer.call(call, call.message)
     assert world.notices[b"0 0"]
     assert list(world.links[0].served) == [call.id]

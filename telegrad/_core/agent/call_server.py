@@ -37,10 +37,10 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.leader_threads import EventLoop
 from telegrad._core.reactor.reactor import Reactor, submit_here
 from telegrad._core.reactor.scheduler import Work
+from telegrad._core.transport.connect import LoopEnd
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import (
     CALL,

@@ -29,14 +29,13 @@ from telegrad._core.memory.blobs import MemorySources, SharedBuffers
 from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.reactor.lazy_link import AnyLink, LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, one_sided, part
-from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, connect, lost, one_sided, part
+from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
 from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients

@@ -25,10 +25,9 @@ from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
 from telegrad._core.interrupts import SLEEP, Resumed, releases_before_handler, waiting_loop
-from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.leader_threads import SOON, Spin
 from telegrad._core.texts import ProgramLine, hint, users_line
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import AnyLink, Link
 from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad._core.wire.packing import SMALL

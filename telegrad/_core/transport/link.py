@@ -23,7 +23,7 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, process_at, shut
-from telegrad._core.transport.connect import OpenedChannel, broken, departed_error, lost
+from telegrad._core.transport.connect import LoopEnd, OpenedChannel, broken, departed_error, lost
 from telegrad._core.transport.poller import Poller, Waker, wait_readable
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.writer import Writer
@@ -464,3 +464,6 @@ class Link:
             self._poller.forget(self)  # the thread in `close` may not have done this yet
             with contextlib.suppress(OSError):  # the program has closed the descriptor
                 self._sock.close()
+
+
+AnyLink = Link | LoopEnd
