@@ -18,7 +18,7 @@ from torch import Tensor
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
 from telegrad._core.agent.incoming import CallScheduler
-from telegrad._core.agent.outgoing import EachCall, EncodedCall, Fanout, notice_to
+from telegrad._core.agent.outgoing import EachCall, EncodedCall, call_each, notice_to
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.attachments import GraphContext, Layers
@@ -78,7 +78,6 @@ class Agent:
         self._server.name_is(name)
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(*shared, self._server, self._complete)
-        self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
@@ -226,7 +225,7 @@ class Agent:
         Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        self._fanout.call(callees, call, limit, self.program)
+        call_each(self._connections, callees, call, limit, self.program)
 
     def give_back(self, to: str) -> None:
         """Notify a worker now of free memory that it has lent, instead of with the next message."""
