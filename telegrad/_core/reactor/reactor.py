@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,6 +30,7 @@ from telegrad._core.forks import in_child
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.reactor.leader_threads import SOON, LeaderThreads, ReactorThread, Spin, TimerThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
+from telegrad._core.threads import Here
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import READ, WRITE, Poller, Source
 
@@ -396,7 +396,7 @@ def _read(source: Source) -> bool:
 # waiting thread. The thread reads only for a moment, only while no other thread wants the processor, and only notices;
 # calls are left to the leader.
 
-_here = threading.local()  # .own: works that this thread has read but not run yet
+_here = Here()  # works that this thread has read but not run yet
 
 
 @in_child
@@ -407,7 +407,7 @@ def _help_nobody() -> None:
 
 def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
     """Run the work on this thread if `run_for` has read it; otherwise submit it to the reactor in `queue`."""
-    own: deque[Work] | None = getattr(_here, "own", None)
+    own: deque[Work] | None = _here.own
     if own is None:
         reactor.submit(work, queue)
     else:
@@ -417,7 +417,7 @@ def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) ->
 def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
     """Read these connections and run their works until `future` is done or nothing arrives for a moment."""
     own: deque[Work] = deque()
-    before, _here.own = getattr(_here, "own", None), own
+    before, _here.own = _here.own, own
     token = serving.set(None)  # the works do not belong to the call that this thread serves
     try:
         while not future.done():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from telegrad._core.forks import in_child
+from telegrad._core.threads import Here
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -219,19 +220,19 @@ def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | Non
     return bool(found)
 
 
-_here = threading.local()  # .waker
+_here = Here()
 
 
 def waker_here() -> Waker | None:
     """Return the waker of this thread, created on first use, or None if no descriptor is free."""
-    found: Waker | None = getattr(_here, "waker", None)
+    found: Waker | None = _here.own
     if found is None:
         with contextlib.suppress(OSError):
-            found = _here.waker = Waker(*socket.socketpair())
+            found = _here.own = Waker(*socket.socketpair())
     return found
 
 
 @in_child
 def _forget_after_fork() -> None:
     """Drop the waker of the only thread of a forked child, which would share it with its parent."""
-    _here.__dict__.clear()
+    _here.own = None
