@@ -49,13 +49,11 @@ logging.getLogger("telegrad").addFilter(SafeRecords())
 # A torch that is imported later warns that NumPy, which is optional, is not installed; each worker would do so.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
-# Not imported here: programs that only start workers, such as `telegrad run`, do without torch.
-_ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
-
 
 def __getattr__(name: str) -> ModuleType:
     """Import a subpackage when the user's program first accesses its name."""
-    if name in _ROOMS:
+    # Not before: programs that only start workers, such as `telegrad run`, do without torch.
+    if name in __all__:
         return import_module(f"telegrad.{name}")
     raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
 

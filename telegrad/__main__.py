@@ -34,6 +34,7 @@ INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
 def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
+    _let_operators_sleep()
     if first in (*ABOUT, "worker", "run") or (first in INSIGHT and not os.path.exists(first)):
         try:
             try:
@@ -73,14 +74,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if name == "worker":
         from telegrad.launch import worker_command
 
-        _let_operators_sleep()
         return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
         from telegrad.launch import run_command as run
 
-        _let_operators_sleep()
         return run.main(arguments[1:])
     from telegrad.insight import command
 
@@ -90,7 +89,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def _serve_torchs_name() -> None:
     from telegrad import compat
 
-    _let_operators_sleep()
     compat.install()
 
 
@@ -123,9 +121,12 @@ def _run_script(path: str) -> None:
 
 def _run_module(name: str) -> None:
     """Do the same as `python -m name`."""
-    spec = find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = find_spec(f"{name}.__main__")
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:  # of the package that should have the module; or it is a relative name
+        sys.exit(f"python -m telegrad: no module named {name} ({error})")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
     if spec is None or code is None:
         sys.exit(f"python -m telegrad: no module named {name}")

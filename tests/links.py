@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -18,17 +19,22 @@ from telegrad._core.wire.messages import Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
-from tests.cluster import wait_until
+from tests.cluster import PATIENCE, wait_until
 
 
 class LinkEnd:
     """A link that belongs to no worker, and the other end of its socket, which the test has."""
 
-    def __init__(self, pool: SharedBlockPool | None = None, ciphers: Ciphers | None = None) -> None:
-        """`pool`: memory that the link lends."""
+    def __init__(
+        self, pool: SharedBlockPool | None = None, ciphers: Ciphers | None = None, descriptor: int | None = None
+    ) -> None:
+        """`pool`: memory that the link lends; `descriptor`: the number of its socket."""
         self.frames: list[Message] = []
         self._poller = Poller()
         ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(PATIENCE)
+        if descriptor is not None:
+            ours = socket.socket(fileno=os.dup2(ours.detach(), descriptor))
         sources = MemorySources(ReceiveBufferPool(0), pool, Staging(Streams()))
         handlers = LinkHandlers(lambda _, found: self.frames.extend(found), lambda *_: None, prompt=False)
         self.link = Link(ours, "w1", self._poller, sources, handlers, ciphers)

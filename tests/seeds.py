@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeVar, cast
 
+import pytest
+
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[Any])
 ONLY = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else []
@@ -22,6 +24,12 @@ MOST = int(os.environ["TELEGRAD_SEEDS"]) if "TELEGRAD_SEEDS" in os.environ else 
 def tonight(seeds: S) -> S:
     """Return a part of the seeds, another one each night."""
     return cast("S", seeds[TODAY % NIGHTS :: NIGHTS])
+
+
+def by_day_and_night(day: Sequence[Any], night: Sequence[Any]) -> pytest.MarkDecorator:
+    """Run a test with the seeds of each run, and at night also with many others."""
+    marks = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+    return pytest.mark.parametrize("seeds", [pytest.param(day, id="some"), pytest.param(night, marks=marks, id="many")])
 
 
 def run_each(seeds: Iterable[int], run: Callable[[int], T]) -> list[T]:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import telegrad
-from telegrad import autograd, errors, insight, optim, rpc, weights
+from telegrad import autograd, errors, rpc
 from telegrad._core import checks
 from telegrad._core.rpc import conversion
 from tests import public
 from tests.cluster import PATIENCE, processes
+from tests.things import Things
 
 LONGEST = 500  # characters of a message
 PACKAGE = os.path.dirname(telegrad.__file__)
@@ -214,114 +215,38 @@ def test_each_parameter_has_an_entry_in_the_table() -> None:
     assert not LEFT_OUT - {entry for entry, _ in entries()}, "there are no such functions any more"
 
 
-class Things:
-    """Plausible arguments, in a group of a driver and two workers."""
-
-    def __init__(self) -> None:
-        self.module = telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 1))
-        self.reference = rpc.remote("worker0", list, ([1, 2],))
-        self.context = autograd.context()
-        self.context_id = self.context.__enter__()
-        self.pipeline = telegrad.nn.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], chunks=1)
-        self.optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, self.module, lr=0.1)
-        self.publisher = weights.Publisher("numbers", {"x": torch.ones(2)})
-        self.publisher.publish()
-        self.sharded = weights.ShardedPublisher("shards", self.module)
-        self.sharded.publish()
-        self.subscriber = weights.Subscriber("driver", "numbers")
-        self.instances: dict[str, Any] = {
-            "telegrad.rpc.Future": rpc.rpc_async("worker0", int),
-            "telegrad.rpc.Group": rpc.group(["worker0"]),
-            "telegrad.rpc.GroupFuture": rpc.group(["worker0"]).rpc_async(int),
-            "telegrad.rpc.RefGroup": rpc.group(["worker0"]).remote(list, ([1],)),
-            "telegrad.rpc.RRef": self.reference,
-            "telegrad.rpc.TelegradOptions": rpc.TelegradOptions(),
-            "telegrad.rpc.TensorPipeRpcBackendOptions": rpc.TensorPipeRpcBackendOptions(),
-            "telegrad.nn.RemoteModule": self.module,
-            "telegrad.nn.Pipeline": self.pipeline,
-            "telegrad.optim.DistributedOptimizer": self.optimizer,
-            "telegrad.weights.Publisher": self.publisher,
-            "telegrad.weights.ShardedPublisher": self.sharded,
-            "telegrad.weights.Subscriber": self.subscriber,
-            "telegrad.weights.ShardedSubscriber": weights.ShardedSubscriber("driver", "shards"),
-            "telegrad.weights.Version": self.subscriber.newest(),
-            "telegrad.insight.GradientGraph": insight.graph(self.context_id),
-        }
-        root = torch.ones(1, requires_grad=True) * 2
-        self.right: dict[str, Any] = {
-            **dict.fromkeys(("to", "worker", "remote_device"), "worker0"),
-            **dict.fromkeys(("func", "fn", "factory"), int),
-            **dict.fromkeys(("callback", "keep", "op"), repr),
-            **dict.fromkeys(("max_size", "number", "stage", "n", "wanted", "chunks"), 1),
-            **dict.fromkeys(("max_wait", "max_norm", "seconds"), 0.0),
-            **dict.fromkeys(("path", "folder", "checkpoint_id"), os.devnull),
-            **dict.fromkeys(("module", "model"), nn.Linear(2, 1)),
-            "name": "another",
-            "method": "copy",
-            "value": 1,
-            "context_id": self.context_id,
-            "roots": root,
-            "outputs": root,
-            "inputs": torch.ones(1, 2, requires_grad=True),
-            "targets": torch.ones(1, 1),
-            "loss": nn.MSELoss(),
-            "module_cls": nn.Identity,
-            "module_rref": self.module.get_module_rref(),
-            "optimizer_class": torch.optim.SGD,
-            "params_rref": self.module.remote_parameters(),
-            "params": self.module.remote_parameters(),
-            "param_group": {"params": []},
-            "stages": [nn.Identity()],
-            "workers": 1,
-            "state": {},
-            "state_dict": self.optimizer.state_dict(),
-            "groups": [],
-            "source": {"x": torch.ones(2)},
-            "group": rpc.group(),
-            "cls": dict,
-            "device_map": {},
-            "devices": [],
-        }
-
-    def call(self, entry: str, function: Any, parameter: str, value: Any) -> None:
-        """Call with one wrong argument, and right ones for the other required parameters."""
-        owner, _, member = entry.rpartition(".")
-        if owner in public.classes():
-            function = getattr(self.instances[owner], member)
-        given = {
-            each.name: self.right[each.name]
-            for each in inspect.signature(function).parameters.values()
-            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        }
-        if entry.endswith("Pipeline.split"):
-            given |= {"workers": ["worker0"]}
-        if entry.endswith(".without"):
-            function(value)
-            return
-        if entry.endswith(".map"):
-            first = next(iter(given))
-            function({**given, parameter: value}[first], [1], **({} if parameter == first else {parameter: value}))
-            return
-        if entry.endswith("TensorPipeRpcBackendOptions") or "Options" in entry:
-            given.pop("own", None)
-        if parameter == "balance":
-            given |= {"model": nn.Sequential(nn.Identity())}
-        made = function(**{**given, parameter: value})
-        if entry == "telegrad.rpc.functions.batch":
-            made(self.call)
+def call(things: Things, entry: str, function: Any, parameter: str, value: Any) -> None:
+    """Call with one wrong argument, and right ones for the other required parameters."""
+    owner, _, member = entry.rpartition(".")
+    if owner in public.classes():
+        function = getattr(things.instances[owner], member)
+    given = things.arguments(function)
+    if entry.endswith(".without"):
+        function(value)
+        return
+    if entry.endswith(".map"):
+        first = next(iter(given))
+        function({**given, parameter: value}[first], [1], **({} if parameter == first else {parameter: value}))
+        return
+    if entry.endswith("TensorPipeRpcBackendOptions") or "Options" in entry:
+        given.pop("own", None)
+    if parameter == "balance":
+        given |= {"model": nn.Sequential(nn.Identity())}
+    made = function(**{**given, parameter: value})
+    if entry == "telegrad.rpc.functions.batch":
+        made(call)
 
 
 def check_all() -> list[str]:
     """Return all faults of refusals, in a group of this process and a worker."""
     with telegrad.local(["worker0"]) as local:
-        things, wrong = Things(), []
-        things.instances["telegrad.launch.local.LocalGroup"] = local
+        things, wrong = Things(local), []
         for entry, function in entries():
             if entry in LEFT_OUT:
                 continue
             for parameter in parameters(function):
                 for value in (wrong_values(entry, parameter) or []) if parameter not in ANYTHING else []:
-                    fault = fault_of(lambda: things.call(entry, function, parameter, value), parameter, entry)  # noqa: B023
+                    fault = fault_of(lambda: call(things, entry, function, parameter, value), parameter, entry)  # noqa: B023
                     if fault:
                         wrong.append(f"{entry}({parameter}={checks.short_repr(value)}): {fault}")
         assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import telegrad
-from telegrad import autograd, errors, insight, optim, rpc, weights
+from telegrad import errors, insight, rpc
 from tests import public
 from tests.cluster import PATIENCE, processes
+from tests.things import Things
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
 
@@ -77,115 +77,53 @@ def count(upto: int) -> Iterator[int]:
     yield from range(upto)
 
 
-def things(local: Any) -> dict[str, Any]:
-    """Make an instance of each public class, as programs do."""
-    stages = [telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 2)) for _ in range(2)]
-    optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, stages[0], lr=0.1)
-    entered = autograd.context()
-    context_id = entered.__enter__()
-    autograd.backward(context_id, stages[0](torch.ones(1, 2)).sum())
-    graph = insight.graph(context_id)
-    publisher = weights.Publisher("numbers", {"x": torch.ones(2)})
-    publisher.publish()
-    sharded = weights.ShardedPublisher("shards", stages[0])
-    sharded.publish()
-    subscriber = weights.Subscriber("driver", "numbers")
-    reference = rpc.remote("worker0", list, ([1, 2],))
+def things(local: Any) -> Things:
+    """Make instances as programs do."""
+    made = Things(local)
+    reference = made.reference
     waited = rpc.rpc_async("worker0", later, (60.0,))
     tracing = insight.tracing(os.devnull)
     tracing.__enter__()
     rpc.rpc_sync("worker0", int)
-    return {
-        "context id": context_id,
-        "telegrad.launch.local.LocalGroup": local,
+    made.right |= {
+        **dict.fromkeys(("of", "on"), "worker0"),
+        **dict.fromkeys(("which", "index"), 1),
+        **dict.fromkeys(("tensor", "value"), torch.ones(1, requires_grad=True)),
+        **dict.fromkeys(("shape", "offsets", "sizes", "host"), "numbers"),
+        **dict.fromkeys(("param", "to_here", "result"), None),
+        **dict.fromkeys(("token", "cookies"), ""),
+        "function": repr,
+        "seconds": 2.0,
+        "requires_grad": True,
+        "code": 0,
+        "after": {},
+        "hook": print,
+        "items": [1],
+        "other": rpc.group(),
+    }
+    made.instances |= {
         "telegrad.rpc.Future": waited,
         "telegrad.rpc.Future then": waited.then(lambda done: done.wait()),
         "telegrad.rpc.Future done": rpc.rpc_async("worker0", int).then(lambda done: done.wait()),
-        "telegrad.rpc.Group": rpc.group(),
         "telegrad.rpc.GroupFuture": rpc.group(["worker0"]).rpc_async(later, (60.0,)),
-        "telegrad.rpc.RefGroup": rpc.group(["worker0"]).remote(list, ([1, 2],)),
-        "telegrad.rpc.RRef": reference,
         "telegrad.rpc.RRef of its own": rpc.RRef(5),
         "telegrad.rpc.RRef being made": rpc.remote("worker0", later, (60.0,)),
         "telegrad.rpc.Stream": rpc.rpc_stream("worker0", count, (10_000,)),
         "telegrad.rpc.WorkerInfo": rpc.get_worker_info("worker0"),
-        "telegrad.rpc.Generation": None,  # a tuple
         "telegrad.rpc.BackendType": rpc.BackendType.TENSORPIPE,
         "telegrad.rpc.RpcBackendOptions": rpc.RpcBackendOptions(),
-        "telegrad.rpc.TelegradOptions": rpc.TelegradOptions(),
-        "telegrad.rpc.TensorPipeRpcBackendOptions": rpc.TensorPipeRpcBackendOptions(),
-        "telegrad.rpc.TlsFiles": None,  # a tuple
         "telegrad._core.rpc.rref.Proxy": reference.rpc_sync(),
         "telegrad._core.rpc.rref.Proxy async": reference.rpc_async(),
         "telegrad._core.rpc.rref.Proxy remote": reference.remote(),
         "telegrad._core.rpc.rref.Proxy stream": reference.rpc_stream(),
-        "telegrad.autograd.context": entered,
-        "telegrad.nn.RemoteModule": stages[0],
-        "telegrad.nn.Pipeline": telegrad.nn.Pipeline(stages, chunks=2),
-        "telegrad.optim.DistributedOptimizer": optimizer,
-        "telegrad.weights.Box": None,  # a tuple
-        "telegrad.weights.Shard": None,  # a tuple
-        "telegrad.weights.Publisher": publisher,
-        "telegrad.weights.ShardedPublisher": sharded,
-        "telegrad.weights.Subscriber": subscriber,
-        "telegrad.weights.ShardedSubscriber": weights.ShardedSubscriber("driver", "shards"),
-        "telegrad.weights.Version": subscriber.newest(),
-        "telegrad.insight.GradientGraph": graph,
+        "telegrad.autograd.context": made.context,
         "telegrad.insight.group()": insight.group(),
         "telegrad.insight.dashboard()": insight.dashboard(),
         "telegrad.insight.tracing": tracing,
     }
-
-
-def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """Return plausible arguments for the required parameters."""
-    model, reference = made["telegrad.nn.RemoteModule"], made["telegrad.rpc.RRef"]
-    known = {
-        **dict.fromkeys(("to", "worker", "remote_device", "of", "on"), "worker0"),
-        **dict.fromkeys(("func", "fn", "callback", "keep", "factory", "op", "function", "loss"), repr),
-        **dict.fromkeys(("roots", "outputs", "inputs", "targets"), torch.ones(1, requires_grad=True)),
-        **dict.fromkeys(("value", "index", "tensor"), torch.ones(1, requires_grad=True)),
-        **dict.fromkeys(("which", "stage", "number", "n", "wanted", "workers", "max_size", "max_wait", "chunks"), 1),
-        **dict.fromkeys(("name", "method", "shape", "offsets", "sizes", "checkpoint_id", "path", "folder"), "numbers"),
-        "seconds": 2.0,
-        "stages": [model],
-        "params": [reference],
-        **dict.fromkeys(("module", "model"), model),
-        "state": {"x": torch.ones(2)},
-        "source": {"x": torch.ones(2)},
-        "groups": [],
-        "state_dict": {"param_groups": [], "state": []},
-        "context_id": made["context id"],
-        "module_cls": nn.Identity,
-        "optimizer_class": torch.optim.SGD,
-        "params_rref": [reference],
-        "module_rref": reference,
-        "param_group": {"params": [reference]},
-        "max_norm": 1.0,
-        "other": made["telegrad.rpc.Group"],
-        "group": made["telegrad.rpc.Group"],
-        "requires_grad": True,
-        "code": 0,
-        "host": "localhost",
-        "token": "",
-        "cookies": "",
-        "after": {},
-        "param": None,
-        "hook": print,
-        "cls": list,
-        "to_here": None,
-        "device_map": {},
-        "devices": [],
-        "result": None,
-        "items": [1],
-    }
-    known["workers"] = ["worker0"] if getattr(function, "__name__", "") in ("split", "local") else 1
-    wanted = [
-        each
-        for each in inspect.signature(function).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    return {each.name: known[each.name] for each in wanted}
+    tuples = ("telegrad.rpc.Generation", "telegrad.rpc.TlsFiles", "telegrad.weights.Box", "telegrad.weights.Shard")
+    made.instances |= dict.fromkeys(tuples)
+    return made
 
 
 LEFT_OUT = {
@@ -195,7 +133,7 @@ LEFT_OUT = {
 }
 
 
-def uses(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def uses(made: Things) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield every use of each public object."""
     for name, function in public.functions().items():
         if name not in LEFT_OUT:
@@ -204,18 +142,18 @@ def uses(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, kind in kinds.items():
         if name.rpartition(".")[2] in ("Publisher", "Subscriber", "RRef", "RemoteModule", "DistributedOptimizer"):
             yield name, partial(call, kind, made)
-    for name, thing in made.items():
+    for name, thing in made.instances.items():
         for member, value in public.members(type(thing)).items():
             if member in ("set_result", "set_exception", "aclose"):  # these end the object, or are the same as `close`
                 continue
             yield f"{name}: {member}", partial(touch, thing, member, value, made)
 
 
-def call(function: Any, made: dict[str, Any]) -> None:
-    function(**arguments(function, made))
+def call(function: Any, made: Things) -> None:
+    function(**made.arguments(function))
 
 
-def touch(thing: Any, member: str, value: Any, made: dict[str, Any]) -> None:
+def touch(thing: Any, member: str, value: Any, made: Things) -> None:
     if member == "__exit__":
         thing.__exit__(None, None, None)
     elif isinstance(value, property):
@@ -226,7 +164,7 @@ def touch(thing: Any, member: str, value: Any, made: dict[str, Any]) -> None:
         next(thing.__await__())
     else:
         bound = getattr(thing, member)
-        named = {} if member.startswith("__") else arguments(bound, made)
+        named = {} if member.startswith("__") else made.arguments(bound)
         if "items" in inspect.signature(bound).parameters and "method" not in named:
             bound(int, [1])
         else:
@@ -247,9 +185,9 @@ def refused(act: Callable[[], Any]) -> bool:
     return True
 
 
-def in_need_of_the_worker(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def in_need_of_the_worker(made: Things) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield uses that would find their answer in memory, perhaps under a lock that the parent held at the fork."""
-    subscriber, publisher = made["telegrad.weights.Subscriber"], made["telegrad.weights.Publisher"]
+    subscriber, publisher = made.subscriber, made.publisher
     yield "newest", subscriber.newest
     yield "at_least", lambda: subscriber.at_least(1)
     yield "behind", lambda: subscriber.behind
@@ -260,14 +198,15 @@ def in_need_of_the_worker(made: dict[str, Any]) -> Iterator[tuple[str, Callable[
 def everything_in_a_child() -> dict[str, str]:
     with telegrad.local(["worker0"]) as local:
         made = things(local)
-        missing = public.classes().keys() - made.keys()
+        instances = made.instances
+        missing = public.classes().keys() - instances.keys()
         assert not missing, f"give an instance of {missing} to this test"
         told = in_child(lambda: {name: outcome for name, act in uses(made) if (outcome := use(act)) != FINE})
-        told |= in_child(lambda: {f"repr of {name}": "raises" for name, thing in made.items() if not shows(thing)})
+        told |= in_child(lambda: {f"repr of {name}": "raises" for name, thing in instances.items() if not shows(thing)})
         told |= in_child(lambda: {name: "works" for name, act in in_need_of_the_worker(made) if not refused(act)})
-        assert in_child(made["telegrad.rpc.Future done"].wait) == 0, "a value that the process already has"
+        assert in_child(instances["telegrad.rpc.Future done"].wait) == 0, "a value that the process already has"
         assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8, "the parent's calls suffer"
-        assert made["telegrad.rpc.RRef"].to_here() == [1, 2], "the child has dropped the parent's reference"
+        assert made.reference.to_here() == [1, 2], "the child has dropped the parent's reference"
         rpc.shutdown(graceful=False)
     return told
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.__main__ import _run_module
 from telegrad._core.pickling.global_names import SentGlobals
 from telegrad._core.pickling.main_modules import Item, MainNamespace
 from telegrad._core.pickling.main_program import Program
@@ -487,6 +488,12 @@ def test_globals_and_functions_that_differ_from_those_that_workers_import(tmp_pa
     differing = re.findall("the global '(\\w+)' of \\S+ is (\\S+) at the caller and (\\S+) at this worker", ran.stderr)
     assert differing == [("rate", "0.5", "0.1"), ("limit", "deleted", "3"), ("limits", "deleted", "[3]")]
     assert len(ran.stderr.splitlines()) == len(changed) + len(differing), ran.stderr
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.inner", ".relative", "json.missing"])
+def test_a_module_that_does_not_exist_is_named(name: str) -> None:
+    with pytest.raises(SystemExit, match=f"no module named {re.escape(name)}"):
+        _run_module(name)
 
 
 def test_a_global_number_that_differs_between_runs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

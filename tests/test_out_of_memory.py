@@ -124,6 +124,12 @@ def test_the_error_for_missing_memory_does_not_mention_versions() -> None:
 )
 def test_errors_of_missing_memory_are_recognized(error: Exception) -> None:
     assert resources.out_of_memory(error)
+    said = "^w1 was not called: this process has no memory left"
+    with (
+        pytest.raises(errors.PeerUnreachable, match=said),
+        resources.translate_error("w1 was not called", errors.PeerUnreachable),
+    ):
+        raise error
 
 
 @pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), errors.LimitReached("out of memory")])

@@ -110,7 +110,7 @@ READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command li
         "insight/seen_groups.py",
         "insight/web.py",
     ),
-    *("launch/run_command.py", "_core/host/heap.py", "_core/processes.py"),
+    *("launch/run_command.py", "_core/processes.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 
@@ -443,6 +443,13 @@ def test_a_pipe_of_another_user_is_not_written_to(shared: pathlib.Path, plant: P
     plant(act)
     with pytest.raises(UnsafePath, match="a special file"), replacing(shared / "trace.json"):
         pass
+
+
+def test_create_follows_a_link_before_it_goes_up(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "way").symlink_to("far/inner")
+    create(tmp_path / "way" / ".." / "data").close()
+    assert (tmp_path / "far" / "data").exists()
 
 
 def test_create_does_not_overwrite_files_or_links(tmp_path: pathlib.Path) -> None:

@@ -291,14 +291,13 @@ def test_a_line_scrolls_at_the_end_of_the_screen() -> None:
     assert screen.shown() == ["begun", "ended"]
 
 
-@pytest.mark.parametrize("error", ["ZeroDivisionError", "KeyboardInterrupt"])
-def test_a_line_is_removed_after_an_error(error: str) -> None:
-    screen = shown(f"""
+def test_a_line_is_removed_after_an_interrupt() -> None:
+    screen = shown("""
 try:
     with Wait("shutdown", lambda: "for Godot") as wait:
         look(wait, 1)
-        raise {error}
-except {error}:
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
     print("caught")
 """)
     assert screen.pictures == [["telegrad: waiting for 1 s: for Godot"]]

@@ -49,6 +49,20 @@ def test_any_text_becomes_printable(text: str) -> None:
     shown.encode()
 
 
+class Textless:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_a_value_without_a_text_fails_no_code_that_logs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("telegrad")
+    monkeypatch.setattr(log, "propagate", False)
+    log.warning("telegrad: %r failed", Textless())
+    assert "ValueError: no text" in capsys.readouterr().err
+
+
 def test_log_records_are_escaped(logged: io.StringIO) -> None:
     handler = logging.StreamHandler(logged)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

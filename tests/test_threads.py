@@ -115,12 +115,3 @@ def test_the_start_of_a_thread_that_never_runs_fails(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threads.Thread, "_bootstrap", lambda _: None)  # as if the thread ended before its first step
     with pytest.raises(RuntimeError, match="is enough memory left for it"):
         threads.Thread(lambda: None, "one").start()
-
-
-def test_a_thread_runs() -> None:
-    ran = threading.Event()
-    thread = threads.Thread(ran.set, "one")
-    assert thread.daemon
-    thread.start()
-    thread.join(10)
-    assert ran.is_set()

@@ -68,14 +68,13 @@ def is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
+def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "") -> Any:
     """Return a time unchanged. Return 0 for infinity where 0 means no limit."""
     if type(value) is float and value == inf and zero is FOR_EVER:
         return 0
     # Comparisons with NaN are False. So the range is written as a condition that must hold, here and in `number`.
-    if not is_real(value) or not least <= value <= LONGEST:
-        meaning = f", {zero}" if not least else ""
-        raise_invalid(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
+    if not is_real(value) or not 0 <= value <= LONGEST:
+        raise_invalid(name, f"a number of seconds, {zero}, and at most {LONGEST:,.0f}{hint}", value)
     return value if isinstance(value, int | float) else float(value)
 
 

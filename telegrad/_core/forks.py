@@ -33,7 +33,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -80,6 +80,13 @@ _PACKAGE = __name__.partition(".")[0]
 _SUSPENDED = {dis.opmap.get("YIELD_VALUE"), dis.opmap.get("YIELD_FROM")}
 
 _classes: dict[type, type] = {}  # classes of disabled objects, by the original class
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def thread() -> tuple[int, int]:
@@ -157,12 +164,8 @@ class _Origin(NamedTuple):
 
     def is_over(self) -> bool:
         """Return True if this is that thread, and the user code has returned, raised, or was suspended."""
-        if threading.get_ident() != self.thread:
-            return False
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self.users:
-            frame = frame.f_back
-        return frame is None
+        is_here = threading.get_ident() == self.thread
+        return is_here and all(frame is not self.users for frame in outwards(sys._getframe()))
 
 
 class Process:
@@ -178,11 +181,7 @@ process = Process()
 
 def _find_origin() -> _Origin | None:
     """Return the position of this thread; None for a user's thread, which gets errors from this package instead."""
-    stack: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)  # the frame that forked; `_count` and this function are above it
-    while frame is not None:
-        stack.insert(0, frame)
-        frame = frame.f_back
+    stack = [*outwards(sys._getframe(2))][::-1]  # from the frame that forked; `_count` and this function are above it
     # Functions of torch and of the standard library, such as loops and hooks, lie between this package and the user
     # code.
     others = {_PACKAGE, "torch", *sys.stdlib_module_names}
@@ -211,8 +210,7 @@ def disable_stack() -> None:
     # The user's code in the child may go on with its own arguments and locals, even where a frame of this package holds
     # them, too.
     given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
-    frame: FrameType | None = origin.ours
-    while frame is not None:
+    for frame in outwards(origin.ours):
         for value in list(frame.f_locals.values()) if _top(frame) == _PACKAGE else ():
             if id(value) not in given:
                 with contextlib.suppress(TypeError):  # the class of the object cannot be changed
@@ -227,7 +225,6 @@ def disable_stack() -> None:
             else:
                 loop.call_soon(_end_suspended)
             break
-        frame = frame.f_back
 
 
 def _end_suspended() -> NoReturn:

@@ -57,7 +57,7 @@ from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from telegrad._core.forks import in_child, renewed
+from telegrad._core.forks import in_child, outwards, renewed
 
 BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
 # Seconds between two kicks. A blocked call sees only kicks, so this must be more than BLOCKED: otherwise no two runs of
@@ -96,9 +96,9 @@ _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
 # A waiting loop is short: its backward jumps need no EXTENDED_ARG.
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
-_WAITING_LOOPS: set[CodeType] = set()
 # Functions are known by their code objects, since a frame has no reference to its function.
-_GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
+_WAITING_LOOPS: set[CodeType] = set()
+_READING: set[CodeType] = set()
 # Blocked calls within these functions are not interrupted either. `Thread.start` waits until the new thread runs: after
 # an exception there, its caller could not know whether the thread runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
@@ -264,15 +264,17 @@ class Resumed(BaseException):
 
 
 def _hands_over(at: FrameType) -> bool:
-    """Make a waiting function release what it holds; return True if it held something.
+    """Make a waiting function give back the links that it may read; return True if there were some.
 
     This happens only where the function waits: at its own backward jump, or in a call of a `wait_readable`.
     """
-    frame: FrameType | None = at
-    while frame is not None and frame.f_code.co_name == "wait_readable":
-        frame = frame.f_back
-    give_back = _GIVING_BACK.get(frame.f_code) if frame is not None else None
-    return frame is not None and give_back is not None and give_back(frame.f_locals)
+    frame = next((frame for frame in outwards(at) if frame.f_code.co_name != "wait_readable"), at)
+    held = frame.f_locals["held"] if frame.f_code in _READING else []
+    links = held[:]
+    held.clear()
+    for link in links:
+        link.stop_reading()
+    return bool(links)
 
 
 def _look_for_signals() -> None:
@@ -282,8 +284,7 @@ def _look_for_signals() -> None:
 def _is_ours(at: FrameType) -> bool:
     """Return True if the handler must be deferred at this frame because code of this package is running."""
     of_user = cannot_raise = False
-    frame: FrameType | None = at
-    while frame is not None:
+    for frame in outwards(at):
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
         code = frame.f_code
@@ -296,31 +297,22 @@ def _is_ours(at: FrameType) -> bool:
             return True
         # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
         of_user = of_user or (top not in _BETWEEN and name in sys.modules)
-        frame = frame.f_back
     return False
 
 
 def _is_uninterrupted(at: FrameType) -> bool:
-    if at.f_code is _WAIT and at.f_lasti in _RESTORING:
-        return True
-    frame: FrameType | None = at
-    while frame is not None:
-        if frame.f_code in _UNINTERRUPTED:
-            return True
-        frame = frame.f_back
-    return False
+    restores = at.f_code is _WAIT and at.f_lasti in _RESTORING
+    return restores or any(frame.f_code in _UNINTERRUPTED for frame in outwards(at))
 
 
 def _is_importing(at: FrameType) -> bool:
     """Return True if this package is importing torch or a part of itself."""
-    frame: FrameType | None = at
-    while frame is not None:
+    for frame in outwards(at):
         top = (frame.f_globals.get("__name__") or "").partition(".")[0]
         if top in ("torch", _PACKAGE) and frame.f_code.co_name == "<module>":
             return True
         if top == _PACKAGE:
             return False
-        frame = frame.f_back
     return False
 
 
@@ -381,17 +373,15 @@ def waiting_loop(function: F) -> F:
     return function
 
 
-def releases_before_handler(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
-    """Mark a waiting function that must release something before a signal handler runs within it.
+def releases_before_handler(function: F) -> F:
+    """Mark a waiting function whose local variable `held` has the links that it may read at the moment, or is empty.
 
-    `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
+    A signal handler runs on the same thread, and may make calls. If the thread kept the right to read, no thread could
+    read the answers. So the links are taken out of `held` and given back first. If there were some, `Resumed` is raised
+    in the function after the handler has returned.
     """
-
-    def mark(function: F) -> F:
-        _GIVING_BACK[function.__code__] = give_back
-        return function
-
-    return mark
+    _READING.add(function.__code__)
+    return function
 
 
 def uninterrupted(function: F) -> F:

@@ -7,6 +7,7 @@ texts, paths and host names from other processes can contain them. They are esca
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import sys
@@ -41,6 +42,12 @@ class SafeRecords(logging.Filter):
     """Escape log records. Further lines of a value are indented, because they could look like records of their own."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        with contextlib.suppress(Exception):  # of a value's own text: the handlers report it
+            self._escape(record)
+        return True
+
+    @staticmethod
+    def _escape(record: logging.LogRecord) -> None:
         if isinstance(record.args, tuple):
             args = tuple(map(_indented, record.args))
             if any(new is not old for new, old in zip(args, record.args, strict=True)):
@@ -52,7 +59,6 @@ class SafeRecords(logging.Filter):
             text = _formatter.formatException(record.exc_info)
             if (escaped := safe(text, lines=True)) != text:
                 record.exc_text = escaped  # otherwise the program's own formatter formats it
-        return True
 
 
 _formatter = logging.Formatter()

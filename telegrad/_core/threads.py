@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -57,13 +56,6 @@ class Thread(threading.Thread):
 def program_has_ended() -> bool:
     """Return True if `atexit` functions run; since Python 3.12 no thread can be started then."""
     return not threading.main_thread().is_alive()
-
-
-def processor_time(threads: Iterable[threading.Thread]) -> float | None:
-    """Return the processor time of these threads, or None if it is unknown. None of the threads may end meanwhile."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
 
 
 def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: float = 0.0) -> None:

@@ -116,18 +116,6 @@ def test_a_stopped_process_on_this_host_is_reported(monkeypatch: pytest.MonkeyPa
     assert "kill -CONT 7" in why
 
 
-def test_a_process_that_ran_between_two_looks_was_not_always_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {7: ("T", 5)}
-    monkeypatch.setattr(processes, "state_of", told.get)
-    watch = Watch(Connection(process=7), silence=LIMIT)
-    watch.until(LIMIT - 1)
-    told[7] = ("T", 6)
-    watch.until(2 * LIMIT - 2)
-    assert not watch.told
-    watch.until(4 * LIMIT)
-    assert watch.told
-
-
 def test_a_process_that_cannot_be_seen_is_not_reported_as_stopped() -> None:
     watch = Watch(Connection(), silence=LIMIT)
     watch.until(100.0)

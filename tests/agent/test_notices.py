@@ -11,6 +11,7 @@ from telegrad import errors
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import Message
 from tests.cluster import agents, wait_until
+from tests.rpc.test_publishing import Crowd
 
 
 class Ping(NamedTuple):
@@ -52,6 +53,21 @@ def test_a_tick_that_fails_does_not_prevent_others() -> None:
         one.agent.ticking += [lambda now: 1 / 0, tick]
         one.agent.wake_at(time.monotonic())
         wait_until(lambda: called)
+
+
+def test_nothing_is_kept_for_workers_that_have_left(crowd: Crowd) -> None:
+    agent = crowd.workers["w0"].agent
+    before = agent._connections._peers.keys() - set()
+    for number in range(3):
+        visitor = crowd.add("visitor")
+        assert agent.call("visitor", abs, (-number,), None) == number
+        identity = agent.identify("visitor")
+        visitor.end("")
+        del crowd.workers["visitor"]
+        wait_until(lambda: agent.wake_at(time.monotonic()) or agent._connections._peers.keys() <= before)
+        with pytest.raises(errors.PeerLost, match="'visitor' is no longer in the group"):
+            agent.call(identity, abs, (1,), None)
+    assert agent.started >= 3
 
 
 def test_messages_after_the_report_of_a_loss_are_lost_with_a_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import itertools
+import logging
 import os
 import random
 import threading
@@ -219,7 +220,7 @@ def test_a_close_during_a_busy_poll_ends_the_leader(monkeypatch: pytest.MonkeyPa
     reactor.start()
     assert closing.wait(PATIENCE)
     reactor.close()
-    wait_until(lambda: not len(reactor._threads))
+    wait_until(lambda: not reactor._threads._threads)
 
 
 def test_works_begin_after_another_resumes_while_the_leader_sleeps(reactor: Reactor) -> None:
@@ -296,6 +297,31 @@ def test_only_the_found_works_are_dropped(reactor: Reactor) -> None:
     assert len(queue) > 0
 
 
+@pytest.fixture
+def broken_log() -> Iterator[None]:
+    """Add a filter with a mistake to the log."""
+
+    def fail(_: logging.LogRecord) -> bool:
+        raise KeyError("a mistake of the program")
+
+    logging.getLogger("telegrad").addFilter(fail)
+    yield
+    logging.getLogger("telegrad").removeFilter(fail)
+
+
+@pytest.mark.usefixtures("broken_log")
+def test_an_error_that_cannot_be_logged_does_not_end_the_leader(reactor: Reactor) -> None:
+    ran = threading.Event()
+
+    def fail(_: None) -> NoReturn:
+        raise ValueError("boom")
+
+    reactor.start()
+    reactor.submit(Work(fail, None))
+    reactor.submit(Work(lambda _: ran.set(), None))
+    assert ran.wait(5.0)
+
+
 # The timer's thread
 
 
@@ -319,12 +345,15 @@ def ticks_of(act: Callable[[TimerThread, float, int], float], count: int) -> lis
     return ticks
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_time_requested_during_a_tick_is_kept(fails: bool) -> None:
+@pytest.mark.parametrize("fails", ["nothing", "the tick", "the log, too"])
+def test_a_time_requested_during_a_tick_is_kept(fails: str, request: pytest.FixtureRequest) -> None:
+    if fails == "the log, too":
+        request.getfixturevalue("broken_log")
+
     def act(timer: TimerThread, now: float, number: int) -> float:
         if number == 1:
             timer.wake_by(now + 0.05)
-            if fails:
+            if fails != "nothing":
                 raise ValueError("boom")
         return now + 60
 

@@ -88,12 +88,6 @@ def test_callers_are_served_in_turn() -> None:
     assert "".join(str(begin(scheduler)) for _ in range(6)) == "ax-byc"
 
 
-def test_a_single_slot_is_not_doubled_for_another_caller() -> None:
-    scheduler = full(1, WorkQueue())
-    add(scheduler, WorkQueue(), "a")
-    assert begin(scheduler) is None
-
-
 def test_a_caller_that_does_not_read_gets_no_slot_until_it_does() -> None:
     queue, other = WorkQueue(), WorkQueue()
     scheduler = Scheduler(1)

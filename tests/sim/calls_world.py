@@ -30,7 +30,6 @@ from telegrad._core.agent import peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.membership.members import Member
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.reactor import lazy_link
 from telegrad._core.wire.messages import BYE, CALL, CANCEL, HAS_REFERENCES, NOTICE, RESULT, Message
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable, ShutDown
 from tests.sim.fibers import Fibers, Lock
@@ -120,8 +119,8 @@ class World:
 
     def run(self) -> None:
         with (
-            patch.object(lazy_link, "run_in_thread", self.run_beside),
-            patch.object(lazy_link, "set_apart", set_apart),
+            patch.object(peer, "run_in_thread", self.run_beside),
+            patch.object(peer, "set_apart", set_apart),
             patch.object(instruments, "note", self.note_end),
             patch.object(instruments, "alarm", lambda _: None),
         ):

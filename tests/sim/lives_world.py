@@ -93,7 +93,7 @@ class Side:
 
     def __init__(self, life: Life) -> None:
         self.life = life
-        self.calls: CallTable[Attempt] = CallTable(1000, 1000)
+        self.calls: Any = CallTable(1000, 1000)
         self.open: Connection | None = None
         self.queue: list[Attempt] = []
         self.is_connecting = False

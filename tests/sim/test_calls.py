@@ -12,13 +12,12 @@ from unittest.mock import patch
 
 import pytest
 
-from telegrad._core.agent.peer import BATCH, Peer
+from telegrad._core.agent import peer
+from telegrad._core.agent.peer import BATCH, LazyLink, Peer
 from telegrad._core.agent.pending_call import SEARCH_PAUSE, CallTable, PendingCall
-from telegrad._core.reactor import lazy_link
-from telegrad._core.reactor.lazy_link import LazyLink
 from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
 from telegrad.errors import PeerError
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 from tests.sim import calls_world
 from tests.sim.calls_world import World
 
@@ -30,14 +29,9 @@ def run(seeds: range) -> None:
     run_each(seeds, lambda seed: World(seed).run())
 
 
-def test_each_call_ends_once() -> None:
-    run(range(SEEDS))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_each_call_ends_once_in_many_worlds() -> None:
-    run(range(SEEDS, SEEDS + AT_NIGHT))
+@by_day_and_night(range(SEEDS), range(SEEDS, SEEDS + AT_NIGHT))
+def test_each_call_ends_once(seeds: range) -> None:
+    run(seeds)
 
 
 def fail_the_calls_of_any_link(peer: Peer, link: Any, reason: PeerError) -> None:
@@ -66,7 +60,7 @@ def forget_the_queue(lazy: LazyLink, *_: Any, **__: Any) -> bool:
     return False
 
 
-def add_without_deadline(table: CallTable[Any], call: Any) -> bool:
+def add_without_deadline(table: CallTable, call: Any) -> bool:
     add(table, call)
     table.next_due = inf
     return False
@@ -94,8 +88,8 @@ WRONG: list[tuple[Any, str, Callable[..., Any]]] = [
     (LazyLink, "_abort", forget_the_queue),
     (CallTable, "pop", lambda table, id_: table.in_flight.pop(id_, None)),  # the weight is not given back
     (CallTable, "add", add_without_deadline),
-    (lazy_link, "_is_obsolete", lambda _, call: call is not None and call.abandoned),  # references do not arrive
-    (lazy_link, "_is_obsolete", lambda *_: False),
+    (peer, "_is_obsolete", lambda _, call: call is not None and call.abandoned),  # references do not arrive
+    (peer, "_is_obsolete", lambda *_: False),
     (PendingCall, "send_cancel", tell_and_then_note),
     (PendingCall, "send_cancel", tell_only_over_an_open_link),
     (calls_world, "set_apart", list),
@@ -116,7 +110,7 @@ def call(weight: int = 0, deadline: float = inf, is_timed: bool = True) -> Any:
 
 
 def test_a_table_is_full_by_number_or_by_weight() -> None:
-    table: CallTable[Any] = CallTable(3, 100)
+    table: CallTable = CallTable(3, 100)
     for _ in range(3):
         table.add(call())
     assert table.is_full
@@ -131,7 +125,7 @@ def test_a_table_is_full_by_number_or_by_weight() -> None:
 
 
 def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
-    table: CallTable[Any] = CallTable(100, 100)
+    table: CallTable = CallTable(100, 100)
     slow, quick, soon = call(deadline=60.0), call(deadline=1.0), call(deadline=1.001)
     assert table.add(slow)
     assert table.add(quick)
@@ -161,10 +155,10 @@ def test_control_messages_wait_if_no_thread_can_be_started(world: World) -> None
     call.message = Message(CALL, 0, 0, b"0 1")
     world.calls.append(call)
     world.notices[b"0 0"] = False
-    with patch.object(lazy_link, "run_in_thread", side_effect=RuntimeError("no thread")):
+    with patch.object(peer, "run_in_thread", side_effect=RuntimeError("no thread")):
         world.peer.notify(Message(NOTICE, 0, 0, b"0 0"), False)
     assert not world.losses
-    with patch.object(lazy_link, "run_in_thread", lambda _, run: run()):
+    with patch.object(peer, "run_in_thread", lambda _, run: run()):
         world.peer.call(call, call.message)
     assert world.notices[b"0 0"]
     assert list(world.links[0].served) == [call.id]

@@ -25,7 +25,7 @@ from telegrad._core.membership.shutdown_barrier import (
     ShutdownBarrier,
     Who,
 )
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 
 SEEDS = range(1000)
 
@@ -228,17 +228,19 @@ class World:
         raise AssertionError("no end")
 
 
+@by_day_and_night(range(300), range(300, 3_000))
 @pytest.mark.parametrize("breaks", [False, True], ids=["all arrives", "some is lost"])
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
-def test_all_workers_leave_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool) -> None:
-    run_each(SEEDS, lambda seed: World(seed, deaths, breaks).run())
+def test_all_workers_leave_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool, seeds: range) -> None:
+    run_each(seeds, lambda seed: World(seed, deaths, breaks).run())
 
 
+@by_day_and_night(range(200), range(200, 3_000))
 @pytest.mark.parametrize("ticks", [0, 3], ids=["all is noticed", "ticks"])
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
-def test_all_workers_leave_once_the_network_is_quiet(deaths: bool, ticks: int) -> None:
+def test_all_workers_leave_once_the_network_is_quiet(deaths: bool, ticks: int, seeds: range) -> None:
     """Broken connections lose letters in any direction, and living workers seem dead."""
-    run_each(SEEDS[:600], lambda seed: World(seed, deaths, tears=6, ticks=ticks).run())
+    run_each(seeds, lambda seed: World(seed, deaths, tears=6, ticks=ticks).run())
 
 
 class AsksNotAgain(ShutdownBarrier):

@@ -24,25 +24,19 @@ from telegrad._core.rpc.retry_queue import (
     should_retry,
 )
 from telegrad.errors import DirectoryLost, HandshakeError, PeerError, PeerUnreachable, UnknownWorker
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 from tests.sim.lives_world import Asked, Life, World
 
 SEEDS = range(1000)
-AT_NIGHT = range(1000, 101_000)
 
 
 def run(seeds: range, world: type[World] = World, **kinds: Any) -> None:
     run_each(seeds, lambda seed: world(seed, **kinds).run())
 
 
-def test_no_life_gets_a_call_that_was_meant_for_another() -> None:
-    run(SEEDS)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_no_life_gets_a_call_that_was_meant_for_another_in_many_worlds() -> None:
-    run(AT_NIGHT)
+@by_day_and_night(range(400), range(400, 101_000))
+def test_no_life_gets_a_call_that_was_meant_for_another(seeds: range) -> None:
+    run(seeds)
 
 
 class OpensToAnybody(World):

@@ -30,11 +30,9 @@ from telegrad.autograd.passes import (
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
 from telegrad.errors import UnusedSends
 from tests.autograd.orders import reachable
-from tests.seeds import ONLY, run_each
+from tests.seeds import ONLY, by_day_and_night, run_each
 
 ONE = torch.ones(1)
-SEEDS = range(150)
-MANY_SEEDS = range(150, 10_150)
 
 
 ages = count()
@@ -306,13 +304,9 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def test_a_pass_reaches_each_node_of_any_graph_once() -> None:
-    assert sum(world.driver.marked for world in run_each(SEEDS, run_seed)) or ONLY
-
-
-@pytest.mark.nightly
-def test_ten_thousand_graphs() -> None:
-    run_each(MANY_SEEDS, lambda seed: run_seed(seed).driver.marked)
+@by_day_and_night(range(60), range(60, 10_060))
+def test_a_pass_reaches_each_node_of_any_graph_once(seeds: range) -> None:
+    assert sum(run_each(seeds, lambda seed: run_seed(seed).driver.marked)) or ONLY
 
 
 def test_no_marks_are_sent_if_all_nodes_take_part() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from telegrad._core.transport.reading import ReadOwner, ReadRight
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 from tests.sim.fibers import Fibers, Lock
 
 SEEDS = 400
@@ -159,14 +159,9 @@ def run(seeds: range, make: type[ReadRight] = Peeked) -> None:
     run_each(seeds, lambda seed: World(seed, make).run())
 
 
-def test_no_answer_lies_unread_while_a_caller_waits() -> None:
-    run(range(SEEDS))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_no_answer_lies_unread_in_many_orders() -> None:
-    run(range(SEEDS, SEEDS + AT_NIGHT))
+@by_day_and_night(range(SEEDS), range(SEEDS, SEEDS + AT_NIGHT))
+def test_no_answer_lies_unread_while_a_caller_waits(seeds: range) -> None:
+    run(seeds)
 
 
 class PeeksAtAnyOwner(Peeked):

@@ -28,7 +28,7 @@ from telegrad._core.references.reference_protocol import (
     WANTED,
     References,
 )
-from tests.seeds import run_each, tonight
+from tests.seeds import by_day_and_night, run_each, tonight
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = range(100)
@@ -263,16 +263,10 @@ def run_seeds(seeds: range, weather: str, make: type[World] = World) -> None:
     run_each(seeds, lambda seed: run(seed, **WEATHER[weather], make=make))
 
 
+@by_day_and_night(range(40), tonight(range(40, 30_040)))
 @pytest.mark.parametrize("weather", WEATHER)
-def test_no_reference_is_lost_or_leaks_in_any_schedule(weather: str) -> None:
-    run_seeds(SEEDS, weather)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("weather", WEATHER)
-def test_no_reference_is_lost_or_leaks_in_many_schedules(weather: str) -> None:
-    run_seeds(tonight(range(100, 80_100 if weather == "returns" else 20_100)), weather)
+def test_no_reference_is_lost_or_leaks_in_any_schedule(weather: str, seeds: range) -> None:
+    run_seeds(seeds, weather)
 
 
 @pytest.mark.parametrize("size", [3, 10, pytest.param(50, marks=pytest.mark.nightly)])

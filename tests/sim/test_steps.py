@@ -27,7 +27,7 @@ from telegrad._core.membership.generation_steps import (
     Stay,
     StepReport,
 )
-from tests.seeds import run_each, tonight
+from tests.seeds import by_day_and_night, run_each, tonight
 
 SEEDS = range(2000)
 MOST_STEPS = 4
@@ -194,9 +194,13 @@ class World:
             assert len({self.steps[rank] for rank in self.alive - self.serves}) <= 1
 
 
-@pytest.mark.parametrize("faults", [False, True])
-def test_all_workers_get_the_same_orders(faults: bool) -> None:
-    run_each(SEEDS, lambda seed: World(seed, faults).run())
+@by_day_and_night(range(800), tonight(range(800, 100_000)))
+def test_all_workers_get_the_same_orders(seeds: range) -> None:
+    run_each(seeds, lambda seed: World(seed, True).run())
+
+
+def test_all_workers_get_the_same_orders_without_faults() -> None:
+    run_each(range(800), lambda seed: World(seed, False).run())
 
 
 def to_others(message: Message) -> list[Letter]:
@@ -291,11 +295,6 @@ def test_the_leader_goes_on_without_workers_that_do_not_come() -> None:
     leader.stand(HERE)
     assert leader.give_up() == [(1, Move((2,)))]
     assert leader.receive(2, StepReport(HERE, 0, False)) == [(2, Move((2,)))]
-
-
-@pytest.mark.nightly
-def test_all_workers_get_the_same_orders_in_many_worlds() -> None:
-    run_each(tonight(range(len(SEEDS), 100_000)), lambda seed: World(seed, True).run())
 
 
 class WithoutReminders(GenerationBarrier):

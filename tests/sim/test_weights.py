@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
-
 from telegrad.weights.publisher_protocol import PATIENCE, PublisherProtocol
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import (
@@ -33,10 +31,8 @@ from telegrad.weights.transfer import (
     VersionOpened,
     WeightPiece,
 )
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 
-SEEDS = range(500)
-NIGHTLY = range(500, 100_000)
 KEEP = 3
 WRITTEN = -1  # in place of the number of a version: its user has written there
 PUBLISHER = EndpointAddress("learner", "learner", 0)
@@ -315,12 +311,10 @@ def run(seed: int, faults: bool) -> None:
         raise AssertionError(f"{type(error).__name__}: {error}\n{story}") from error
 
 
-@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
-def test_readers_get_whole_versions(faults: bool) -> None:
-    run_each(SEEDS, partial(run, faults=faults))
+@by_day_and_night(range(200), range(200, 100_000))
+def test_readers_get_whole_versions(seeds: range) -> None:
+    run_each(seeds, partial(run, faults=True))
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_readers_get_whole_versions_in_many_schedules() -> None:
-    run_each(NIGHTLY, partial(run, faults=True))
+def test_readers_get_whole_versions_if_all_is_well() -> None:
+    run_each(range(200), partial(run, faults=False))

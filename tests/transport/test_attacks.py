@@ -22,6 +22,7 @@ from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
+from telegrad._core.transport.poller import wait_readable
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
@@ -65,13 +66,11 @@ class End(LinkEnd):
     def said(self) -> bytes:
         """Return the bytes that the link has sent."""
         heard = b""
-        with contextlib.suppress(BlockingIOError):
-            while data := self.theirs.recv(1 << 20):
-                heard += data
+        while wait_readable(self.theirs, 0.0):
+            heard += self.theirs.recv(1 << 20)
         return heard
 
     def hear(self, stream: bytes) -> None:
-        self.theirs.setblocking(True)
         self.theirs.sendall(stream)
         while self.link.closed is None and self.link.read():
             pass
@@ -146,7 +145,6 @@ def test_a_large_frame_arrives_in_any_pieces() -> None:
         body = os.urandom(RECORD + 5)
         sender = threading.Thread(target=a.link.send, args=(Message(CALL, 1, body=body),))
         sender.start()
-        a.theirs.setblocking(True)
         heard = 0
         while not b.frames:
             a.link.on_writable()
@@ -187,7 +185,6 @@ def test_small_frames_that_wait_for_the_socket_keep_their_order() -> None:
         for number in range(2000):
             a.link.send(Message(CALL, number, body=bytes(1000)))
         assert a.link.is_sending
-        a.theirs.setblocking(True)
         while len(b.frames) < 2000:
             a.link.on_writable()
             b.hear(a.theirs.recv(100_000))
@@ -206,7 +203,6 @@ def test_an_interrupt_while_records_are_made_ends_the_connection(monkeypatch: py
 
     with two_ends() as (a, b):
         monkeypatch.setattr(RecordWriter, "add", interrupted)
-        a.theirs.settimeout(10.0)
         interrupts = 0
         try:
             a.link.send(Message(CALL, 1, body=bytes(4 * RECORD)))

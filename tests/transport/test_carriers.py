@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pathlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -167,6 +168,19 @@ def test_with_tls_there_is_no_unix_socket(certificates: list[TlsFiles]) -> None:
         assert (channel.shared, channel.ciphers) == (False, None)  # TLS encrypts, so there are no ciphers
     with pytest.raises(UsageError, match='transport="unix"'):
         Door("unix", certificates[0])
+
+
+def test_a_certificate_that_was_damaged_since_the_start_is_a_wrong_use(
+    certificates: list[TlsFiles], tmp_path: pathlib.Path
+) -> None:
+    damaged = tmp_path / "damaged.pem"
+    damaged.write_text("-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----")
+    files = certificates[0]._replace(certificate=str(damaged))
+    with (
+        contextlib.closing(Door(tls=certificates[1])) as door,
+        pytest.raises(UsageError, match=r"damaged\.pem.* cannot be used"),
+    ):
+        connect(door.target(), RING, A, files, "tcp", 10.0, 0.0)
 
 
 def test_a_certified_process_without_the_key_cannot_relay(certificates: list[TlsFiles]) -> None:

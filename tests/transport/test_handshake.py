@@ -13,7 +13,6 @@ from telegrad._core.security.handshake import (
     ITSELF,
     LONGEST,
     ONE_SIDED,
-    PROTOCOL,
     TCP,
     TLS,
     UNIX,
@@ -101,7 +100,7 @@ def test_the_claims_of_both_ends_are_encrypted() -> None:
 
 def test_both_ends_get_an_error_for_a_wrong_key() -> None:
     a, b = ends(key_a=NEXT)
-    with pytest.raises(AuthenticationFailed, match="TELEGRAD_KEY"):
+    with pytest.raises(AuthenticationFailed, match=r"altered on the way.*TELEGRAD_KEY"):
         converse(a, b)
     with pytest.raises(AuthenticationFailed, match=r"refused.*TELEGRAD_KEY"):
         a.receive(b.parting)
@@ -193,19 +192,11 @@ def test_neighbouring_versions_use_the_older_one(spoken_a: VersionRange, spoken_
         assert a.version == b.version == agreed
 
 
-def test_this_version_connects_to_the_previous_and_the_next() -> None:
-    for other in (PROTOCOL.oldest, PROTOCOL.newest, PROTOCOL.newest + 1):
-        a = Initiator(KEY, A, B.incarnation)
-        b = Acceptor(KEY, B, spoken=VersionRange(PROTOCOL.oldest, other))
-        converse(a, b)
-        assert a.version == b.version == min(other, PROTOCOL.newest)
-
-
 def test_another_incarnation_of_the_wanted_worker_is_refused() -> None:
     a, b = ends(wanted="the one before")
-    with pytest.raises(PeerUnreachable, match="restarted"):
+    with pytest.raises(PeerUnreachable, match=r"another worker listens there now.* restarted"):
         converse(a, b)
-    with pytest.raises(PeerUnreachable, match="restarted"):
+    with pytest.raises(PeerUnreachable, match=r"refused: .* restarted"):
         b.receive(a.parting)
 
 
@@ -229,26 +220,6 @@ def test_an_acceptor_with_fresh_keys_refuses_a_recorded_claim() -> None:
     with pytest.raises(AuthenticationFailed, match="altered"):
         b.receive(said[4])
     assert not b.done
-
-
-def test_the_error_for_a_flipped_bit_mentions_tampering() -> None:
-    said = exchange(*ends())
-    for bit in range(8 * 3, 8 * len(said[2]), 7):  # behind its length and kind
-        altered = bytearray(said[2])
-        altered[bit // 8] ^= 1 << bit % 8
-        b = Acceptor(KEY, B)
-        b.receive(said[0])
-        with pytest.raises(AuthenticationFailed, match="altered on the way"):
-            b.receive(bytes(altered))
-
-
-def test_another_worker_with_the_key_is_an_error_at_both_ends() -> None:
-    a, b = Initiator(KEY, A, "gone"), Acceptor(KEY, B)
-    first = a.receive(b.receive(a.start()))
-    with pytest.raises(PeerUnreachable, match="another worker listens there now"):
-        a.receive(b.receive(first))
-    with pytest.raises(PeerUnreachable, match="refused"):
-        b.receive(a.parting)
 
 
 def test_an_acceptor_refuses_an_initiator_that_wants_another_worker() -> None:

@@ -125,15 +125,6 @@ def test_a_long_record_behind_a_short_one_is_not_moved() -> None:
         assert not reader.has_more
 
 
-def test_joined_records_fit_the_buffer() -> None:
-    writer = RecordWriter(CipherState(SECRET))
-    for size in (JOINED, RECORD, 1):
-        writer.add(bytes(min(size, writer.room())) if writer.room() > 0 else b"")
-        if writer.room() <= 0:
-            break
-    assert len(writer.unsent) <= RECORD + JOINED + 2 * OVERHEAD
-
-
 def test_bytes_that_the_socket_did_not_take_are_kept() -> None:
     writer, plain = RecordWriter(CipherState(SECRET)), RecordWriter(CipherState(SECRET))
     whole = plain.encrypt(b"a message")

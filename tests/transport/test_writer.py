@@ -128,6 +128,16 @@ def test_a_queue_that_two_answers_hold_up_is_released_in_any_order() -> None:
             assert writer.drained is None
 
 
+def test_unread_data_is_noticed_at_any_descriptor() -> None:
+    """`select` takes none above 1023."""
+    with contextlib.closing(LinkEnd(descriptor=1500)) as end:
+        assert not end.link.has_unread()
+        end.theirs.send(b"x")
+        assert end.link.has_unread()
+        end.link.close(PeerError("the end"))
+        assert not end.link.has_unread()
+
+
 @pytest.mark.parametrize(
     ("place", "name", "step"),
     [
@@ -143,12 +153,11 @@ def test_an_error_during_a_write_ends_only_the_connection(
         raise MemoryError("too little")
 
     with contextlib.closing(LinkEnd()) as end:
-        link = end.link
         if name == "_has_next":
-            link._outbox.append(Chunk(b"x"))
+            end.link._outbox.append(Chunk(b"x"))
         monkeypatch.setattr(place, name, fail)
         with contextlib.suppress(MemoryError):  # of the sender
-            step(link)
-        assert "a message could not be sent (MemoryError('too little'))" in str(link.closed)
+            step(end.link)
+        assert "a message could not be sent (MemoryError('too little'))" in str(end.link.closed)
         with pytest.raises(PeerError):  # it would be taken for the rest
-            link.send(Message(CALL, 2))
+            end.link.send(Message(CALL, 2))

@@ -18,7 +18,7 @@ from torch import Tensor
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
 from telegrad._core.agent.incoming import CallScheduler
-from telegrad._core.agent.outgoing import EachCall, EncodedCall, Fanout, notice_to
+from telegrad._core.agent.outgoing import EachCall, EncodedCall, call_each, notice_to
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.attachments import GraphContext, Layers
@@ -78,7 +78,6 @@ class Agent:
         self._server.name_is(name)
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(*shared, self._server, self._complete)
-        self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
@@ -86,6 +85,7 @@ class Agent:
         # Methods of the parts, without a call of this object between
         self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
         self.forget_names, self.note_return = self._connections.forget_names, self._connections.note_return
+        self.park_daemons, self.check_open = self._connections.park_daemons, self._connections.check_open
         self.waiting = self._reactor.waiting
         self.handle_notices = self._server.handle_notices
         self.wake_at = self._timer.wake_by
@@ -96,10 +96,9 @@ class Agent:
 
     def describe(self, id_: int, host: str) -> Member:
         """Return the data that other workers need to reach this worker."""
-        listener = self._connections.listener
-        reached = listener.unix, listener.tcp
-        me = Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
-        return me._replace(uses_tls=self.settings.tls is not None)
+        listener, settings = self._connections.listener, self.settings
+        reached = host, listener.unix, listener.tcp, settings.devices
+        return Member(self.name, id_, self.incarnation, self.program, *reached, uses_tls=settings.tls is not None)
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
@@ -141,10 +140,6 @@ class Agent:
     @property
     def closed(self) -> bool:
         return self._connections.closed
-
-    def check_open(self) -> None:
-        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
-        self._connections.check_open()
 
     @property
     def idle(self) -> bool:
@@ -230,7 +225,7 @@ class Agent:
         Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        self._fanout.call(callees, call, limit, self.program)
+        call_each(self._connections, callees, call, limit, self.program)
 
     def give_back(self, to: str) -> None:
         """Notify a worker now of free memory that it has lent, instead of with the next message."""
@@ -349,10 +344,6 @@ class Agent:
 
     def find(self, to: str | int) -> Member:
         return self._connections.joined.directory.find(to)
-
-    def park_daemons(self) -> None:
-        """Let daemon threads of the program stop at their next call, as they do at the end of the interpreter."""
-        self._connections.park_daemons()
 
     def word_losses(self, news_of: Callable[[Identity, str], str]) -> None:
         """Use `news_of(who, why)` for the text of the warning that a worker is lost; an empty text means no warning."""

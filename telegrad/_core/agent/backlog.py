@@ -27,10 +27,10 @@ from math import inf
 from time import monotonic
 
 from telegrad._core.agent.incoming import Caller, Incoming
-from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.sockets import unread
+from telegrad._core.transport.connect import LoopEnd
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import PULSE, Message
 from telegrad.errors import LimitReached, PeerError

@@ -37,10 +37,10 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.leader_threads import EventLoop
 from telegrad._core.reactor.reactor import Reactor, submit_here
 from telegrad._core.reactor.scheduler import Work
+from telegrad._core.transport.connect import LoopEnd
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import (
     CALL,
@@ -118,7 +118,7 @@ class Server:
         """Handle messages of a caller.
 
         Raises:
-            ProtocolViolation: two calls have one number.
+            ProtocolViolation: two calls have one number, or as for `_take_other`.
         """
         calls = caller.calls
         patient: list[Work] = []
@@ -163,7 +163,11 @@ class Server:
             self.intake.check(caller, link)
 
     def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int, patient: list[Work]) -> None:
-        """Handle a message that is no call; add it to `patient` if it may wait for the calls that came with it."""
+        """Handle a message that is no call; add it to `patient` if it may wait for the calls that came with it.
+
+        Raises:
+            ProtocolViolation: it is neither a control message nor a request.
+        """
         message = come.message
         if message.kind == NOTICE:
             work = Work(self._notice, come, size=size)
@@ -175,19 +179,11 @@ class Server:
         elif message.kind == CANCEL:
             self._cancel(caller.calls.get(message.id))
             self.intake.cancelled(caller)
-        else:
-            self._refuse(caller, link, message)
-
-    def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
-        """Answer a request of a kind that this version does not know.
-
-        Raises:
-            ProtocolViolation: it is no request; the connection must end, since the message has no known meaning.
-        """
-        if message.kind < len(KINDS) or not message.id:
+        elif message.kind < len(KINDS) or not message.id:
             raise ProtocolViolation(unknown(message.kind))
-        log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
-        link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
+        else:  # a request of a kind that this version does not know; others have no known meaning
+            log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
+            link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 
     def lost(self, caller: Caller) -> None:
         """Cancel the calls of a caller that has gone, except those whose values others may hold references to."""
@@ -300,7 +296,7 @@ class Server:
             if call.message.id not in call.caller.calls:  # it has its answer
                 log.error("telegrad: work of the agent failed", exc_info=error)
                 return
-            refused = error.reason if isinstance(error, Refused) else None
+            refused = error.args[0] if isinstance(error, Refused) else None
             if call.begun:
                 _note(call, error if refused is None else refused)
             if refused is not None:
@@ -451,7 +447,7 @@ class Server:
             awaitable.close()
             call.on_end = on_end
             what = f"worker {self.name!r} could not begin {user_name(function)}", TelegradError
-            with resources.explained(*what), resources.translate_error(*what):
+            with resources.translate_error(*what):
                 raise
 
     def _answer(self, call: Incoming, result: Any, function: Any) -> None:

@@ -22,21 +22,19 @@ from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import resources
-from telegrad._core.host.heap import Heap
 from telegrad._core.membership.members import Identity, Member, map_errors
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.reactor.lazy_link import AnyLink, LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, one_sided, part
-from telegrad._core.transport.link import Link, LinkHandlers
+from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, connect, lost, one_sided, part
+from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
 from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
@@ -60,6 +58,10 @@ class _Joined(NamedTuple):
     keys: Keyring
     directory: MemberDirectory
     claim: Hello  # of this worker
+
+
+def _absent(name: str) -> str:
+    return f"worker {name!r} is no longer in the group: it left or died"
 
 
 class Connections:
@@ -87,15 +89,17 @@ class Connections:
         self._service = service
         self.complete = complete
         self._arena = ReceiveBufferPool(settings.shared_memory)
-        self._heap = Heap()
+        self._heap = resources.Heap()
         self.staging = Staging(streams)
-        # Guards _peers, _accepted, _cut, _warned, `closed`, _left, and the replacement of `names`; single reads do not
-        # need it.
+        # Guards _peers, _gone, _accepted, _cut, _warned, `closed`, _left, and the replacement of `names`; single reads
+        # do not need it.
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by incarnation
+        self._gone: set[str] = set()  # incarnations of peers that have left the group
+        self._begun = 0  # calls to peers that were dropped
         self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
-        self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
+        self._warned: dict[str, bool] = {}  # incarnations of workers whose loss was logged, or that left in order
         self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # text of a warning, or "" for none
         self.health = Health(
             settings.silence,
@@ -130,10 +134,10 @@ class Connections:
 
     @property
     def begun(self) -> int:
-        return sum(peer.calls.begun for peer in list(self._peers.values()))
+        return self._begun + sum(peer.calls.begun for peer in list(self._peers.values()))
 
     def check_open(self) -> None:
-        """Raise the error for calls that this worker makes after it has left its group."""
+        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
         if self.closed:
             raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
 
@@ -148,7 +152,7 @@ class Connections:
             try:
                 return self.of_life(to.name, to.incarnation)
             except UnknownWorker:
-                raise PeerLost(f"worker {to.name!r} is no longer in the group: it left or died") from None
+                raise PeerLost(_absent(to.name)) from None
         peer = names.get(to)
         if peer is None:
             if self._parks and type(thread := threading.current_thread()) not in OTHERS and thread.daemon:
@@ -161,7 +165,7 @@ class Connections:
     def park_daemons(self) -> None:
         """Let daemon threads of the program stop at their next call, as they do at the end of the interpreter."""
         self._parks = True
-        self.forget_names(())
+        self._forget_names(())
 
     def of_life(self, to: str | int, incarnation: str) -> Peer:
         """Return the peer for calls to a worker, of that incarnation if one is given.
@@ -271,18 +275,32 @@ class Connections:
         return LoopEnd(self.joined.me.name, arrive, peer.on_messages, peer.link_closed)
 
     def peer_lost(self, who: Identity, reason: PeerError) -> None:
-        self._forget_names(lambda incarnation: incarnation != who.incarnation)  # another worker may now have its name
+        self._forget_names({*self._peers} - {who.incarnation})  # another worker may now have its name
         self.tell_lost(who, reason)
 
-    def forget_names(self, but: Collection[str]) -> None:
-        """Forget which worker has which name, except for workers of these incarnations."""
-        self._forget_names(lambda incarnation: incarnation in but)
+    def forget_names(self, members: Collection[str]) -> None:
+        """Forget the results of earlier lookups, except for the members, which have these incarnations."""
+        with self._lock:
+            self._gone = self._peers.keys() - members
+        self._forget_names(members)
 
-    def _forget_names(self, stays: Callable[[str], bool]) -> None:
+    def _forget_names(self, but: Collection[str]) -> None:
         """Replace the table: a lookup that runs now stores its result in the old one."""
         with self._lock:
             known = self.names.copy()
-            self.names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
+            self.names = {to: peer for to, peer in known.items() if peer.identity.incarnation in but}
+
+    def _drop_gone(self) -> None:
+        """Drop the workers that have left the group and with which nothing is in flight."""
+        for life in self._gone:
+            with self._lock:
+                peer = self._peers.get(life)
+                if peer is None or peer.link is not None or peer.calls.in_flight:
+                    continue
+                self._begun += peer.calls.begun
+                del self._peers[life]
+            # A thread may have found it earlier and call now. The call fails, since no tick would end it any more.
+            peer.close(PeerLost(_absent(peer.name)))
 
     # Accepted
 
@@ -361,14 +379,14 @@ class Connections:
                 self.warn_lost(who, str(reason))
             elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
                 with self._lock:
-                    self._warned.add(who.incarnation)  # it leaves in order: the end of its other connection is no loss
+                    remember(self._warned, who.incarnation, True)  # in order: its other connection ends without a loss
             list(results(self.lost, who, reason))
 
     def warn_lost(self, who: Identity, why: str) -> None:
         """Log a warning about a lost worker, once."""
         with self._lock:
             known = who.incarnation in self._warned
-            self._warned.add(who.incarnation)
+            remember(self._warned, who.incarnation, True)
         news = "" if known else self.news_of(who, why)
         if news:
             events.alarm(news)
@@ -377,7 +395,7 @@ class Connections:
     def note_return(self, who: Identity) -> None:
         """Log that a lost worker is back. Its next loss will be logged, too."""
         with self._lock:
-            self._warned.discard(who.incarnation)
+            self._warned.pop(who.incarnation, None)
         log.warning("telegrad: worker %r answers again, and is back in the group", who.name)
 
     def tick(self, now: float) -> float:
@@ -387,6 +405,7 @@ class Connections:
         links = [link for peer in peers if isinstance(link := peer.link, Link)]
         for peer in peers:
             peer.connection.read_in_background()  # to notice the end of an idle connection
+        self._drop_gone()
         upcoming = min([self.health.tick(now, links), *(peer.expire(now) for peer in peers)])
         for link in [*accepted, *links]:
             link.release()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from time import process_time
 
+from telegrad._core.host.resources import wake_ups
 from telegrad._core.processes import Stops, stopped
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.silence import Silence
@@ -22,19 +23,6 @@ TICKS = 1.0  # maximal seconds between two ticks of a running worker
 LATEST = 20  # switch intervals of the interpreter (0.1 s by default): the latest wake-up of a thread on a busy machine
 
 log = logging.getLogger("telegrad")
-
-try:
-    from resource import RUSAGE_THREAD, getrusage
-except ImportError:  # not available on macOS and Windows
-
-    def _woken() -> int:
-        return 0
-
-else:
-
-    def _woken() -> int:
-        """Return how often this thread has gone to sleep, and so was woken."""
-        return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 class Health:
@@ -57,8 +45,7 @@ class Health:
         if now < self._next:
             return self._next
         self._watched = {
-            link: self._watched.get(link) or _Watched(link, self._silence if link.process else 0.0, self._heartbeat)
-            for link in links
+            link: self._watched.get(link) or _Watched(link, self._silence, self._heartbeat) for link in links
         }
         for link, watched in self._watched.items():
             if watched.due <= now and (why := watched.look(now)):
@@ -75,7 +62,7 @@ class Health:
         thread does not. A thread that holds the interpreter for seconds, asleep or not, is therefore not mistaken for a
         stop.
         """
-        used, woken = process_time(), _woken()
+        used, woken = process_time(), wake_ups()
         stood = now - self._looked
         if self._silence and stood > self._silence + TICKS:
             asleep = (woken - self._woken) * sys.getswitchinterval() * LATEST < stood
@@ -94,23 +81,22 @@ class _Watched:
     def __init__(self, link: Link, silence: float, heartbeat: float) -> None:
         self.due = 0.0
         self._link = link
-        self._limits = silence, heartbeat
-        self._process, self._voice = Silence(silence), Silence(heartbeat)
+        # The process of another host cannot be seen: it has no limit.
+        self._process, self._voice = Silence(silence if link.process else 0.0), Silence(heartbeat)
         self._stops = Stops(link.process)
         self._taken = -1  # bytes received until the last check; -1 before the first
         self._sending, self._written = False, 0  # likewise for sending, if bytes had to wait
 
     def look(self, now: float) -> str:
         """Return why the worker is silent, or an empty text."""
-        silence, heartbeat = self._limits
         why = ""
-        if silence and self._process.look(now, not self._stops.look()):
-            why = f"for {silence:g} s {stopped(self._link.process)}"
+        if self._process.look(now, not self._stops.look()):
+            why = f"for {self._process.limit:g} s {stopped(self._link.process)}"
         # Unread bytes are a sign of life, too: the answer has come, and this worker is the slow one.
-        elif heartbeat and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
+        elif self._voice.limit < inf and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
             why = (
-                f"it has not answered for {heartbeat:g} s (option `heartbeat`): it was stopped, or a thread holds "
-                "the interpreter lock (see `telegrad why`)"
+                f"it has not answered for {self._voice.limit:g} s (option `heartbeat`): it was stopped, or a thread "
+                "holds the interpreter lock (see `telegrad why`)"
             )
         self.due = now + min(self._process.pause, self._voice.pause)
         return why and f"{why}. Its calls in flight may or may not have run; if it continues, the next call reconnects"

@@ -28,9 +28,9 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import first_line
-from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import WorkQueue
+from telegrad._core.transport.connect import LoopEnd
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import (
     FAILURE,
@@ -200,13 +200,9 @@ class Handlers:
 class Refused(Exception):
     """Raised by a function of this package instead of running: the caller gets the reason, without a traceback.
 
-    Describing an error takes half a millisecond of the interpreter, and a caller above a limit may send thousands of
-    calls.
+    The reason, a LimitReached, is the only argument. Describing an error takes half a millisecond of the interpreter,
+    and a caller above a limit may send thousands of calls.
     """
-
-    def __init__(self, reason: LimitReached) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Answers:

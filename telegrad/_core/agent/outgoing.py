@@ -26,14 +26,13 @@ from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.attachments import GraphContext, Layers
 from telegrad._core.calls.call_context import seen
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, user_name
-from telegrad._core.calls.cancelling import Served, serving
+from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.pickling import blame_again, encode
-from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.wire.messages import (
     CALL,
     HAS_CALL_CONTEXT,
@@ -188,85 +187,74 @@ class _Encodings:
         return (made for (_, place), made in self._made.items() if place != ENCODED and type(made) is EncodedCall)
 
 
-class Fanout:
-    """Makes calls of one worker to many at once."""
+def call_each(
+    connections: Connections, callees: Iterable[EachCall], call: PreparedCall, timeout: float, program: str
+) -> None:
+    """Call many workers at once. Raise errors that would affect every worker; report all others to the outcomes."""
+    encodings = _Encodings(call, program)
+    ready: list[_Ready] = []
+    failed: list[tuple[EachCall, Exception]] = []
+    for each in callees:
+        try:
+            peer = connections.peer(each.to)
+            encoded = encodings.to(peer)
+            encoded.near += peer.is_near
+            ready.append((each, peer, encoded))
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            failed.append((each, error.with_traceback(None)))
+    general = next((why for _, why in failed if encodings.failed_for_all(why)), None)
+    if general is not None and not ready:
+        raise fresh(general)
+    # Only now is it known how many receivers are on this host. A copy into common memory pays off from the second on.
+    for packed in encodings.packed:
+        if packed.near > 1:
+            common, blobs = connections.memory.in_common, packed.blobs
+            packed.blobs = [common(b) if isinstance(b, Tensor) and b.numel() >= COMMON_FROM else b for b in blobs]
+    # A thread that serves a call must not block: others may wait for it.
+    may_wait = connections.reactor.here.own is None
+    has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
+    _send(connections, list(compress(ready, has_room)), call, timeout)
+    for each, why in failed:
+        _fail(each, call, why)
+    # The workers with room have their calls already: a worker that is behind does not delay them.
+    for one in compress(ready, map(not_, has_room)):
+        one[1].wait_for_capacity()
+        _send(connections, [one], call, timeout)
 
-    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers) -> None:
-        self._connections = connections
-        self._reactor = reactor
-        self._layers = layers
 
-    def call(self, callees: Iterable[EachCall], call: PreparedCall, timeout: float, program: str) -> None:
-        """Call the workers. Raise errors that would affect every worker; report all others to the outcomes."""
-        encodings = _Encodings(call, program)
-        ready: list[_Ready] = []
-        failed: list[tuple[EachCall, Exception]] = []
-        for each in callees:
-            try:
-                peer = self._connections.peer(each.to)
-                encoded = encodings.to(peer)
-                encoded.near += peer.is_near
-                ready.append((each, peer, encoded))
-            except Exception as error:
-                if raised_by_handler(error):
-                    raise
-                failed.append((each, error.with_traceback(None)))
-        general = next((why for _, why in failed if encodings.failed_for_all(why)), None)
-        if general is not None and not ready:
-            raise fresh(general)
-        # Only now is it known how many receivers are on this host. A copy into common memory pays off from the second
-        # on.
-        for packed in encodings.packed:
-            if packed.near > 1:
-                common, blobs = self._connections.memory.in_common, packed.blobs
-                packed.blobs = [common(b) if isinstance(b, Tensor) and b.numel() >= COMMON_FROM else b for b in blobs]
-        may_wait = self._reactor.here.own is None  # a thread that serves a call must not block: others may wait for it
-        has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
-        self._send(list(compress(ready, has_room)), call, timeout)
-        for each, why in failed:
-            _fail(each, call, why)
-        # The workers with room have their calls already: a worker that is behind does not delay them.
-        for one in compress(ready, map(not_, has_room)):
-            one[1].wait_for_capacity()
-            self._send([one], call, timeout)
-
-    def _send(self, ready: list[_Ready], call: PreparedCall, timeout: float) -> None:
-        """Create all messages, then write them, then let the answers be read; otherwise the threads would alternate."""
-        parent = serving.get()
-        for each, pending, message in list(self._made(ready, call, timeout, parent)):
-            try:
-                pending.peer.call(pending, message)
-            except Exception as error:
-                if raised_by_handler(error):
-                    raise
-                _fail(each, call, error)
-            else:
-                if parent is not None:
-                    parent.hold(pending)
-        for each, peer, _ in ready:
-            if not each.outcome.quick:
-                peer.connection.read_in_background()
-
-    def _made(
-        self, ready: list[_Ready], call: PreparedCall, timeout: float, parent: Served | None
-    ) -> Iterator[tuple[EachCall, PendingCall, Message]]:
-        """Create the calls and their messages; report failures to the outcomes."""
-        for each, peer, encoded in ready:
-            pending = PendingCall(peer, call.users, timeout, each.outcome, call.keeps)
-            try:
-                if parent is not None:
-                    parent.admit(pending)
-                message = encoded.message_to(pending, self._layers, each.creation)
-            except Exception as error:
-                if raised_by_handler(error):
-                    raise
-                _fail(each, call, error)
-            else:
-                each.outcome.call = pending
-                yield each, pending, message
+def _send(connections: Connections, ready: list[_Ready], call: PreparedCall, timeout: float) -> None:
+    """Create all messages, then write them, then let the answers be read; otherwise the threads would alternate."""
+    parent = serving.get()
+    made: list[tuple[EachCall, PendingCall, Message]] = []
+    for each, peer, encoded in ready:
+        pending = PendingCall(peer, call.users, timeout, each.outcome, call.keeps)
+        try:
+            if parent is not None:
+                parent.admit(pending)
+            made.append((each, pending, encoded.message_to(pending, connections.layers, each.creation)))
+        except Exception as error:
+            _fail(each, call, error)
+        else:
+            each.outcome.call = pending
+    for each, pending, message in made:
+        try:
+            pending.peer.call(pending, message)
+        except Exception as error:
+            _fail(each, call, error)
+        else:
+            if parent is not None:
+                parent.hold(pending)
+    for each, peer, _ in ready:
+        if not each.outcome.quick:
+            peer.connection.read_in_background()
 
 
 def _fail(each: EachCall, call: PreparedCall, error: Exception) -> None:
+    """Report an error to the outcome of a call; raise it again if a signal handler has raised it."""
+    if raised_by_handler(error):
+        raise error
     each.outcome.call = None
     each.outcome.about = f"{user_name(call.users)} on worker {getattr(each.to, 'name', each.to)!r}"
     each.outcome.set_exception(error.with_traceback(None))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, perf_counter
 from types import FunctionType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,9 @@ from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
 from telegrad._core.interrupts import SLEEP, Resumed, releases_before_handler, waiting_loop
-from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.leader_threads import SOON, Spin
 from telegrad._core.texts import ProgramLine, hint, users_line
-from telegrad._core.transport.link import Link
+from telegrad._core.transport.link import AnyLink, Link
 from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad._core.wire.packing import SMALL
@@ -89,20 +88,6 @@ def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
     counter = tensor.detach()
     counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
     return counter, counter._version, tensor.shape
-
-
-def give_back_read(local: dict[str, Any]) -> bool:
-    """Release the right to read of a waiting function with these local variables, before a signal handler runs on top
-    of it.
-
-    The handler may make calls. It runs on the interrupted thread. If that thread kept the right, no thread could read
-    the answers. `held` contains the link while the function may read it.
-    """
-    if not local["held"]:
-        return False
-    local["held"].clear()
-    local["link"].stop_reading()
-    return True
 
 
 class PendingCall:
@@ -208,7 +193,7 @@ class PendingCall:
                 self._wait_done(min(remaining, SLEEP))
         return True
 
-    @releases_before_handler(give_back_read)
+    @releases_before_handler
     @waiting_loop
     def _read(self, link: Link, held: list[Link], until: float) -> None:
         """Read until the call is done or that time, with the right to read, as long as `held` has the connection."""
@@ -318,23 +303,11 @@ class PendingCall:
         return f"<call {self.id} of {user_name(self.label)} on {self.peer.name!r}: {state}>"
 
 
-class Call(Protocol):
-    """The part of a call that the table needs."""
-
-    id: int
-    weight: int  # bytes of its tensors
-    deadline: float
-    outcome: Any  # None if a thread waits for the call, which then checks the deadline itself
-
-
-C = TypeVar("C", bound=Call)
-
-
-class CallTable(Generic[C]):
+class CallTable:
     """The calls in flight. The peer's lock guards it."""
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
-        self.in_flight: dict[int, C] = {}
+        self.in_flight: dict[int, PendingCall] = {}
         self.begun = 0  # calls so far; the number of each is its id
         # A lower bound of the deadlines. A sorted structure would cost more for each call than a search costs for all.
         self.next_due = inf
@@ -342,31 +315,32 @@ class CallTable(Generic[C]):
         self._most_bytes = most_bytes
         self._weight = 0
 
-    def add(self, call: C) -> bool:
+    def add(self, call: PendingCall) -> bool:
         """Give a call its id and put it in flight; return True if its deadline is now the earliest."""
         self.begun += 1
         call.id = self.begun
         self.in_flight[call.id] = call
         self._weight += call.weight
+        # A thread that waits for its own call, which has no outcome, checks the deadline itself.
         if call.outcome is None or call.deadline >= self.next_due:
             return False
         self.next_due = call.deadline
         return True
 
-    def pop(self, id_: int) -> C | None:
+    def pop(self, id_: int) -> PendingCall | None:
         """Remove a call that has ended; return None if it was removed before."""
         call = self.in_flight.pop(id_, None)
         if call is not None:
             self._weight -= call.weight
         return call
 
-    def pop_all(self, matches: Callable[[C], bool] = lambda _: True) -> list[C]:
+    def pop_all(self, matches: Callable[[PendingCall], bool] = lambda _: True) -> list[PendingCall]:
         found = [call for call in self.in_flight.values() if matches(call)]
         for call in found:
             self.pop(call.id)
         return found
 
-    def pop_expired(self, now: float) -> list[C]:
+    def pop_expired(self, now: float) -> list[PendingCall]:
         """Remove and return the expired calls; set `next_due` to the time of the next search."""
         if now < self.next_due:
             return []

@@ -402,7 +402,7 @@ def create(path: Path) -> io.BufferedWriter:
     """
     # The last part is not resolved: O_EXCL and O_NOFOLLOW refuse a symlink there. The user has named this file, so the
     # umask decides its mode.
-    folder, name = os.path.split(os.path.abspath(path))
+    folder, name = os.path.split(path)
     return os.fdopen(os.open(os.path.join(resolved(folder), name), _CREATE, 0o666), "wb")
 
 

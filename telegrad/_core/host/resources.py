@@ -8,10 +8,12 @@ file descriptor.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from errno import EMFILE, ENFILE, ENOMEM
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,6 +32,10 @@ TO_JOIN = 16  # descriptors to join and for the first call that shares memory: 8
 PER_WORKER = 2  # at least so many more for each other worker that it calls and is called by
 MOST_LENT = 4096  # memory files of one worker at most
 FOLDER = "/proc/self/fd"
+LOOK = 5.0  # seconds between two measurements of the heap
+GROWN = 1 << 29  # bytes since the last trim, for a busy process
+GROWN_AND_IDLE = 1 << 26  # the same, for a process whose size changed between two measurements by at most
+CHANGED = 1 << 22  # bytes
 # Parts of the texts of errors without a type of their own: from torch's allocators, and from OpenSSL.
 _TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "malloc failure")
 _NO_THREAD = "can't start new thread"  # also raised if there is no memory for its stack
@@ -88,17 +94,57 @@ def advice(error: BaseException, otherwise: str) -> str:
     return "the process that received it has no memory left" if out_of_memory(error) else otherwise
 
 
-@contextlib.contextmanager
-def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
-    """Replace an error that means that no memory or thread is left by an error of type `kind`, "`what`: ..."."""
-    try:
-        yield
-    except Exception as error:
-        has_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
-        if not (has_no_thread or out_of_memory(error)):
-            raise
-        lack = "has no memory left" + ", or has reached its limit of threads" * has_no_thread
-        raise kind(f"{what}: this process {lack} ({str(error) or type(error).__name__})") from error
+def trimmer() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`, or None with another allocator or where the size of a process cannot be read."""
+    if sys.platform != "linux":
+        return None
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found
+
+
+def own_bytes() -> int:
+    # Shared pages are not counted: memory files of tensors are not in the heap of the C allocator.
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = file.read().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+
+_malloc_trim = trimmer()
+
+
+def wake_ups() -> int:
+    """Return how often this thread has gone to sleep, and so was woken; 0 on macOS and Windows, which do not tell."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
+
+
+class Heap:
+    """Trims the heap of this process. Use it from one thread at a time.
+
+    The C allocator keeps freed memory. A worker that returns large results allocates and frees them on different
+    threads, between small objects that stay. glibc returns only memory that is free at the end of its heap. It kept 3.8
+    GB after 400 results of 10 MB, of which 0.3 GB were in use at a time. `malloc_trim` returns every free page; that
+    takes about 15 ms for 500 MB, during which other threads may wait for memory. Therefore it is called rarely, after
+    the process has grown by a large amount.
+    """
+
+    def __init__(self, trim: Callable[[int], int] | None = _malloc_trim, size: Callable[[], int] = own_bytes) -> None:
+        self._trim, self._size = trim, size
+        self._least = self._last = 0  # bytes of the process: the least since the last trim, and at the last measurement
+        self._due = 0.0
+
+    def tick(self, now: float) -> None:
+        """Trim the heap if the process has grown. Call it regularly."""
+        if self._trim is None or now < self._due:
+            return
+        self._due = now + LOOK
+        with contextlib.suppress(OSError):  # no descriptor is free to read the size
+            size, last = self._size(), self._last
+            limit = GROWN_AND_IDLE if abs(size - last) < CHANGED else GROWN
+            if self._least and size - self._least > limit:
+                self._trim(0)
+                size = self._least = self._size()
+            self._least = min(self._least or size, size)
+            self._last = size
 
 
 # Open files
@@ -125,14 +171,20 @@ def error_text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def translate_error(what: str, kind: type[TelegradError]) -> Iterator[None]:
-    """Replace an error that means that no descriptor is left by an error of type `kind`, "`what`: ..."."""
+    """Replace an error that means that no memory, thread or descriptor is left by a `kind`, "`what`: ..."."""
     try:
         yield
-    except OSError as error:
-        # No variable has the error or its cause: it would be in a frame of their tracebacks, a reference cycle.
-        if not out_of_files(error) and not out_of_files(error.__cause__):
-            raise
-        raise kind(f"{what}: {error_text(error if out_of_files(error) else error.__cause__ or error)}") from error
+    except Exception as error:
+        # No variable has the cause of the error: it would be in a frame of its traceback, a reference cycle.
+        if out_of_files(error) or out_of_files(error.__cause__):
+            lack = error_text(error if out_of_files(error) else error.__cause__ or error)
+        else:
+            has_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+            if not (has_no_thread or out_of_memory(error)):
+                raise
+            limits = ", or has reached its limit of threads" * has_no_thread
+            lack = f"this process has no memory left{limits} ({str(error) or type(error).__name__})"
+        raise kind(f"{what}: {lack}") from error
 
 
 def check_open_files() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 from telegrad._core import forks
 from telegrad._core.calls.futures import run_on
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.threads import Background, Here, Thread, processor_time, program_has_ended
+from telegrad._core.threads import Background, Here, Thread, program_has_ended
 
 STANDBY = 16  # idle threads that are kept: creating one costs more than most calls
 
@@ -63,9 +64,6 @@ class LeaderThreads:
         self._lacks_threads = False  # since the last one that could be started; the first failure is logged
         self.here = Here()  # `own` is the `ReactorThread` that runs this code, if any
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     @property
     def are_idle(self) -> bool:
         """Whether all threads but the leader wait for the lead, so that none runs or waits within a work."""
@@ -89,8 +87,11 @@ class LeaderThreads:
                 thread.join(0.2)
 
     def processor_time(self) -> float | None:
-        """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""
-        return processor_time([thread for runner, thread in self._threads.items() if runner.counted is not None])
+        """Return the processor time of the threads that run calls, if known. Hold the lock, which keeps them alive."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return None
+        idents = [thread.ident for runner, thread in self._threads.items() if runner.counted is not None]
+        return sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in idents if each)
 
     def hand_over(self, runner: ReactorThread, since: float | None = None) -> None:
         """Pass the lead to another thread, if `runner` still leads (and still runs its work begun at `since`)."""
@@ -214,8 +215,10 @@ class TimerThread:
         while not self._closed:
             try:
                 self._run(watch)
-            except MemoryError:  # this thread must survive: it ends calls that would wait forever
+            except Exception:  # this thread must survive: it ends calls that would wait forever
                 sleep(WATCH_EVERY)
+                with contextlib.suppress(Exception):  # no memory, or an error of a filter of the program
+                    log.exception("telegrad: the agent's tick failed")
 
     def _run(self, watch: Callable[[float], float]) -> None:
         quiet, seen = 0, -1.0
@@ -226,13 +229,9 @@ class TimerThread:
                     # Set before the tick, and lowered after it: `wake_by` can store an earlier time while the tick
                     # runs. If the tick fails, this is the time of the next one.
                     self._due = now + LONGEST_PAUSE
-                try:
-                    upcoming = self._tick(now)
-                except Exception:
-                    log.exception("telegrad: the agent's tick failed")
-                else:
-                    with self._lock:
-                        self._due = min(self._due, upcoming)
+                upcoming = self._tick(now)
+                with self._lock:
+                    self._due = min(self._due, upcoming)
             before, seen = seen, watch(perf_counter())
             quiet = quiet + 1 if seen == before else 0
             self.is_watching = quiet < QUIET_AFTER

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,12 +30,13 @@ from telegrad._core.forks import in_child
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.reactor.leader_threads import SOON, LeaderThreads, ReactorThread, Spin, TimerThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
+from telegrad._core.threads import Here
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
 TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
-NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory
+NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory, or could not log an error
 MOMENT = 1e-3  # seconds without messages, after which a thread that waits in `run_for` sleeps
 
 log = logging.getLogger("telegrad")
@@ -218,9 +218,10 @@ class Reactor:
     def _lead(self, runner: ReactorThread) -> None:
         try:
             self._run(runner)
-        # Raised where even logging an error fails. The exception must not end this thread, which may be the leader: no
-        # other thread would take the lead. The work that had begun is lost, but its slot is released.
-        except MemoryError:
+        # Raised where even logging an error fails, for lack of memory or by a filter of the program. The exception must
+        # not end this thread, which may be the leader: no other thread would take the lead. The work that had begun is
+        # lost, but its slot is released.
+        except Exception:
             time.sleep(NO_MEMORY_PAUSE)
             with self._lock:
                 runner.since = 0.0
@@ -395,7 +396,7 @@ def _read(source: Source) -> bool:
 # waiting thread. The thread reads only for a moment, only while no other thread wants the processor, and only notices;
 # calls are left to the leader.
 
-_here = threading.local()  # .own: works that this thread has read but not run yet
+_here = Here()  # works that this thread has read but not run yet
 
 
 @in_child
@@ -406,7 +407,7 @@ def _help_nobody() -> None:
 
 def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
     """Run the work on this thread if `run_for` has read it; otherwise submit it to the reactor in `queue`."""
-    own: deque[Work] | None = getattr(_here, "own", None)
+    own: deque[Work] | None = _here.own
     if own is None:
         reactor.submit(work, queue)
     else:
@@ -416,7 +417,7 @@ def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) ->
 def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
     """Read these connections and run their works until `future` is done or nothing arrives for a moment."""
     own: deque[Work] = deque()
-    before, _here.own = getattr(_here, "own", None), own
+    before, _here.own = _here.own, own
     token = serving.set(None)  # the works do not belong to the call that this thread serves
     try:
         while not future.done():

@@ -131,7 +131,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
     main_program.check_not_imported("init_rpc")
     what = "this worker could not join", RendezvousError
-    with _lock, resources.explained(*what), resources.translate_error(*what):
+    with _lock, resources.translate_error(*what):
         check_free()
         current.ended_by = None
         worker = current.worker = begin()

@@ -1,4 +1,7 @@
-"""Connects to another worker by the best transport, performs the handshake, and has the errors of the connection."""
+"""Connects to another worker by the best transport, performs the handshake, and has the errors of the connection.
+
+A worker's connection to itself, `LoopEnd`, has no socket.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import errno
 import os
 import socket
 import ssl
+from collections.abc import Callable, Iterable
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from telegrad._core.devices.device_streams import copied
 from telegrad._core.host import resources
+from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
 from telegrad._core.security.keyring import Keyring
@@ -27,6 +33,7 @@ from telegrad._core.security.tls import (
 from telegrad._core.sockets import HAS_UNIX, process_at, stranger_at, tune_tcp, tune_unix, unix_address
 from telegrad._core.transport.silence import Silence
 from telegrad._core.wire.messages import BYE, MOVED, OVER, SILENT, Message
+from telegrad._core.wire.tensors import DeviceBlob
 from telegrad.errors import (
     AuthenticationFailed,
     GenerationOver,
@@ -35,6 +42,7 @@ from telegrad.errors import (
     PeerError,
     PeerLost,
     PeerSilent,
+    PeerStopped,
     PeerUnreachable,
     ShutDown,
     UsageError,
@@ -100,9 +108,7 @@ def connect(
             alert = alert_of(sock, error)
             sock.close()
             _check_certificates(alert, target, tls)
-            raise PeerUnreachable(
-                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-            ) from error
+            raise _broken_off(target, error) from error
 
 
 def one_sided(name: str) -> AuthenticationFailed:
@@ -173,29 +179,24 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
 def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.socket, bytes]:
     """Wrap a TCP connection in TLS; the digests of both certificates are part of the carrier."""
     try:
-        mine = own_digest(tls)
-        secured = client_context(tls).wrap_socket(sock)
-        return secured, TLS + mine + peer_digest(secured)
-    except UsageError:
+        secured = client_context(tls).wrap_socket(sock)  # refuses files that are no certificates, so it comes first
+        return secured, TLS + own_digest(tls) + peer_digest(secured)
+    except (OSError, UsageError) as error:
         sock.close()
-        raise
-    except ssl.SSLError as error:
-        sock.close()
+        if not isinstance(error, OSError):
+            raise
+        if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
+            raise _broken_off(target, error) from error
         if is_one_sided(error):
             raise one_sided(target.name) from None
-        if isinstance(error, ssl.SSLEOFError):
-            raise PeerUnreachable(
-                f"worker {target.name!r} broke off the TLS handshake: it has ended; the call has not run"
-            ) from error
         _check_certificates(error, target, tls)
         raise AuthenticationFailed(
             f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
         ) from error
-    except OSError as error:
-        sock.close()
-        raise PeerUnreachable(
-            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-        ) from error
+
+
+def _broken_off(target: Target, error: OSError) -> PeerUnreachable:
+    return PeerUnreachable(f"worker {target.name!r} broke off the handshake ({error}); the call has not run")
 
 
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
@@ -236,6 +237,63 @@ def part(link: Any, reason: PeerError, how: str) -> None:
     with contextlib.suppress(PeerError):
         link.send(Message(BYE, body=how.encode()))
     link.close(reason)
+
+
+class LoopEnd:
+    """An end of a connection within a process; it creates the other end. Has the interface of `Link` that agents use.
+
+    Nothing is read here: the sending thread delivers the message.
+    """
+
+    is_congested = False
+
+    def __init__(
+        self,
+        peer: str,
+        arrive: Callable[[LoopEnd, Iterable[Message]], None],
+        arrive_back: Callable[[LoopEnd, Iterable[Message]], None],
+        on_closed: Callable[[LoopEnd, PeerError], None],
+        other: LoopEnd | None = None,
+    ) -> None:
+        """`arrive` processes, at the other end, messages sent at this one; `on_closed` is called when this closes."""
+        self.peer = peer
+        self.closed: PeerError | None = None
+        self._arrive = arrive
+        self._on_closed = on_closed
+        self._other: LoopEnd = other or LoopEnd(peer, arrive_back, arrive, lambda *_: None, self)
+
+    def send(self, message: Message, later: bool = False) -> bool:
+        """Deliver a message now. `later` is ignored: there is no outbox."""
+        if self.closed is not None:
+            raise fresh(self.closed)
+        blobs = [copied(blob) if isinstance(blob, DeviceBlob) else blob.clone() for blob in message.blobs]
+        arrived = Message(message.kind, message.id, message.flags, message.head, message.meta, message.body, blobs)
+        self._arrive(self._other, [arrived])
+        return True
+
+    def when_drained(self, act: Callable[[], None]) -> None:
+        act()
+
+    def close(self, reason: PeerError) -> None:
+        for end in (self, self._other):
+            if end.closed is None:
+                end.closed = reason
+                end._on_closed(end, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the connection because a message could not be sent (no memory, ...): no response will come."""
+        self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error!r})"))
+
+
+def advised(error: Exception) -> Exception:
+    """Return the error of calls that could not be sent; if no worker answered, with advice on another way to call."""
+    if type(error) is not PeerUnreachable:
+        return error
+    kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
+    advice = "Where workers are restarted, call rpc_sync or rpc_async with wait_for_worker=True"
+    advised = kind(f"{error}. {advice}")
+    advised.__cause__ = error.__cause__
+    return advised
 
 
 def departed_error(peer: str, how: str) -> PeerError:

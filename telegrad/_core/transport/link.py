@@ -23,8 +23,8 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, process_at, shut
-from telegrad._core.transport.connect import OpenedChannel, broken, departed_error, lost
-from telegrad._core.transport.poller import Poller, Waker, is_readable, wait_readable
+from telegrad._core.transport.connect import LoopEnd, OpenedChannel, broken, departed_error, lost
+from telegrad._core.transport.poller import Poller, Waker, wait_readable
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire import messages
@@ -237,7 +237,9 @@ class Link:
             self.send(Message(messages.PULSE, 1))
 
     def has_unread(self) -> bool:
-        return is_readable(self._sock)
+        with contextlib.suppress(OSError, ValueError):  # the connection has ended
+            return wait_readable(self._sock, 0.0)
+        return False
 
     def retire(self, numbers: list[int]) -> None:
         """Notify the peer which blocks this worker dropped."""
@@ -462,3 +464,6 @@ class Link:
             self._poller.forget(self)  # the thread in `close` may not have done this yet
             with contextlib.suppress(OSError):  # the program has closed the descriptor
                 self._sock.close()
+
+
+AnyLink = Link | LoopEnd

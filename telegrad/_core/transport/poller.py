@@ -10,9 +10,11 @@ import select
 import selectors
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from telegrad._core.forks import in_child
+from telegrad._core.threads import Here
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -201,41 +203,36 @@ class Waker:
         self._ear.close()
 
 
-def is_readable(sock: socket.socket) -> bool:
-    try:
-        return bool(select.select([sock], [], [], 0)[0])
-    except (OSError, ValueError):  # it has ended, or its number is too high for `select`
-        return False
-
-
-def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None) -> None:
-    """Sleep until a socket is readable, the timeout expires, or `waker` is woken."""
+def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None = None) -> bool:
+    """Sleep until a socket is readable, the timeout expires, or `waker` is woken; return False after the timeout."""
+    found: Sequence[object]
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         if waker is not None:
             poll.register(waker, select.POLLIN)
-        poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
+        found = poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
     else:
         sources: list[socket.socket | Waker] = [sock] if waker is None else [sock, waker]
-        select.select(sources, [], [], timeout)
+        found = select.select(sources, [], [], timeout)[0]
     if waker is not None:
         waker.rest()
+    return bool(found)
 
 
-_here = threading.local()  # .waker
+_here = Here()
 
 
 def waker_here() -> Waker | None:
     """Return the waker of this thread, created on first use, or None if no descriptor is free."""
-    found: Waker | None = getattr(_here, "waker", None)
+    found: Waker | None = _here.own
     if found is None:
         with contextlib.suppress(OSError):
-            found = _here.waker = Waker(*socket.socketpair())
+            found = _here.own = Waker(*socket.socketpair())
     return found
 
 
 @in_child
 def _forget_after_fork() -> None:
     """Drop the waker of the only thread of a forked child, which would share it with its parent."""
-    _here.__dict__.clear()
+    _here.own = None

@@ -21,7 +21,7 @@ class Silence:
 
     def __init__(self, limit: float) -> None:
         """Initialise with `limit` in seconds; with 0, the worker is never silent."""
-        self._limit = limit or inf
+        self.limit = limit or inf
         self._quiet_since = inf
         self._looked = -inf
 
@@ -29,11 +29,11 @@ class Silence:
         """Record a check and return True if the worker is silent; `heard` says if there was a sign of life."""
         if heard:
             self._quiet_since = inf
-        elif self._quiet_since == inf or now - self._looked > LATE * self._limit:
+        elif self._quiet_since == inf or now - self._looked > LATE * self.limit:
             self._quiet_since = now
         self._looked = now
-        return now - self._quiet_since >= self._limit
+        return now - self._quiet_since >= self.limit
 
     @property
     def pause(self) -> float:
-        return self._limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
+        return self.limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
