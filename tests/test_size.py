@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_712,
-    "lines of the core": 39_166,
-    "lines of the tests": 88_533,
-    "files of the package": 270,
+    "lines of the package": 62_163,
+    "lines of the core": 38_756,
+    "lines of the tests": 87_409,
+    "files of the package": 266,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,
