@@ -25,6 +25,7 @@ from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import known_as, runs_as, user_name
 from telegrad._core.forks import renewed
 from telegrad._core.worker import current
+from telegrad.errors import TelegradError
 
 REMOTE = "#remote_op: "
 PLAIN = (False,) * 6  # options of a profiler that was created before the mode was on
@@ -97,7 +98,10 @@ def session() -> ProfilerSession | None:
 
 
 def _rank() -> int:
-    return current.worker.agent.me.id if current.worker is not None else -1
+    try:
+        return current.here().agent.me.id  # not of `current.worker`: a call may be served before init_rpc has set that
+    except TelegradError:  # this process is in no group
+        return -1
 
 
 # Replacements of the functions that the profiler calls

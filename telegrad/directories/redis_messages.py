@@ -56,18 +56,21 @@ def parse(url: str) -> Address:
     """
     try:
         parts = urllib.parse.urlsplit(url)
-        port = parts.port or 6379
+        port = 6379 if parts.port is None else parts.port
         db = int(parts.path.strip("/") or 0)
-        query = dict(urllib.parse.parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        strict = bool(parts.query)
+        query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True, strict_parsing=strict))
     except ValueError as error:
         raise InvalidArgument(f"the URL of a Redis server has the form {_FORM}: {error}") from None
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.fragment or db < 0:
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.fragment or db < 0 or not port:
         raise InvalidArgument(f"the URL of a Redis server has the form {_FORM}")
     if unknown := query.keys() - (_TLS if parts.scheme == "rediss" else set()):
         raise InvalidArgument(
             f"the URL of a Redis server cannot have {', '.join(sorted(unknown))}: its query may "
             f"have {', '.join(sorted(_TLS))}, and only with rediss://"
         )
+    if empty := [name for name, value in query.items() if not value]:
+        raise InvalidArgument(f"the URL of a Redis server has an empty {empty[0]}")
     if parts.username and parts.password is None:
         raise InvalidArgument(f"the URL of the Redis server at {parts.hostname} has a user but no password: {_FORM}")
     given = (parts.username, parts.password) if parts.username else (parts.password,) if parts.password else ()

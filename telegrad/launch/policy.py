@@ -109,7 +109,7 @@ def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
     plan = RunConfig(tuple(_role(name, table) for name, table in tables.items()), **rest)
     if not plan.roles:
         raise UsageError("there is no role to run: give a file with tables such as [actor], or a command after --")
-    _check(isinstance(plan.logs, str), "logs must be the name of a folder", plan.logs)
+    _check(isinstance(plan.logs, str) and "\0" not in plan.logs, "logs must be the name of a folder", plan.logs)
     _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds, 0 or more", plan.grace)
     return plan
 

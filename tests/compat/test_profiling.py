@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cluster import free_port, processes, run_all
+from tests.cluster import agents, free_port, processes, run_all
 
 
 class Counter:
@@ -60,6 +60,18 @@ def work(rank: int, port: int, kind: str) -> list[str]:
         names = [event.name for event in (seen.events() if kind == "kineto" else seen.function_events)]
     rpc.shutdown()
     return names
+
+
+def ranks_before_init_rpc_returns() -> list[int]:
+    from telegrad.compat.profiler import _rank
+
+    with agents(2) as workers:
+        return [workers[0].agent.call("w1", _rank, (), None), _rank()]
+
+
+def test_a_call_that_is_served_before_init_rpc_returns_has_the_rank_of_its_worker() -> None:
+    with processes(1) as (process,):
+        assert process.run(ranks_before_init_rpc_returns) == [1, -1]
 
 
 @pytest.mark.parametrize("kind", ["kineto", "legacy"])

@@ -72,6 +72,7 @@ def test_names_are_numbered_from_host_to_host() -> None:
         ("[actor]\nenv = 'x'", "role 'actor': env must be a table"),
         ("[actor]\nenv = {X = []}", "role 'actor': env must be a table"),
         ("logs = 1\n[a]", "logs must be the name"),
+        ('logs = "\\u0000"\n[a]', "logs must be the name"),
         ("grace = 'x'\n[a]", "grace must be a number"),
         ("[[actor]]", "actor"),
     ],

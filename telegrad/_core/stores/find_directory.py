@@ -30,6 +30,7 @@ from telegrad._core.directory.directory import Directory, DirectoryLost
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait, poll_intervals
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.sockets import bracketed
 from telegrad._core.stores.address import host_identity, knock, listening_address
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark, short
 from telegrad._core.threads import Background
@@ -70,7 +71,7 @@ class Pointer(NamedTuple):
         return self.host, self.port
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 class DirectoryMonitor:
