@@ -256,10 +256,15 @@ class LocalParts:
                 if context.ended:
                     context.drop_parts()
                 self._short = perf_counter() - start < SHORT
-        except BaseException:  # this thread raises the error, so another thread runs the rest
+        except BaseException as error:
             context.tasks.put_back([task for group in left for task in group])
-            self._agent.run(self._work, context, False)
-            raise
+            if raised_by_handler(error):  # this thread raises the error, so another thread runs the rest
+                self._agent.run(self._work, context, False)
+                raise
+            # There is no turn, as a device has failed, or no memory. It would be the same on another thread.
+            while tasks := context.tasks.take():
+                for spec in {task.spec for task in tasks}:
+                    self._failed(spec, error)
 
     def _do(self, context: AutogradContext, tasks: list[Task]) -> None:
         """Run tasks of one pass, and report. Raise only errors that a signal handler raised on this thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -181,6 +182,26 @@ def ask_three_times() -> Any:
         held._ask([context])
         rpc_sync("worker2", torch.sin, (torch.ones(1),))
     return contexts()
+
+
+def test_a_device_that_fails_for_good_fails_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: Iterator[Any] = iter([contextlib.nullcontext()])  # of the thread that gets the gradient
+
+    def turn() -> Any:
+        try:
+            return next(turns)
+        except StopIteration:
+            raise RuntimeError("the device is lost") from None
+
+    with agents(2) as workers:
+        current.enter(workers[0])
+        with autograd.context() as context:
+            loss = rpc_sync("w1", torch.sin, (torch.ones(3, requires_grad=True),)).sum()
+            monkeypatch.setattr(workers[1].agent.streams, "turn", turn)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                autograd.backward(context, loss)
+            monkeypatch.undo()
+        current.enter(None)
 
 
 def test_shutdown_after_a_pass(trio: list[Process]) -> None:
