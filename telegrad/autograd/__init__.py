@@ -155,7 +155,7 @@ def backward(
 
     Raises:
         ContextEnded: the context does not exist.
-        UnusedSends: in fast mode, a sent tensor did not take part.
+        UnusedSends: in fast mode, no tensor of some message took part.
         CallTimeout: the pass did not end within the timeout.
         PeerLost: a worker that took part died.
         UsageError: a root is not a tensor of one element that requires a gradient.

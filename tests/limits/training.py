@@ -69,7 +69,7 @@ with autograd.context() as context_id:
     autograd.backward(context_id, y.sum())
 UsageError: the function of a torch.utils.checkpoint with use_reentrant=True leads to a tensor
 -> `use_reentrant=False`
-## a fast pass in which something that was sent takes no part
+## a fast pass in which no tensor of a message takes part
 with autograd.context() as context_id:
     y = there("w1", torch.sin, x)
     there("w1", torch.cos, y)
