@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
-	$(BIN)/python examples/pipeline.py
+	$(BIN)/python examples/pipeline.py --steps 60
 
 test: lint test-only
 
