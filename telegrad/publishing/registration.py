@@ -48,7 +48,7 @@ Address = tuple[str, int]
 
 
 def call_on_thread(done: Signal, function: Callable[..., Any], *args: Any) -> bool:
-    """Complete a signal by a call on another thread; return False if no thread can start: its error."""
+    """Complete a signal by a call on another thread. If no thread can start, fail it and return False."""
     try:
         run_in_thread(THREAD, complete, done, function, *args)
     except RuntimeError as error:

@@ -59,10 +59,6 @@ def agreed() -> tuple[Ciphers, Ciphers]:
 class End(LinkEnd):
     """A link, and the attacker's end of its socket."""
 
-    def __init__(self, ciphers: Ciphers) -> None:
-        super().__init__(ciphers=ciphers)
-        self.theirs.setblocking(False)
-
     def said(self) -> bytes:
         """Return the bytes that the link has sent."""
         heard = b""
@@ -80,7 +76,10 @@ class End(LinkEnd):
 def two_ends() -> Iterator[tuple[End, End]]:
     here, there = agreed()
     with contextlib.ExitStack() as stack:
-        yield stack.enter_context(contextlib.closing(End(here))), stack.enter_context(contextlib.closing(End(there)))
+        yield (
+            stack.enter_context(contextlib.closing(End(ciphers=here))),
+            stack.enter_context(contextlib.closing(End(ciphers=there))),
+        )
 
 
 def sent(end: End, count: int) -> list[bytes]:
@@ -129,13 +128,13 @@ def test_only_sent_frames_are_accepted_in_order_and_once(count: int, data: st.Da
 
 def test_a_record_with_any_flipped_bit_is_refused() -> None:
     here, there = agreed()
-    with contextlib.closing(End(here)) as a:
+    with contextlib.closing(End(ciphers=here)) as a:
         (record,) = sent(a, 1)
     for bit in range(8 * len(record)):
         altered = bytearray(record)
         altered[bit // 8] ^= 1 << bit % 8
         again = there._replace(receiving=CipherState(there.receiving._key))
-        with contextlib.closing(End(again)) as b:
+        with contextlib.closing(End(ciphers=again)) as b:
             b.hear(bytes(altered) + bytes(300))  # completes a record whose length was increased
             assert not b.frames, f"bit {bit}"
 

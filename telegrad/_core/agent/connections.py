@@ -292,7 +292,7 @@ class Connections:
 
     def _drop_gone(self) -> None:
         """Drop the workers that have left the group and with which nothing is in flight."""
-        for life in self._gone:
+        for life in self._gone & self._peers.keys():
             with self._lock:
                 peer = self._peers.get(life)
                 if peer is None or peer.link is not None or peer.calls.in_flight:

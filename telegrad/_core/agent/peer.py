@@ -447,8 +447,7 @@ class LazyLink:
             for _, call in batch:
                 if call is not None:
                     call.link = link
-            # In one step with the finding that the queue is empty. While `link` is None, other threads
-            # append.
+            # In one step with the finding that the queue is empty. While `link` is None, other threads append.
             if not batch and self.closed is None:
                 self.link, self._is_connecting = link, False
         return batch

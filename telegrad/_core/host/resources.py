@@ -113,7 +113,7 @@ _malloc_trim = trimmer()
 
 
 def wake_ups() -> int:
-    """Return how often this thread has gone to sleep, and so was woken; 0 on macOS and Windows, which do not tell."""
+    """Return how often this thread has gone to sleep, and was woken; 0 on macOS and Windows, which do not count it."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 

@@ -56,7 +56,7 @@ class CallbackThread:
 
     def __init__(self, entered: Callable[[], None]) -> None:
         self.of_joins: list[Callable[[WorkerInfo], Any]] = []
-        # Called with a member that is gone, and the reason of its loss, or None if it has left; each tells a callback.
+        # Called with a member that is gone, and the reason of its loss or None; each schedules a callback.
         self.of_ends: list[Callable[[Member, Exception | None], None]] = []
         self._entered = entered
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()

@@ -151,8 +151,8 @@ def load(
 ) -> tuple[list[str], list[str], str]:
     """Load a state; return missing names, unexpected names, and an error text.
 
-    `versions`: what `state_dict` has noted of the module and of its parts. A part of which nothing is noted has its
-    present version.
+    `versions`: the metadata that `state_dict` has added for the module and its parts, by name. A part without metadata
+    has its present version.
     """
     state: Any = OrderedDict(given)
     if "version" in versions.get("", {}):

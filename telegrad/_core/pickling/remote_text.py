@@ -99,7 +99,7 @@ def _size_and_parts(value: Any) -> tuple[int, tuple[Any, ...]]:
         return 0, ((value.args, vars(value)),)
     own: Any = getattr(value, "__dict__", None)
     kind: Any = type(value)
-    # It counts with all attributes unless it is pickled by name, or by rules of its own.
+    # An object counts with all attributes unless it is pickled by name, or by rules of its own.
     has_rules = not is_plain(kind) or kind.__getstate__ is not object.__getstate__
     return 0, (own.values(),) if isinstance(own, dict) and not has_rules and not issubclass(kind, ModuleType) else ()
 

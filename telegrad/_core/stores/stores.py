@@ -90,7 +90,7 @@ class RendezvousStore(NamedTuple):
 
     @property
     def place(self) -> Spot | None:
-        """Where another store may be served once this one is gone, if that is known."""
+        """The host and port where another store may be served once this one is gone; None if unknown."""
         return None if self.host is None or self.port is None else (self.host, self.port)
 
     @property

@@ -232,10 +232,7 @@ def _profiled(
         except TelegradError:
             seen = []
         session.add_call(name, began, kind != "sync", seen)
-        try:
-            complete.set_result(future.value())
-        except Exception as error:
-            complete.set_exception(error)
+        futures.complete(complete, future.value)
 
     # The thread that completes the future runs `fetch`, which only starts a call and does not wait for it.
     future.add_done_callback(fetch)
