@@ -214,7 +214,7 @@ class Shifted(nn.Module):
 
 
 def test_a_tuple_is_spread_over_arguments_with_defaults_too() -> None:
-    model, given = Shifted(), (torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+    model, given = Shifted().double(), (torch.randn(6, WIDTH).double(), torch.randn(6, WIDTH).double())
     pipeline = Pipeline.split(model, WORKERS[:2], at=["last"], chunks=2, example=given)
     with torch.no_grad():
         assert torch.allclose(pipeline(given), model(*given))
