@@ -56,9 +56,11 @@ def accepted(worker: Worker) -> list[Link]:
 
 
 def link_to(worker: Worker, name: str) -> Link:
-    link = worker.agent._connections.peer(name).link
-    assert isinstance(link, Link)
-    return link
+    """Return the connection that a worker has made; the thread that makes it may still send the first messages."""
+    peer = worker.agent._connections.peer(name)
+    wait_until(lambda: peer.link is not None)
+    assert isinstance(peer.link, Link)
+    return peer.link
 
 
 def callers_of(worker: Worker) -> list[Caller]:

@@ -28,7 +28,7 @@ from typing import Any
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.forks import in_child
 from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.reactor.leader_threads import SOON, LeaderThreads, ReactorThread, Spin, TimerThread
+from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread, Spin, TimerThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
 from telegrad._core.threads import Here
 from telegrad._core.transport.link import Link
@@ -37,7 +37,9 @@ from telegrad._core.transport.poller import READ, WRITE, Poller, Source
 STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
 TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
 NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory, or could not log an error
-MOMENT = 1e-3  # seconds without messages, after which a thread that waits in `run_for` sleeps
+# Seconds without messages after which the leader, or a thread that waits in `run_for`, sleeps. Between two messages of
+# a training step, the other worker runs torch's engine and much Python: 200 us, or twice that on a slow machine.
+MOMENT = 1e-3
 
 log = logging.getLogger("telegrad")
 
@@ -352,7 +354,7 @@ class Polling:
             finally:
                 self.asleep = False
         self.looked = perf_counter()
-        is_soon = self.looked - start < SOON
+        is_soon = self.looked - start < MOMENT
         self._spins = False
         for source, mask in events:
             if mask & WRITE:
@@ -367,7 +369,7 @@ class Polling:
 
         Stop early if another thread of the process is active: polling would keep the interpreter lock from it.
         """
-        spin, recent = Spin(start, gives_way=True), self._recent
+        spin, recent = Spin(start, MOMENT, gives_way=True), self._recent
         while True:
             # The next frame of a conversation mostly comes from the source that was ready last. Reading it directly
             # takes one system call; a poll and a read take two. The time limit matters: the calls of a caller that
