@@ -32,6 +32,7 @@ _COSTS = {  # the first words that are in "transport: name" count
     "RemoteModule": "Python on both sides: docs/decisions/backward.md",
     "parameter server": "Python on both sides: docs/decisions/backward.md",
     "pipeline": "Python for each message, and the walk over each micro-batch's graph",
+    "workers, per call": "processes that share two cores: a connection of its own for each call",
     "32 workers": "processes that share two cores: a connection of its own for each call",
 }
 

@@ -58,9 +58,8 @@ def accepted(worker: Worker) -> list[Link]:
 def link_to(worker: Worker, name: str) -> Link:
     """Return the connection that a worker has made; the thread that makes it may still send the first messages."""
     peer = worker.agent._connections.peer(name)
-    wait_until(lambda: peer.link is not None)
-    assert isinstance(peer.link, Link)
-    return peer.link
+    wait_until(lambda: isinstance(peer.link, Link))
+    return peer.link  # type: ignore[return-value]
 
 
 def callers_of(worker: Worker) -> list[Caller]:
