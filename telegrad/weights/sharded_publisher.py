@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import prod
 from time import monotonic
 from typing import Any, NamedTuple, Self
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.errors import CallTimeout, InvalidArgument, PeerError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, call_all, folded, known_as, limit_of
+from telegrad.ext.calls import DEFAULT, Future, call_all, folded, known_as, limit_of
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
@@ -116,7 +116,7 @@ class ShardedPublisher:
                 stack.enter_context(self._publishing)
             # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails,
             # the others have a version that no contents name.
-            published = self._call_all("publish", lambda worker: (self._editions[worker],))
+            published: dict[str, Any] = call_all(self._owners, self._ask)
             for worker, (_, edition, contents) in published.items():
                 if contents is not None:
                     self._editions[worker], self._contents[worker] = edition, contents
@@ -127,6 +127,9 @@ class ShardedPublisher:
             self._publisher._wait_for_readers(number, wait)
         return number
 
+    def _ask(self, at: str, owner: RRef[Any]) -> Future[Any]:
+        return owner._call_async("publish", DEFAULT, (self._editions[at],), {}, "ShardedPublisher.publish")
+
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
@@ -135,17 +138,15 @@ class ShardedPublisher:
     def close(self) -> None:
         """End publishing. Subscribers keep the versions that they have."""
         self._publisher.close()
-        self._call_all("close", lambda worker: ())
+        for owner in self._owners.values():
+            with suppress(PeerError):  # the owner was lost, and its part ended with it
+                owner._call_async("close", DEFAULT, (), {}, "ShardedPublisher.close").wait()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _call_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
-        name = f"ShardedPublisher.{method}"
-        return call_all(self._owners, lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, name))
 
     def __repr__(self) -> str:
         return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, {self._publisher._endpoint}>"

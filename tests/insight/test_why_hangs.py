@@ -93,14 +93,7 @@ def both(first: Callable[[], object], second: Callable[[], object], *words: str,
     return Hang(2, partial(more.call, [first, second]), kind, ("worker1",), words, 2)
 
 
-def led(
-    program: Callable[[], object],
-    kind: str,
-    worker: str,
-    *words: str,
-    size: int = 2,
-    by: Any = more.lead,
-) -> Hang:
+def led(program: Callable[[], object], kind: str, worker: str, *words: str, size: int = 2, by: Any = more.lead) -> Hang:
     run = partial(by, size, program) if by is more.lead else partial(by, program)
     return Hang(size, run, kind, tuple(worker.split()), words)
 

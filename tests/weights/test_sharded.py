@@ -270,7 +270,8 @@ def test_a_part_without_an_owner_is_an_error(four: list[Worker]) -> None:
     with pytest.raises(CallTimeout):
         on(four[3], reader.at_least, 2, timeout=0.2)
     reader.close()
-    policy.close()
+    four[1].end("")
+    policy.close()  # although its owner is gone
     assert "at version 1" in repr(policy)
     assert "at version 0" in repr(reader)
 

@@ -29,14 +29,7 @@ from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, S
 from telegrad._core.host import resources
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.lending import SharedLender
-from telegrad._core.memory.warm_memory import (
-    SHARE_FROM,
-    Block,
-    LastingMaps,
-    Loan,
-    ReceiveBufferPool,
-    SharedBlockPool,
-)
+from telegrad._core.memory.warm_memory import SHARE_FROM, Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
