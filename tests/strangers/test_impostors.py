@@ -17,6 +17,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
+from tests.cluster import PATIENCE
 from tests.transport.test_tls import Authority
 
 KEY = Keyring([b"the key of the group"])
@@ -45,7 +46,8 @@ def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
         thread.start()
         try:
             target = Target(OTHER.name, OTHER.incarnation, "", door.getsockname())
-            connect(target, KEY, ME, tls, "tcp", TIMEOUT, 10.0).sock.close()
+            timeout = TIMEOUT if behave in (say_nothing, drip) else PATIENCE
+            connect(target, KEY, ME, tls, "tcp", timeout, 10.0).sock.close()
         finally:
             over.set()
             thread.join()
