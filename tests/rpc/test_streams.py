@@ -460,13 +460,15 @@ def stands() -> Iterator[int]:
 
 
 def test_the_timeout_is_for_each_item() -> None:
-    stream = rpc_stream("w1", gated, (3,), timeout=0.1)
+    stream = rpc_stream("w1", gated, (3,), timeout=PATIENCE)
     event("gate 0").set()
     assert next(stream) == 0
+    stream._timeout = 0.1  # only the next wait is short
     assert not event("gate 1").wait(0.2)  # time in which no reader waits does not count
     with pytest.raises(errors.CallTimeout, match=r"within the set timeout \(0.1 s\) .*gated on worker 'w1'") as caught:
         next(stream)
     assert "test_streams.py" in str(caught.value)  # the line at which the function is
+    stream._timeout = PATIENCE
     event("gate 1").set()
     assert next(stream) == 1  # it goes on
     event("gate 2").set()
