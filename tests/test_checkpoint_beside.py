@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -320,6 +321,15 @@ def test_shutdown_waits_for_a_checkpoint(tmp_path: pathlib.Path) -> None:
         for worker in workers:
             worker.end()
     assert checkpoint.latest(tmp_path) == str(tmp_path / "1")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_saves_of_several_threads_take_turns(workers: list[Worker], tmp_path: pathlib.Path, wait: bool) -> None:
+    state = {"model": model()}
+    with ThreadPoolExecutor(3, initializer=current.enter, initargs=workers[:1]) as pool:
+        for save in [pool.submit(checkpoint.save, state, tmp_path, wait=wait) for _ in range(3)]:
+            save.result().wait()
+    checkpoint.load(state, tmp_path)
 
 
 # Owners without progress

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from telegrad.checkpoint.background import BackgroundSaves, Copies, HostMemoryPool
+from telegrad.checkpoint.background import Copies, HostMemoryPool, Saves
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, latest, tidy
 from telegrad.checkpoint.loading import load
 from telegrad.checkpoint.state import (
@@ -66,7 +66,8 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
         state: the values to save, by names.
         checkpoint_id: the folder, which all workers must see under that path.
         wait: return when the checkpoint is complete. If False, return once all owners have copied their parts to host
-            memory, and write in the background. The next `save`, and `rpc.shutdown()`, wait for that.
+            memory, and write in the background. The next `save`, and `rpc.shutdown()`, wait for that. Saves of several
+            threads take turns.
         keep: the number of complete checkpoints to keep in the parent folder; older ones are removed. Each training
             needs its own parent folder. `latest(folder)` finds the newest.
 
@@ -92,13 +93,12 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     checks.flag("wait", wait)
     if keep is not None:
         checks.count("keep", keep, what="a number of checkpoints to keep, or None for all")
-    background = current.here().attached(BackgroundSaves)
-    background.wait_for_previous()
-    begun = _begin(state, path, copies=not wait)
-    complete = partial(_complete, path, begun, keep, wait)
-    if not wait:
-        return background.begin(os.fsdecode(checkpoint_id), complete)
-    complete()
+    saves = current.here().attached(Saves)
+    with saves.turn():
+        complete = partial(_complete, path, _begin(state, path, copies=not wait), keep, wait)
+        if not wait:
+            return saves.begin(os.fsdecode(checkpoint_id), complete)
+        complete()
     future: Future[str] = Future()
     future.set_result(os.fsdecode(checkpoint_id))
     return future

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -32,13 +33,30 @@ class PendingSave(NamedTuple):
         return f"checkpoint.save: {self.path!r} is still being written in the background"
 
 
-class BackgroundSaves:
-    """The background saves of one worker. Several are pending only if several threads save."""
+class Saves:
+    """The saves of one worker, one at a time: of two into one folder, each would remove the other's files."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._pending: dict[PendingSave, None] = {}  # no lock: each use is one atomic operation of a dict
+        self._turn = threading.RLock()  # held by the thread that saves; guards `_pending`
+        self._pending: PendingSave | None = None  # `wait` reads it without the lock
         current.here().before_end.append(self.wait)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other thread saves, and for the save in the background.
+
+        Raises:
+            CheckpointFailed: that has failed, and its future was not asked for the error.
+        """
+        with ExitStack() as stack:
+            with self._agent.waiting():
+                stack.enter_context(self._turn)
+            self.wait(0)
+            save, self._pending = self._pending, None
+            if save is not None:
+                _check(save)
+            yield
 
     def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
         """Call `complete()` on a new thread; return a future of the path."""
@@ -57,48 +75,37 @@ class BackgroundSaves:
         # Call torch's method: with that of `Future`, an error would count as seen.
         super(Future, save.future).add_done_callback(lambda _: save.over.set())
         thread = Thread(target=run, name="telegrad-checkpoint")
-        # Before the thread starts: from now on a shutdown, or the next save, waits for this one.
-        self._pending[save] = None
+        self._pending = save  # before the thread starts: from now on a shutdown, or the next save, waits for this one
         try:
             thread.start()
         except BaseException:  # out of memory
-            self._pending.pop(save, None)
+            self._pending = None
             raise
         return save.future
 
-    def wait_for_previous(self) -> None:
-        """Wait for all pending saves.
-
-        Raises:
-            CheckpointFailed: one has failed, and its future was not asked for the error.
-        """
-        self.wait(0)
-        for save in list(self._pending):
-            self._pending.pop(save, None)
-            failure = getattr(save.future, "failure", None)
-            # The program has asked the future, so it knows of the error.
-            if failure is None or failure.seen:
-                continue
-            save.future.heed()
-            try:
-                save.future.value()
-            except BaseException as error:
-                first = next(iter(error.errors.values()), error) if isinstance(error, WorkersFailed) else error
-                kind, said = type(first).__name__, first_line(first)
-                raise CheckpointFailed(
-                    f"nothing was saved, because the previous checkpoint, {save.path!r}, which was written "
-                    f"in the background, failed: {kind}: {said}. Fix the cause and save again"
-                ) from error
-
     def wait(self, timeout: float) -> None:
-        """Wait until all saves have ended, `timeout` seconds at most, 0 for no limit."""
+        """Wait until the save in the background has ended, `timeout` seconds at most, 0 for no limit."""
         until = monotonic() + timeout if timeout else float("inf")
-        for save in list(self._pending):
-            if save.over.is_set():
-                continue
+        save = self._pending
+        if save is not None and not save.over.is_set():
             with Wait("checkpoint.save", save.text, worker=self._agent.name) as wait, self._agent.waiting():
                 while not save.over.wait(min(wait.left, max(0.0, until - monotonic()))) and monotonic() < until:
                     wait.look()
+
+
+def _check(save: PendingSave) -> None:
+    failure = getattr(save.future, "failure", None)
+    if failure is None or failure.seen:  # the program has asked the future, so it knows of the error
+        return
+    save.future.heed()
+    try:
+        save.future.value()
+    except BaseException as error:
+        first = next(iter(error.errors.values()), error) if isinstance(error, WorkersFailed) else error
+        raise CheckpointFailed(
+            f"nothing was saved, because the previous checkpoint, {save.path!r}, which was written in the background, "
+            f"failed: {type(first).__name__}: {first_line(first)}. Fix the cause and save again"
+        ) from error
 
 
 # Copies of the state

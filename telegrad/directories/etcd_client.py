@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
-from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad.ext.directories import (
+    MOST_BYTES,
+    DirectoryRefused,
+    DirectoryReset,
+    Sessions,
+    Unanswered,
+    Unsent,
+    is_quiet,
+    left,
+)
 from telegrad.ext.files import read_secret
 from telegrad.ext.joining import load_own
 from telegrad.ext.processes import shut, tune_tcp
@@ -102,7 +111,11 @@ class EtcdSession:
         """Send a request; return the status and the body of the response. Raises Unanswered."""
         with _broken():
             response = self._post(path, body, token, deadline)
-            return response.status, response.read()
+            # A response without a length may be of any size. `read` with a size does not notice that one is cut off.
+            content = response.read(MOST_BYTES + 1) if response.length is None else b""
+            if max(len(content), response.length or 0) > MOST_BYTES:
+                raise Unanswered(f"the server sent more than {MOST_BYTES} bytes")
+            return response.status, content or response.read()
 
     def lines(self, path: str, body: Json, token: str, deadline: float) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a streamed response as they arrive, each with the status. The last line may be empty.
@@ -118,7 +131,7 @@ class EtcdSession:
             # `usable` looks at this, so a session with unread data of a stream is not used again. The response has a
             # file of its own for the socket.
             self._http.sock = None
-            while line := response.readline():
+            while line := response.readline(MOST_BYTES):
                 yield response.status, line
             yield response.status, b""
 

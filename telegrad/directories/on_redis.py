@@ -64,6 +64,7 @@ from telegrad.directories.redis_messages import (
 from telegrad.errors import StoreUntrusted, TelegradError, UsageError
 from telegrad.ext.directories import (
     ABSENT,
+    MOST_BYTES,
     Compacted,
     DirectoryRefused,
     DirectoryReset,
@@ -82,6 +83,7 @@ from telegrad.ext.directories import (
 )
 from telegrad.ext.files import reason
 from telegrad.ext.joining import load_own
+from telegrad.ext.texts import safe
 
 try:
     import redis
@@ -100,12 +102,34 @@ _SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_b
 _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 
+class _LimitedSocket:
+    """The socket given to redis-py, whose timeout is for each read: a reply in small pieces would never be too late."""
+
+    def __init__(self, sock: Any, session: RedisSession) -> None:
+        self._sock, self._session = sock, session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def recv(self, size: int) -> bytes:
+        data: bytes = self._sock.recv(size)
+        self._session.count(len(data))
+        return data
+
+    def recv_into(self, buffer: Any) -> int:  # called by hiredis
+        size: int = self._sock.recv_into(buffer)
+        self._session.count(size)
+        return size
+
+
 class RedisSession:
     def __init__(self, address: Address, patience: float, attach: Callable[[RedisSession, str], None]) -> None:
         """`attach` is the first operation, and gets the server's `run_id`."""
         self.deadline = 0.0  # of the current operation
         self._address, self._attach = address, attach
         self._is_checked = False
+        self._patience = patience
+        self._received = 0  # bytes of the current reply
         options: dict[str, Any] = {
             "host": address.host,
             "port": address.port,
@@ -118,6 +142,15 @@ class RedisSession:
         else:
             options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **address.tls}
             self._connection = redis.SSLConnection(**options)
+        connection: Any = self._connection
+        connect_once = connection._connect
+        connection._connect = lambda: _LimitedSocket(connect_once(), self)
+
+    def count(self, size: int) -> None:
+        """Note that bytes of a reply have come. Raise TimeoutError if the reply takes too long or is too large."""
+        self._received += size
+        if time.monotonic() > self.deadline + self._patience or self._received > MOST_BYTES:
+            raise TimeoutError
 
     def open(self, deadline: float) -> None:
         """Connect and check the server, which may be another one than before or have other settings."""
@@ -132,17 +165,17 @@ class RedisSession:
             raise
         except exceptions.AuthenticationError as error:
             raise DirectoryRefused(
-                f"the Redis server at {self._address} refuses the login ({error}): give its user and password in the "
-                "URL"
+                f"the Redis server at {self._address} refuses the login ({safe(str(error))}): give its user and "
+                "password in the URL"
             ) from None
         except _BROKEN as error:
             raise Unsent(str(error)) from None
         except exceptions.RedisError as error:
             if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
                 raise DirectoryRefused(
-                    f"the Redis server at {self._address} refuses a command that a directory needs ({error}): allow "
-                    f"the user {RIGHTS} with ACL SETUSER. A server without CONFIG cannot be used, because it cannot be "
-                    "checked"
+                    f"the Redis server at {self._address} refuses a command that a directory needs "
+                    f"({safe(str(error))}): allow the user {RIGHTS} with ACL SETUSER. A server without CONFIG cannot "
+                    "be used, because it cannot be checked"
                 ) from None
             raise
 
@@ -164,12 +197,13 @@ class RedisSession:
         """Send a command and return its reply: bytes, numbers, None and lists of these.
 
         The deadline applies until the reply begins. The socket's own timeout, which equals the patience, applies to
-        sending and to gaps in a reply. So a server that stops in the middle of a reply is noticed one patience later.
+        sending and to gaps in a reply, and the whole reply may come one patience later.
 
         Raises:
             Unanswered: no reply arrived.
             RedisError: the server refuses the command, with a reply such as OOM, READONLY or BUSY.
         """
+        self._received = 0
         try:
             self._connection.send_command(*command)
             if not self._connection.can_read(max(0.0, self.deadline - time.monotonic())):
@@ -314,7 +348,7 @@ class RedisDirectory:
             raise self._untrusted(error.key, f"{field} has a value that no worker of the group wrote") from None
         except exceptions.ResponseError as error:
             if is_of_malformed_keys(str(error)):
-                raise self._untrusted("*", f" cannot be used ({error})") from None
+                raise self._untrusted("*", f" cannot be used ({safe(str(error))})") from None
             raise
 
     def _ask_script(

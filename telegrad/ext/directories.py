@@ -1,6 +1,15 @@
 """The protocol that a directory engine implements, and the functions for its clients."""
 
-from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad._core.directory.client import (
+    MOST_BYTES,
+    EmbeddedDirectory,
+    Result,
+    Sessions,
+    Unanswered,
+    Unsent,
+    is_quiet,
+    left,
+)
 from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
@@ -20,7 +29,7 @@ from telegrad._core.directory.directory import (
 )
 
 __all__ = [
-    "ABSENT", "Compacted", "DirectoryLost", "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory", "Entry",
-    "Event", "Events", "Lease", "LeaseLost", "Listing", "Result", "Sessions", "Swap", "Unanswered", "Unsent",
+    "ABSENT", "MOST_BYTES", "Compacted", "DirectoryLost", "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory",
+    "Entry", "Event", "Events", "Lease", "LeaseLost", "Listing", "Result", "Sessions", "Swap", "Unanswered", "Unsent",
     "check_key", "check_ttl", "check_value", "is_quiet", "left",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Lease, LeaseLost, Swap
+from telegrad.directories import on_redis
 from telegrad.errors import StoreUntrusted
 from tests.directory.conftest import Connect
 from tests.directory.harness import LONG, SOON
@@ -163,8 +164,20 @@ def test_answers_of_other_servers_are_errors(
         connected(f"etcd://127.0.0.1:{server.port}", 1.5).list("")
 
 
-@pytest.mark.parametrize("sends", [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
-def test_a_server_that_never_completes_its_answer_is_lost(connected: Connect, sends: bytes) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sends", "text"),
+    [
+        ("etcd", b"", ""),
+        ("etcd", b"SSH-2.0-\x1b[2J\r\n", r"SSH-2\.0-\\x1b\[2J"),
+        ("etcd", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", ""),
+        ("etcd", b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{", "sent more than 67108864 bytes"),
+        ("redis", b"$99\r\n", ""),
+        ("redis", b"-ERR \x1b[2J\r\n", r"\\x1b\[2J"),
+    ],
+)
+def test_a_server_that_never_completes_its_answer_is_lost(
+    connected: Connect, kind: str, sends: bytes, text: str
+) -> None:
     """The server sends some bytes now and then, without end."""
     closed = threading.Event()
 
@@ -179,8 +192,9 @@ def test_a_server_that_never_completes_its_answer_is_lost(connected: Connect, se
         thread = threading.Thread(target=serve)
         thread.start()
         began = time.monotonic()
-        with pytest.raises(DirectoryLost):
-            connected(f"etcd://127.0.0.1:{listener.getsockname()[1]}", 0.5).swap("a", b"")
+        address = f"{kind}://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DirectoryLost, match=text):
+            connected(address, 0.5).swap("a", b"") if kind == "etcd" else on_redis.connect(address, 0.5)
         assert time.monotonic() - began < 0.5 + SOON
         closed.set()
         thread.join()

@@ -52,6 +52,7 @@ from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import bracketed, shut, tune_tcp
+from telegrad._core.texts import safe
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import HandshakeError, InvalidArgument, PeerUnreachable, ProtocolViolation, TelegradError
 
@@ -62,6 +63,7 @@ PATIENCE = 10.0  # default seconds of one operation
 HANDSHAKE = 10.0  # seconds for connecting and the handshake: all workers of a group may connect at once
 SILENCE = 10.0  # seconds after which the kernel declares the server's host lost
 LONGEST = 1 << 30  # bytes of a reply
+MOST_BYTES = 1 << 26  # of a reply of etcd or Redis, which may be another program
 PIECE = 1 << 18
 
 
@@ -172,7 +174,8 @@ class Sessions(Generic[S]):
     def lost(self, how: str, failures: dict[int, str]) -> DirectoryLost:
         """Return the error for an operation that failed at these endpoints."""
         several = len(self._endpoints) > 1
-        why = "; ".join(f"{self._endpoints[each]}: {text}" if several else text for each, text in failures.items())
+        texts = {each: safe(text) for each, text in failures.items()}  # of servers that are not known to be right
+        why = "; ".join(f"{self._endpoints[each]}: {text}" if several else text for each, text in texts.items())
         return DirectoryLost(f"{self._what} {how} ({why}). {self._advice}" if why else f"{self._what} {how}")
 
     def wait(self, seconds: float) -> None:
