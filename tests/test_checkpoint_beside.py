@@ -326,7 +326,7 @@ def test_shutdown_waits_for_a_checkpoint(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("wait", [False, True])
 def test_saves_of_several_threads_take_turns(workers: list[Worker], tmp_path: pathlib.Path, wait: bool) -> None:
     state = {"model": model()}
-    with ThreadPoolExecutor(3, initializer=current.enter, initargs=workers[:1]) as pool:
+    with ThreadPoolExecutor(3, initializer=current.enter, initargs=(workers[0],)) as pool:
         for save in [pool.submit(checkpoint.save, state, tmp_path, wait=wait) for _ in range(3)]:
             save.result().wait()
     checkpoint.load(state, tmp_path)

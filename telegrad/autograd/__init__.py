@@ -91,7 +91,8 @@ class context:  # noqa: N801 - used like a function
                 raise UsageError("this context is in use by another block: each block needs its own autograd.context()")
             contexts = _find[0]().contexts
             outer = entered_id()
-            if outer is not None and not contexts.has_ended(outer):  # another thread may have left the outer block
+            # It has ended if another thread has left the outer block, or its group has ended before the block.
+            if outer is not None and contexts.join(outer) is not None:
                 text = f"Already have an autograd context id for this thread: {outer}. Leave that context first"
                 raise UsageError(text)
             context = contexts.begin()

@@ -15,7 +15,7 @@ from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.rpc import retry
 from telegrad._core.rpc.conversion import convert, target
-from telegrad._core.rpc.joint_calls import StepCounter, call_all, summary
+from telegrad._core.rpc.joint_calls import StepCounter, call_all, first_cause, summary
 from telegrad._core.rpc.remote_calls import Async, Awaited, How, NoArgs, Unchecked, remote, rpc_async, rpc_sync
 from telegrad._core.rpc.retry import await_workers, wait_or_cancel
 from telegrad._core.rpc.retry_queue import RetryPolicy
@@ -26,7 +26,7 @@ __all__ = [
     "ASYNC_MARK", "DEFAULT", "Agent", "Async", "Awaited", "CallEvent", "CallerContext", "Deferred", "EachCall",
     "FifoLock", "Future", "Helper", "How", "Incoming", "NestedCall", "NoArgs", "PendingCall", "PreparedCall",
     "RetryPolicy", "Signal", "StepCounter", "Unchecked", "await_workers", "call_all", "call_context",
-    "check_timeout", "complete", "completion_of", "convert", "current_call", "fold", "folded", "futures", "inspection",
-    "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async", "rpc_sync", "runs_as",
-    "summary", "target", "user_name", "wait_or_cancel",
+    "check_timeout", "complete", "completion_of", "convert", "current_call", "first_cause", "fold", "folded", "futures",
+    "inspection", "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async", "rpc_sync",
+    "runs_as", "summary", "target", "user_name", "wait_or_cancel",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ from telegrad.ext.calls import (
     Signal,
     complete,
     completion_of,
+    first_cause,
     folded,
     profiling,
     retry,
@@ -261,7 +262,7 @@ class GroupFuture(Future[T]):
 
 def group_error(function: str, errors: dict[Key, BaseException], asked: int, results: dict[Key, Any]) -> GroupError:
     error = GroupError(summary(f"{function} failed for {len(errors)} of {asked}:", errors), errors, results)
-    error.__cause__ = next(iter(errors.values()))
+    error.__cause__ = first_cause(errors)
     return error
 
 

@@ -183,6 +183,15 @@ def test_a_refused_object_can_be_entered_later(worker: Contexts) -> None:
         assert len(worker) == 1
 
 
+def test_a_block_may_begin_although_one_of_an_ended_group_was_never_left(
+    worker: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(autograd.context().__enter__).result()
+        monkeypatch.setattr(worker, "_contexts", {})  # as in the next group
+        assert isinstance(thread.submit(autograd.context().__enter__).result(), int)
+
+
 def test_a_block_that_another_thread_leaves_ends_its_context(worker: Contexts) -> None:
     left = autograd.context()
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:

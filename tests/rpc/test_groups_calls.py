@@ -14,6 +14,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.calls.futures import wait_for
+from telegrad._core.rpc.joint_calls import first_cause
 from telegrad.groups.collectives import parts, tree_of
 from telegrad.rpc import functions
 from tests.agent.test_fanout import count_encodings
@@ -89,6 +90,7 @@ def test_a_group_error_has_the_errors_and_results_by_worker(actors: rpc.Group) -
     assert "  w3: ValueError: not on w3" in str(error)
     assert all(isinstance(each, ValueError) for each in future.errors().values())
     assert isinstance(error.__cause__, ValueError)
+    assert first_cause({"w1": errors.CallTimeout(), "w3": error.__cause__}) is error.__cause__
     assert repr(future).endswith("done, 3 failed>")
     with pytest.raises(errors.GroupError):
         actors.gather(odd_ones_fail, (7,))

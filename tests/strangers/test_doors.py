@@ -137,7 +137,9 @@ def test_a_listener_that_stopped_accepting_resumes(doors: Doors, monkeypatch: py
     assert doors.failures == []
 
 
-def test_the_timer_does_not_leave_the_listener_shut(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_does_not_leave_the_listener_shut(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch, lines: list[Any]
+) -> None:
     """The timer ticks at each step of the leader that stops accepting."""
     forget = doors.poller.forget
 
@@ -147,7 +149,9 @@ def test_the_timer_does_not_leave_the_listener_shut(doors: Doors, monkeypatch: p
         doors.tick()
 
     monkeypatch.setattr(doors.poller, "forget", forget_late)
-    doors.listener.shut()
+    for _ in range(3):
+        doors.listener.shut(OSError("no descriptor"))
+    assert len(lines) == 1
     monkeypatch.undo()
     doors.tick()
     with doors.knock():

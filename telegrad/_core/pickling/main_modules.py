@@ -184,7 +184,8 @@ class MainNamespace:
 
     def _differs(self, name: str, value: Any) -> bool:
         """Return True, once, if data differs from the sender's: of numbers and texts, if they were not changed here."""
-        if name in self._warned or name not in self.names:
+        # A program that is run by one process and imported by another differs in `__name__`, as it should.
+        if name in self._warned or name not in self.names or name == "__name__":
             return False
         here = self.names[name]
         if type(value) in ATOMS:

@@ -144,7 +144,7 @@ def call_all(
         raise next(iter(errors.values()))
     if errors:
         failed = WorkersFailed(summary(f"{len(errors)} of {len(shares)} workers failed:", errors), errors)
-        raise failed from next(iter(errors.values()))
+        raise failed from first_cause(errors)
     return values
 
 
@@ -193,3 +193,8 @@ def summary(heading: str, errors: Mapping[Any, BaseException]) -> str:
         said = safe_text_of(error).partition("\n")[0]
         lines.append(f"  {key if isinstance(key, str) else f'item {key}'}: {type(error).__name__}: {said}")
     return "\n".join(lines)
+
+
+def first_cause(errors: Mapping[Any, BaseException]) -> BaseException:
+    """Return the first error that is no timeout, if there is one: the others may have waited for that worker."""
+    return min(errors.values(), key=lambda error: isinstance(error, CallTimeout))

@@ -39,6 +39,7 @@ PATIENCE = 5.0  # seconds that a handshake may take
 # Seconds. Ticks come at least once a second, so two that are further apart show that this worker did not run meanwhile.
 HELD = 2.0
 MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
+COMPLAIN_EVERY = 60.0  # seconds between two warnings that connections cannot be accepted
 MOST_FOREIGN = 256  # refused processes of other users that are remembered
 HERE = "this host"
 BACKLOG = 512
@@ -74,6 +75,7 @@ class Listener:
         self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
         self._serves: tuple[Keyring, handshake.Hello] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
+        self._complained = -inf  # when this was logged last
         self._ticked = inf
         self._doors: list[_ListeningSocket] = []
         self.unix = ""
@@ -174,7 +176,11 @@ class Listener:
             stranger.dismissed = True
             return True
 
-    def shut(self) -> None:
+    def shut(self, error: OSError) -> None:
+        """Accept no connection until the next tick, because of this error."""
+        if monotonic() - self._complained > COMPLAIN_EVERY:
+            self._complained = monotonic()
+            log.warning("telegrad: a connection could not be accepted: %s", error_text(error))
         for door in self._doors:
             self._poller.forget(door)
         # Set last: a tick before that watches nothing, and the next one watches all doors again. If it were set first,
@@ -240,8 +246,7 @@ class _ListeningSocket(Source):
             return False
         except OSError as error:
             if self.sock.fileno() >= 0:
-                log.warning("telegrad: a connection could not be accepted: %s", error_text(error))
-                self._listener.shut()  # as a rule no descriptor is free: an immediate retry would fail again
+                self._listener.shut(error)  # as a rule no descriptor is free: an immediate retry would fail again
             return False
         try:
             self._listener.greet(sock, HERE if self._shared else f"{address[0]}:{address[1]}", self._shared)
