@@ -14,7 +14,7 @@ import torch
 
 from telegrad.__main__ import _run_module
 from telegrad._core.pickling.global_names import SentGlobals
-from telegrad._core.pickling.main_modules import OWN, Item, MainNamespace
+from telegrad._core.pickling.main_modules import Item, MainNamespace
 from telegrad._core.pickling.main_program import Program
 from tests.cluster import PATIENCE, free_port
 
@@ -500,17 +500,19 @@ def test_a_global_number_that_differs_between_runs_is_logged_once(caplog: pytest
     scope = MainNamespace(Program("a key", "/somewhere/program.py"), {}, own=False)
     for rate in (0.1, 0.1, 0.5, 0.5):
         scope.fill([Item("rate", 1, rate)])
-    scope.names["__name__"] = "__mp_main__"
-    scope.fill([Item("__name__", OWN, "__main__")])
-    del scope.names["__name__"]
     assert scope.names == {"rate": 0.1}
-    assert "'__name__'" not in caplog.text
     assert caplog.text.count("'rate' of /somewhere/program.py is 0.5 at the caller and 0.1 at this worker") == 1
     scope.fill([Item("rate", 2, 0.7)])  # the sender has assigned it again
     assert scope.names == {"rate": 0.7}
     del scope.names["rate"]  # as a function might do
     scope.fill([Item("rate", 2, 0.7)])
     assert scope.names == {}
+
+
+def test_the_name_of_a_program_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    scope = MainNamespace(Program("a key", "/a.py"), {"__name__": "__mp_main__", "rate": 0.1}, False, imported=True)
+    scope.fill([Item(name, scope.version(name), value) for name, value in (("__name__", "__main__"), ("rate", 0.5))])
+    assert len(caplog.messages) == 1
 
 
 class Watching(dict[str, int]):

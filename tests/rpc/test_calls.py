@@ -19,13 +19,14 @@ from torch import nn
 
 from telegrad import errors
 from telegrad._core.agent.agent import Agent
+from telegrad._core.reactor import scheduler
 from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import Future, RRef, functions, group, remote, rpc_async, rpc_stream, rpc_sync
 from tests import links
-from tests.cluster import agents, agents_here, wait_until
+from tests.cluster import PATIENCE, agents, agents_here, wait_until
 from tests.naming import alike
 
 
@@ -190,7 +191,8 @@ def test_futures_of_calls_are_futures_of_torch() -> None:
             torch.futures.collect_all([failing]).wait()
 
 
-def test_slots_limit_the_functions_that_run_at_once() -> None:
+def test_slots_limit_the_functions_that_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "STALLED_AFTER", PATIENCE)  # else functions that sleep cause more slots
     with agents(2, num_worker_threads=2) as (a, b):
         futures = [a.agent.call_async("w1", crowd, None, None) for _ in range(6)]
         wait_until(lambda: len(crowd_inside) >= 2 and len(links.calls_of(b)) == 6)
@@ -399,6 +401,8 @@ def test_only_its_call_completes_the_future_of_a_call(pair: list[Worker]) -> Non
     for complete in (future.set_result, future.set_exception):
         with pytest.raises(UsageError, match=r"is completed by its call: use `then`, or a Future of your own"):
             complete(ValueError())
+    with pytest.raises(UsageError, match="is not done: call wait"):
+        future.value()
     waiting[0].set()
     assert future.wait() is True
 

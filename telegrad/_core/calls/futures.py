@@ -312,7 +312,8 @@ class Future(torch.futures.Future[T]):
         """Return the value of a future that is done."""
         if not self.done():
             forks.check(self.depth)
-        value: T = _uncovered(super().wait() if self.done() else super().value())
+            raise UsageError("this future is not done: call wait(), which returns its value as soon as it is")
+        value: T = _uncovered(super().wait())
         return value
 
 
