@@ -13,19 +13,11 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from time import monotonic
 from typing import Any, NamedTuple
 
+from telegrad.directories import MOST_BYTES
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
-from telegrad.ext.directories import (
-    MOST_BYTES,
-    DirectoryRefused,
-    DirectoryReset,
-    Sessions,
-    Unanswered,
-    Unsent,
-    is_quiet,
-    left,
-)
+from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
 from telegrad.ext.files import read_secret
 from telegrad.ext.joining import load_own
 from telegrad.ext.processes import shut, tune_tcp

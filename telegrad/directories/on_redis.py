@@ -50,6 +50,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from telegrad.directories import MOST_BYTES
 from telegrad.directories.redis_messages import (
     RIGHTS,
     Address,
@@ -64,7 +65,6 @@ from telegrad.directories.redis_messages import (
 from telegrad.errors import StoreUntrusted, TelegradError, UsageError
 from telegrad.ext.directories import (
     ABSENT,
-    MOST_BYTES,
     Compacted,
     DirectoryRefused,
     DirectoryReset,

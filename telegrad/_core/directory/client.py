@@ -63,7 +63,6 @@ PATIENCE = 10.0  # default seconds of one operation
 HANDSHAKE = 10.0  # seconds for connecting and the handshake: all workers of a group may connect at once
 SILENCE = 10.0  # seconds after which the kernel declares the server's host lost
 LONGEST = 1 << 30  # bytes of a reply
-MOST_BYTES = 1 << 26  # of a reply of etcd or Redis, which may be another program
 PIECE = 1 << 18
 
 
