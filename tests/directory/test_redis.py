@@ -261,6 +261,14 @@ def test_connections_are_kept(shared: Server) -> None:
     assert shared.admin().info("stats")["total_connections_received"] == before + 1  # for the second request
 
 
+def test_a_connection_that_the_server_has_closed_long_after_a_reply_is_not_used(shared: Server) -> None:
+    (client,) = clients_of(shared, "idle", 1)
+    (session,) = client._sessions._idle[0]
+    session.deadline = 0.0
+    shared.admin().client_kill_filter(_type="normal")
+    assert client.swap("a", b"").done
+
+
 def test_a_close_closes_all_connections(shared: Server) -> None:
     """One of these connections is in use."""
     admin = shared.admin()
