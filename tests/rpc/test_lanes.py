@@ -210,7 +210,7 @@ def test_several_slow_streams_are_faster_than_a_single_one(monkeypatch: pytest.M
             start = monotonic()
             assert a.agent.call("w1", total, (tensor,), None) == SLOW // 2
             took.append(monotonic() - start)
-        assert took[1] < took[0] / 2  # of four streams
+        assert took[1] < 0.8 * took[0]  # four streams take a quarter, and a busy machine adds to both
 
 
 def talk(rank: int, size: int) -> int:
