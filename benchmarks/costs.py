@@ -17,8 +17,7 @@ _COSTS = {  # the first words that are in "transport: name" count
     "p99": "wake-ups on a machine that is shared with others",
     "torch.add": "Python for the message and each tensor, at both ends",
     "1 KB": "Python for the message and each tensor, at both ends",
-    "a warm tensor": "the copy into a fresh object at the receiver: docs/performance.md",
-    "a first tensor": "the copy into a fresh object at the receiver: docs/performance.md",
+    "in the time of a": "the copy into a fresh object at the receiver: docs/performance.md",
     "timeout": "the timer, which may be some milliseconds late",
     "recorded": "Python for each recorded event",
     "idle worker": "modules and threads of Python",
@@ -32,8 +31,7 @@ _COSTS = {  # the first words that are in "transport: name" count
     "RemoteModule": "Python on both sides: docs/decisions/backward.md",
     "parameter server": "Python on both sides: docs/decisions/backward.md",
     "pipeline": "Python for each message, and the walk over each micro-batch's graph",
-    "workers, per call": "processes that share two cores: a connection of its own for each call",
-    "32 workers": "processes that share two cores: a connection of its own for each call",
+    "workers, ": "processes that share two cores: a connection of its own for each call",
 }
 
 

@@ -180,7 +180,7 @@ class RedisSession:
             raise
 
     def usable(self) -> bool:
-        self.deadline = math.inf  # what comes now is no reply; redis-py would hide that it is late
+        self.deadline = math.inf  # bytes that come now are no reply, and redis-py would hide that they are late
         try:
             # The server sends nothing unasked. So an idle connection with something to read has ended, or is out of
             # step.

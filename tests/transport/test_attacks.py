@@ -74,12 +74,9 @@ class End(LinkEnd):
 
 @contextlib.contextmanager
 def two_ends() -> Iterator[tuple[End, End]]:
-    here, there = agreed()
     with contextlib.ExitStack() as stack:
-        yield (
-            stack.enter_context(contextlib.closing(End(ciphers=here))),
-            stack.enter_context(contextlib.closing(End(ciphers=there))),
-        )
+        here, there = (stack.enter_context(contextlib.closing(End(ciphers=each))) for each in agreed())
+        yield here, there
 
 
 def sent(end: End, count: int) -> list[bytes]:

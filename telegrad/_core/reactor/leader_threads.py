@@ -239,7 +239,7 @@ class TimerThread:
             self._alarm.acquire(timeout=min(pause, WATCH_EVERY) if self.is_watching else pause)
 
 
-SPIN = 250e-6  # seconds that a thread which waits for its call is busy; longer, and it disturbs calls that come back
+SPIN = 250e-6  # seconds that a thread polls for the answer to its call; longer would delay calls to its own worker
 SOON = 400e-6  # busy waiting pays off only if the last wait was shorter
 DISTURBED = 50e-6  # a loop that takes this long shows that another thread has the interpreter
 

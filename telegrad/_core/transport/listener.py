@@ -39,7 +39,7 @@ PATIENCE = 5.0  # seconds that a handshake may take
 # Seconds. Ticks come at least once a second, so two that are further apart show that this worker did not run meanwhile.
 HELD = 2.0
 MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
-COMPLAIN_EVERY = 60.0  # seconds between two warnings that connections cannot be accepted
+WARN_EVERY = 60.0  # seconds between two warnings that connections cannot be accepted
 MOST_FOREIGN = 256  # refused processes of other users that are remembered
 HERE = "this host"
 BACKLOG = 512
@@ -75,7 +75,7 @@ class Listener:
         self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
         self._serves: tuple[Keyring, handshake.Hello] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
-        self._complained = -inf  # when this was logged last
+        self._warned = -inf  # when that was logged last
         self._ticked = inf
         self._doors: list[_ListeningSocket] = []
         self.unix = ""
@@ -178,8 +178,8 @@ class Listener:
 
     def shut(self, error: OSError) -> None:
         """Accept no connection until the next tick, because of this error."""
-        if monotonic() - self._complained > COMPLAIN_EVERY:
-            self._complained = monotonic()
+        if monotonic() - self._warned > WARN_EVERY:
+            self._warned = monotonic()
             log.warning("telegrad: a connection could not be accepted: %s", error_text(error))
         for door in self._doors:
             self._poller.forget(door)
