@@ -199,6 +199,13 @@ import telegrad.rpc as rpc, time
 rpc.rpc_async("worker0", time.sleep, ({busy},))
 {end}
 """
+COMPUTING = """
+import threading, torch
+begun = threading.Event()
+squares = "__import__('__main__').begun.set() or [0 for _ in range(10**7) if (a @ a) is None]"
+rpc.rpc_async("driver", eval, (squares, {"a": torch.ones(500, 500)}))
+begun.wait(60)
+"""
 
 
 @pytest.mark.timeout(2 * PATIENT)
@@ -211,7 +218,7 @@ rpc.rpc_async("worker0", time.sleep, ({busy},))
             -signal.SIGKILL,
             "",
         ),
-        pytest.param(600, "raise SystemError('a bug')", 1, "SystemError: a bug", marks=pytest.mark.nightly),
+        (600, COMPUTING + "raise SystemError('a bug')", 1, "SystemError: a bug"),
         (0, 'rpc.rpc_sync("worker0", os.kill, (group._workers[0].process.pid, 9))', 1, f".*PeerLost: .* {LOST}"),
         pytest.param(0, "", 0, "", marks=pytest.mark.nightly),
     ],

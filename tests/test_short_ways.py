@@ -49,11 +49,8 @@ def note(frame: FrameType, event: str, _: object) -> None:
 def join(rank: int, port: int) -> None:
     threading.setprofile(note)
     sys.setprofile(note)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options(port))
-
-
-def options(port: int) -> rpc.TelegradOptions:
-    return rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+    options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
 
 
 class Node(NamedTuple):

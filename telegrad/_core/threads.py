@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from time import monotonic
 from typing import Any, TypeVar
 
 from telegrad._core import forks
@@ -15,7 +17,7 @@ from telegrad.errors import UsageError
 
 LONGEST_START = 60.0  # seconds for a new thread to begin
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
-LAST_WAIT = 0.25  # seconds for a late answer of a store, as the program ends
+LAST_WAIT = 1.0  # seconds for running threads to end, as the program ends
 
 log = logging.getLogger("telegrad")
 T = TypeVar("T")
@@ -51,6 +53,18 @@ class Thread(threading.Thread):
     def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._started = _Started()  # attribute of CPython 3.10 to 3.13; under another name, there is no limit
+
+
+@atexit.register
+def end_threads() -> None:
+    """End the threads that still run, as the program ends: one that then leaves C++ code of torch would abort it."""
+    # They run user code or torch, since all others end with their worker.
+    running = [each for each in threading.enumerate() if isinstance(each, Thread)]
+    for each in running:  # between two instructions of Python
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(each.ident or 0), ctypes.py_object(SystemExit))
+    until = monotonic() + LAST_WAIT
+    for each in running:
+        each.join(max(0.0, until - monotonic()))
 
 
 def program_has_ended() -> bool:
@@ -91,7 +105,6 @@ def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) ->
 
     run_in_thread("telegrad-store", call)
     if not wait([answer], patience).done:
-        atexit.register(wait, [answer], LAST_WAIT)  # a thread that leaves torch while the interpreter ends aborts it
         raise TimeoutError("it does not answer")
     return answer.result()
 

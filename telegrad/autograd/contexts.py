@@ -98,11 +98,7 @@ class Contexts:
         return id_ in self._ended
 
     def find(self, id_: int) -> AutogradContext:
-        """Return the context with that id.
-
-        Raises:
-            ContextEnded: this worker has no such context.
-        """
+        """Return the context with that id; raise ContextEnded if this worker has no such context."""
         context = self._contexts.get(id_)
         if context is None:
             raise ContextEnded(

@@ -98,11 +98,7 @@ def _refuse_names(place: str) -> Callable[[str], NoReturn]:
 
 
 def substitution() -> Substitution:
-    """Return the substitution of these modules.
-
-    Raises:
-        UsageError: torch was built without `torch.distributed`.
-    """
+    """Return the substitution of these modules; raise UsageError if torch was built without `torch.distributed`."""
     if not torch.distributed.is_available():
         raise UsageError("torch was built without torch.distributed, whose stores the workers meet through")
     # TorchScript compiles a function in this table into an operator of torch. The table is made once, at its first use,

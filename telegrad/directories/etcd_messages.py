@@ -78,11 +78,7 @@ def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Js
 
 
 def parse_url(url: str) -> EtcdSettings:
-    """Parse a URL.
-
-    Raises:
-        UsageError: the URL does not have the required form.
-    """
+    """Parse a URL; raise UsageError if the URL does not have the required form."""
     try:
         parts = urlsplit(url)
     except ValueError:  # an unbalanced bracket

@@ -158,11 +158,7 @@ class EventCounters:
 
 
 def own_account() -> WorkerState:
-    """Return the state of this process's worker.
-
-    Raises:
-        NotInitialized: this process has no worker.
-    """
+    """Return the state of this process's worker; raise NotInitialized if this process has no worker."""
     return introspection_of(current.joined()).account()
 
 

@@ -14,7 +14,7 @@ import traceback
 from typing import NoReturn
 
 from telegrad.ext.joining import supervised
-from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
+from telegrad.ext.processes import renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 # Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
             # Otherwise a stopped process would stay. SIGKILL is wrong: the signal is also sent when the thread that
             # started this process ends.
             signal_at_parents_end(signal.SIGCONT)
-        Thread(target=_end_with_parent, args=(_take_input(),), name="telegrad-parent").start()
+        threading.Thread(target=_end_with_parent, args=(_take_input(),), name="telegrad-parent", daemon=True).start()
     # Not at the top of the file, since `--help` needs no torch. Before the modules below, since the compatibility mode
     # takes effect with the import of torch.
     import torch  # noqa: F401

@@ -137,11 +137,7 @@ class RecordedProgram:
         return [best[each] for each in sorted(best)], before[-1]
 
     def cut(self, starts: Sequence[int]) -> list[tuple[StageProgram, list[Use]]]:
-        """Cut before these operations.
-
-        Raises:
-            UsageError: one piece writes to memory that another one reads.
-        """
+        """Cut before these operations; raise UsageError if one piece writes to memory that another one reads."""
         stage_of = {node: bisect_right(starts, at) for at, node in enumerate(self.steps)}
         stage_of[self.output] = len(starts)
         memory = _SharedMemory(self, stage_of)

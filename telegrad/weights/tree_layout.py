@@ -176,11 +176,7 @@ class Snapshot(NamedTuple):
     tensors: list[Tensor]
 
     def fill(self, memory: Tensor) -> None:
-        """Copy the tensors.
-
-        Raises:
-            InvalidArgument: other threads keep changing the tensors.
-        """
+        """Copy the tensors; raise InvalidArgument if other threads keep changing the tensors."""
         # The version counters of torch show a write during the copy, as by an optimizer on another thread. Writes that
         # torch does not count are not noticed: of `.data`, of NumPy, of inference tensors.
         for _ in range(TRIES):

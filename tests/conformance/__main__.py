@@ -11,13 +11,14 @@ import pathlib
 import re
 import signal
 import sys
+from collections import Counter
 from time import monotonic
 
 import torch
 
 from tests.conformance import applicable, runner, suites
 from tests.conformance.parent import WAYS
-from tests.conformance.report import Run, counts, to_json, write
+from tests.conformance.report import Run, to_json, write
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result, worse
 
 
@@ -38,7 +39,7 @@ def main() -> int:
         write(run, chosen.report)
     if chosen.json:
         chosen.json.write_text(to_json(run))
-    count = counts(results)
+    count = Counter(result.outcome for result in results)
     print(f"{len(results)} tests: " + ", ".join(f"{count[kind]} {kind}" for kind in (PASSED, FAILED, NOT_APPLICABLE)))
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if count[FAILED] or wrong else 0

@@ -39,10 +39,6 @@ def markdown(run: Run) -> str:
     return "\n".join([_summary(run), *_not_applicable(run.results), *_failures(run.results)])
 
 
-def counts(results: list[Result]) -> Counter[str]:
-    return Counter(result.outcome for result in results)
-
-
 def _summary(run: Run) -> str:
     rows = [
         f"{len(run.results)} tests of torch {run.torch}, by `{COMMAND}`, in {run.seconds:.0f} s.",
@@ -58,7 +54,7 @@ def _summary(run: Run) -> str:
 
 
 def _row(name: str, results: list[Result]) -> str:
-    count = counts(results)
+    count = Counter(result.outcome for result in results)
     return f"| {name} | {count[PASSED]} | {count[FAILED]} | {count[NOT_APPLICABLE]} | {len(results)} |"
 
 

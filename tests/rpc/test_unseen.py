@@ -19,7 +19,7 @@ import torch
 from telegrad._core.calls import profiling, unretrieved
 from telegrad._core.start import life
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import GroupError, ShutDown
+from telegrad.errors import ShutDown, WorkersFailed
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from tests.agent.test_following import Notes
 from tests.cluster import PATIENCE, agents_here, wait_until
@@ -184,8 +184,8 @@ def test_held_failures_are_not_logged_long_after_a_similar_one_was_handled(
 
 
 def test_calls_that_end_with_their_group_are_not_logged(log: Heard) -> None:
-    error = GroupError("f failed for 1 of 1", {"w1": ShutDown("worker 'w0' shut down")})
-    held = unretrieved.UnretrievedError("f on a group", error, 0.0)
+    error = WorkersFailed("1 of 1 workers failed", {"w1": ShutDown("worker 'w0' shut down")})
+    held = unretrieved.UnretrievedError("f on two workers", error, 0.0)
     life._leave_at_exit()
     del held
     assert not log.said

@@ -292,10 +292,6 @@ def meaning(message: Message, agent: Agent) -> str:
     return re.sub(r" at 0x\w+|\s+", lambda found: " " if found[0].isspace() else "", line)
 
 
-def meanings(stream: bytes, agent: Agent) -> str:
-    return "".join(f"{meaning(message, agent)}\n" for message in messages(stream))
-
-
 def write(folder: pathlib.Path, agent: Agent) -> None:
     folder.mkdir(parents=True)  # an existing recording is not overwritten
     (folder / "handshake.json").write_text(json.dumps(handshake(), indent=1) + "\n")
@@ -303,7 +299,8 @@ def write(folder: pathlib.Path, agent: Agent) -> None:
     for name, story in STORIES.items():
         for stream, content in record(story).items():
             (folder / f"{name}-{stream}.bin").write_bytes(content)
-            (folder / f"{name}-{stream}.txt").write_text(meanings(bytes(content), agent))
+            lines = [f"{meaning(message, agent)}\n" for message in messages(bytes(content))]
+            (folder / f"{name}-{stream}.txt").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -535,6 +535,8 @@ def test_an_exception_whose_pickling_exits_the_process_keeps_its_type_and_text(e
 
 
 class Sealed(Exception):
+    __notes__ = property()
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name!r} of a sealed exception")
 

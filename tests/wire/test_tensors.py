@@ -37,10 +37,6 @@ def carried(*tensors: torch.Tensor) -> int:
     return len(meta) + sum(blob.numel() for blob in blobs)
 
 
-def bytes_of(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
-
-
 QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED, key=str)
 
@@ -54,7 +50,7 @@ def test_dtypes(dtype: torch.dtype, size: int) -> None:
         (back,) = journey(made)
         assert back.dtype == dtype
         assert back.stride() == made.stride()
-        data = bytes_of(back.untyped_storage())
+        data = torch.empty(0, dtype=torch.uint8).set_(back.untyped_storage()).numpy().tobytes()
         assert data == source.numpy().tobytes()[: len(data)]
         assert len(data) >= dtype.itemsize * (2 * made.numel() - 1 if made is not tensor else size)
 

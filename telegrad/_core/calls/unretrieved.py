@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from telegrad._core import forks
 from telegrad._core.pickling.exceptions import fresh
-from telegrad.errors import CallCancelled, GroupError, ShutDown
+from telegrad.errors import CallCancelled, ShutDown, WorkersFailed
 
 QUIET = 5.0  # seconds in which similar failures are not logged again
 REMEMBERED = 256
@@ -27,7 +27,7 @@ _held: set[weakref.ref[UnretrievedError]] = set()  # all that exist, except thos
 
 def _was_asked_for(error: BaseException) -> bool:
     """Return True if the program itself ended the operation."""
-    if isinstance(error, GroupError) and error.errors:
+    if isinstance(error, WorkersFailed) and error.errors:
         return all(map(_was_asked_for, error.errors.values()))
     return isinstance(error, ShutDown | CallCancelled)
 

@@ -69,11 +69,7 @@ class Reply(NamedTuple):
 
 
 def write_request(request: Request) -> bytes:
-    """Return the request as bytes.
-
-    Raises:
-        InvalidArgument: a field has an invalid value.
-    """
+    """Return the request as bytes; raise InvalidArgument if a field has an invalid value."""
     operation, key, value, revision, lease, seconds = request
     try:
         name = key.encode()

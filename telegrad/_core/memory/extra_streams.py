@@ -215,11 +215,7 @@ class _Stream:
         self.sock.sendall(stripe)  # `socket.socket.sendall`: TLS sockets override it
 
     def receive(self, stripe: memoryview) -> None:
-        """Fill `stripe`.
-
-        Raises:
-            OSError: the stream ended first.
-        """
+        """Fill `stripe`; raise OSError if the stream ended first."""
         while stripe:
             stripe = stripe[self._receive(stripe) :]
 

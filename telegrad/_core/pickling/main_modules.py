@@ -286,11 +286,7 @@ def _is_own(names: dict[str, Any]) -> bool:
 
 
 def class_at(scope: MainNamespace, path: str) -> Any:
-    """Return the class at a path of a program.
-
-    Raises:
-        CannotDecode: it is not here.
-    """
+    """Return the class at a path of a program; raise CannotDecode if it is not here."""
     found = scope.find(path, 0)
     if not isinstance(found, type):
         raise CannotDecode(f"there is no class {path!r} of {scope.program.path} here")

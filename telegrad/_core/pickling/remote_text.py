@@ -280,8 +280,8 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
     """Add a note with the lines where an exception was raised, before its frames are dropped."""
     lines = _lines(traceback_)
     if lines:
-        notes = [*notes_of(error), TracebackLines(lines)]
-        BaseException.__setattr__(error, "__notes__", notes)  # its class may forbid this
+        # Not by setattr, which a property of its class may refuse.
+        vars(error)["__notes__"] = [*notes_of(error), TracebackLines(lines)]
 
 
 def notes_of(error: BaseException) -> list[Any]:

@@ -253,11 +253,7 @@ def _await_end(timeout: float) -> None:
 
 
 def limits_of(least: int | None, most: int | None, size: int | None) -> GroupSize:
-    """Return the size limits of a group.
-
-    Raises:
-        UsageError: no group can have these limits.
-    """
+    """Return the size limits of a group; raise UsageError if no group can have these limits."""
     if size is not None:
         raise UsageError("init_rpc takes either world_size, or min_workers and max_workers")
     limits = GroupSize(1 if least is None else least, most or 0)

@@ -73,11 +73,7 @@ def own_address(wanted: str | None, store_host: str | None) -> str:
 
 
 def local_address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`.
-
-    Raises:
-        UsageError: `host` cannot be resolved.
-    """
+    """Return this machine's address on the route to `host`; raise UsageError if `host` cannot be resolved."""
     choices = check_resolves(host)
     for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
         found = _source(family, address)
@@ -224,11 +220,7 @@ def split(url: str) -> SplitResult:
 
 
 def spot_of(url: SplitResult) -> Spot:
-    """Return the host and the port of tcp://HOST:PORT.
-
-    Raises:
-        UsageError: it names none, or several.
-    """
+    """Return the host and the port of tcp://HOST:PORT; raise UsageError if it names none, or several."""
     if "," in url.netloc:
         raise UsageError(
             f"{url.geturl()!r} names several hosts, but a group meets at one. For a group that survives the loss of a "

@@ -167,11 +167,7 @@ class SealedStore:
         return (group, place) in self._seen
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
-        """Return the values at places that must have one.
-
-        Raises:
-            StoreUntrusted: one of them has none.
-        """
+        """Return the values at places that must have one; raise StoreUntrusted if one of them has none."""
         if not self.call("check", places):  # torch would wait for it for minutes, and ignore Ctrl-C
             raise unauthenticated(next((each for each in places if not self.call("check", [each])), places[0]))
         newest = [self._seen.get((group, place), 0) for place in places]

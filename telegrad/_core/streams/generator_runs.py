@@ -308,11 +308,7 @@ async def _in_steps(iterator: Iterator[Any]) -> AsyncGenerator[Any, None]:
 
 
 def _iterator(made: Any, name: str) -> Iterator[Any]:
-    """Return an iterator over the result of a function.
-
-    Raises:
-        UsageError: it gives no items.
-    """
+    """Return an iterator over the result of a function; raise UsageError if it gives no items."""
     try:
         return iter(made)
     except TypeError:

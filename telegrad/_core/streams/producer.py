@@ -103,11 +103,7 @@ class Reader:
             return feed
 
     def begin(self, number: int) -> None:
-        """Count the function of a stream, which starts.
-
-        Raises:
-            Refused: too many have not ended.
-        """
+        """Count the function of a stream, which starts; raise Refused if too many have not ended."""
         with self.lock:
             if self._running < MOST_STREAMS:
                 self._running += 1

@@ -109,7 +109,7 @@ class Stream(Generic[T]):
         # Its failure is raised to the reader, and is no unretrieved error if the reader has closed the stream.
         self._done.heed()
         producer = Producer(made.function, self._number, window, agent.shares_program(owner.name))
-        agent.call_for(self._done, owner, made._replace(function=producer, asked=made.users), 0)
+        agent.call_for(self._done, owner, made._replace(function=producer, asked=self._name), 0)
         self._ran: Any = self._done.call
         self._run_soon = here.references.for_finalisers()
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))

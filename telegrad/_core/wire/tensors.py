@@ -271,11 +271,7 @@ def of_text(text: str) -> Tensor:
 
 
 def to_text(encoded: Tensor) -> str:
-    """Decode UTF-8 without holding the GIL for long.
-
-    Raises:
-        UnicodeDecodeError: `encoded` is not UTF-8.
-    """
+    """Decode UTF-8 without holding the GIL for long; raise UnicodeDecodeError if `encoded` is not UTF-8."""
     # CPython decodes in one call, which holds the GIL. So the text is made as C code makes it: allocated, then filled,
     # or extended piece by piece. That is permitted only while no other code has a reference to it.
     made = ctypes.c_void_p()  # the only reference to the text until it is complete

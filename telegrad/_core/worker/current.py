@@ -20,11 +20,7 @@ _here = Here()  # its worker, if a process has several
 
 
 def here() -> Worker:
-    """Return the worker of this thread.
-
-    Raises:
-        NotInitialized: this process is in no group.
-    """
+    """Return the worker of this thread; raise NotInitialized if this process is in no group."""
     found: Worker = _here.own or joined()
     return found
 
