@@ -396,13 +396,16 @@ GUARDED = (
     + """
 import functools, torch.distributed.rpc
 
-rate, limit, limits, cells = 0.1, 3, [3], [1]
+rate, limit, limits, cells, hits = 0.1, 3, [3], [1], 0
 large = {10**5000: {-(10**5000)}, "list": [10**5000]}
 
 def make_own():
     global own
     own = [1]
 
+def hit():
+    global hits
+    hits += 1
 def step():
     return rate
 def late():
@@ -445,6 +448,7 @@ if __name__ == "__main__":
     made_late = 7
     shared = [cells]
     with telegrad.local(["w"]):
+        show("hits", call(hit), call(lambda: hits))
         drive("w")
         show("drop-in", served(), call(served))
         call(make_own)  # each process has its own: no warning
@@ -477,6 +481,7 @@ def test_globals_and_functions_that_differ_from_those_that_workers_import(tmp_pa
     assert bound_again == ["again", "wrapped", "again", "Rebound", "Rebound"], ran.stdout + ran.stderr
     assert "the global 'shared' of the main program shares an object with 'cells'" in told.pop("shares")
     assert told == {
+        "hits": "None; 1",
         "drop-in": "telegrad; telegrad",
         "differs": "0.1; 0.1; 7; 7.1",
         "guarded": "3",

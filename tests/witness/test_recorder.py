@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from telegrad._core import events
 from telegrad._core.events import CALLED, RAN, Event
 from telegrad._core.worker.worker import Worker
+from telegrad.rpc import rpc_stream
 from telegrad.reporting.dump import LAST, Recorder, recorder
 
 
@@ -72,3 +74,12 @@ def test_calls_are_recorded_at_both_ends(pair: list[Worker]) -> None:
         ("w0", name, failure) for name, failure in zip(names, ("", "ValueError", ""), strict=True)
     ]
     assert [each[1] for each in told[CALLED]] == [each[1] for each in told[RAN]]  # the numbers of the calls
+
+
+@pytest.mark.usefixtures("here")
+def test_a_stream_that_is_read_to_its_end_has_no_failed_calls() -> None:
+    begin = perf_counter()
+    for _ in range(30):
+        assert [*rpc_stream("w1", range, (300,))] == [*range(300)]
+    ended = [(event[5], event[-1]) for event in recorder.events(begin) if event[0] in (CALLED, RAN)]
+    assert all(name and not failure for name, failure in ended), ended

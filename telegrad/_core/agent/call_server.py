@@ -26,7 +26,7 @@ from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handle
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import entered, in_setting
-from telegrad._core.calls.call_names import RUNS, user_name
+from telegrad._core.calls.call_names import NEXT_ITEMS, RUNS, user_name
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
@@ -462,7 +462,8 @@ class Server:
 
 def _note(call: Incoming, error: Any = None) -> None:
     """Emit the event that an incoming call has ended."""
-    if (note := events.note) is not None:
+    if (note := events.note) is not None and (call.name or not call.cancelled):  # else it has not begun
         number = call.message.id
-        failure = CANCELLED * call.cancelled or ("" if error is None else type(readable(error)).__name__)
+        failed = call.cancelled and not call.name.startswith(NEXT_ITEMS)
+        failure = CANCELLED * failed or ("" if error is None else type(readable(error)).__name__)
         note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

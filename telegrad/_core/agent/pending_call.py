@@ -20,7 +20,7 @@ from torch import Tensor
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
-from telegrad._core.calls.call_names import KNOWN_AS, NOTED_AS, user_name
+from telegrad._core.calls.call_names import KNOWN_AS, NEXT_ITEMS, NOTED_AS, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
@@ -31,7 +31,7 @@ from telegrad._core.transport.link import AnyLink, Link
 from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad._core.wire.packing import SMALL
-from telegrad.errors import CallTimeout, PeerError, PeerLost
+from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost
 
 _empty = torch.empty(0, device="cpu")
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -296,6 +296,8 @@ class PendingCall:
             failure = RAISED
         kind = type(self.label)  # most are functions, of which a failed look-up takes as long as all else here
         name = (None if kind is FunctionType else getattr(kind, NOTED_AS, None)) or user_name(self.label)
+        if failure == CallCancelled.__name__ and name.startswith(NEXT_ITEMS):
+            failure = ""
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
     def __repr__(self) -> str:

@@ -20,6 +20,8 @@ KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the 
 NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a shorter name for its instances
 OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
 RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
+# The reader of a stream calls for its next items before it needs them, and cancels that at the end: this is no failure.
+NEXT_ITEMS = "the next items of"
 _PLAIN = (FunctionType, BuiltinFunctionType)
 _names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
 

@@ -354,7 +354,7 @@ def _summary(error: BaseException, room: Room) -> str:
     if isinstance(error, _EXPLAINED) and not is_large(error):
         # With `_seen`, Python does not format the causes, which takes quadratic time along a chain.
         telling = traceback.TracebackException(type(error), error, None, _seen=set())
-        telling.__notes__ = None  # notes are sent separately
+        telling.__notes__ = telling.exceptions = None  # both are described separately; Python 3.13 reads them
         text = "".join(telling.format_exception_only())
     else:
         text = _type_and_text(error)

@@ -21,6 +21,7 @@ from telegrad._core.interrupts import install
 from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
+from telegrad._core.pickling.main_modules import own_scope
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
@@ -130,6 +131,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     # First, since the start of a worker can be interrupted, too.
     install()
     main_program.check_not_imported("init_rpc")
+    own_scope()  # before calls change the globals: it notes their first values
     what = "this worker could not join", RendezvousError
     with _lock, resources.translate_error(*what):
         check_free()

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import Deferred
 from telegrad._core.agent.incoming import Incoming, Refused
-from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.call_names import NEXT_ITEMS, known_as
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Signal
 from telegrad._core.membership.members import Identity
@@ -304,7 +304,7 @@ def _nothing() -> None:
     pass
 
 
-@known_as("the next items of a stream")
+@known_as(f"{NEXT_ITEMS} a stream")
 def pull(number: int, index: int, taken: int) -> Deferred:
     """Answer once items are available, with all of them and whether they are the last."""
     call = current_call()

@@ -30,7 +30,7 @@ import torch
 from telegrad._core import checks, forks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
-from telegrad._core.calls.call_names import not_compiled, user_name
+from telegrad._core.calls.call_names import NEXT_ITEMS, not_compiled, user_name
 from telegrad._core.calls.futures import Future, Signal, completion_of
 from telegrad._core.calls.settings import limit_of
 from telegrad._core.interrupts import raised_by_handler
@@ -242,7 +242,7 @@ class Stream(Generic[T]):
             self._intake.over = True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
-        call = PreparedCall(pull, (self._number, index, taken), asked=f"the next items of {self._name}")
+        call = PreparedCall(pull, (self._number, index, taken), asked=f"{NEXT_ITEMS} {self._name}")
         try:
             with contextlib.nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
                 self._agent.call_for(made, self._owner, call, 0)
