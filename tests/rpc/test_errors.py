@@ -198,6 +198,8 @@ def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest
 def test_the_users_function_and_the_worker_are_named() -> None:
     first, *_ = told_by(nested, 2).partition("Traceback")
     assert first == f"boom\nOn worker 'w1', in {__name__}.nested:\n"
+    with pytest.raises(RuntimeError, match=r"\nOn worker 'w1', in view\(\) of the value of a reference"):
+        remote("w1", torch.ones, (2,)).view(5).to_here()
     assert "On worker 'w1', in Relay.go:" in told_by(by_proxy, 2)
 
 

@@ -10,8 +10,8 @@ import pytest
 from telegrad._core import events
 from telegrad._core.events import CALLED, RAN, Event
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc import rpc_stream
 from telegrad.reporting.dump import LAST, Recorder, recorder
+from telegrad.rpc import rpc_stream
 
 
 @pytest.fixture

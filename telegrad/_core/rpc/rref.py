@@ -24,6 +24,7 @@ from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import (
+    OF_VALUE,
     Proxy,
     RefPlaceholder,
     call_method,
@@ -335,8 +336,9 @@ class RRef(Generic[T]):
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
+        asked = f"{name}{OF_VALUE}" if function is call_method else function
         made: RRef[Any] = self._recorded("remote", name, self._table.create)(
-            self._reach(), PreparedCall(with_values, args, kwargs, held, function), DEFAULT
+            self._reach(), PreparedCall(with_values, args, kwargs, held, asked), DEFAULT
         )
         made._is_computed = True
         return made

@@ -66,7 +66,7 @@ class Method:
     def __init__(self, attribute: str) -> None:
         self.__name__ = name = attribute[len(_CALL) :].removeprefix(EACH)
         self.__qualname__ = f"methods.{attribute}"
-        known_as(f"{name or '__call__'}() of the value of a reference")(self)
+        known_as(f"{name or '__call__'}{OF_VALUE}")(self)
         setattr(self, OWN_ARGUMENTS, 2)
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +141,7 @@ class _Methods:
 _CALL = "call_"  # prefix of a method's name, which may be that of any attribute
 TURN = "turn_"
 EACH = "*"  # follows the prefix if many are called
+OF_VALUE = "() of the value of a reference"  # after the name of a method, in names of calls
 METHODS = f"{__name__}:methods.".encode()  # prefix of their names in messages
 TURNS = METHODS + TURN.encode()
 methods = _Methods()
@@ -201,7 +202,6 @@ class RemoteMethod(Generic[R]):
     __hash__ = object.__hash__
 
 
-@known_as("a method of the value of a reference")
 def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
     return _finish(getattr(value, method), args, kwargs)
 
@@ -270,7 +270,7 @@ def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Te
     return roots
 
 
-runs_as(with_values, lambda function, *_: user_name(function))
+runs_as(with_values, lambda function, *args: user_name(function, args))
 setattr(with_values, OWN_ARGUMENTS, 1)
 setattr(with_values, MUST_FINISH, lambda function=None, *args: finishes(function, args))  # also without arguments
 setattr(call_method, OWN_ARGUMENTS, 2)
@@ -286,6 +286,8 @@ def _must_finish(ref: Id, method: str) -> bool:
 
 def _method_name(value: Any, method: str) -> str:
     """Return the user's name for a method of a value, or for a call of the value itself."""
+    if type(value) is RefPlaceholder:
+        return f"{method}{OF_VALUE}"
     said = getattr(type(value), RUNS, None)
     if said is not None:
         return str(said(value, method))
