@@ -19,6 +19,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
 from tests.cluster import PATIENCE, agents, in_threads
+from tests.transport.test_common import scribble, total
 
 MB = 1 << 20
 LARGE = 1 << 18  # a low limit for these tests
@@ -50,15 +51,6 @@ def values(futures: Sequence[Future[Any]]) -> list[Any]:
 
 def here() -> str:
     return current.agent().name
-
-
-def total(value: torch.Tensor) -> float:
-    return float(value.sum())
-
-
-def scribble(value: torch.Tensor) -> float:
-    value.add_(1)
-    return float(value.sum())
 
 
 # Encodings and copies

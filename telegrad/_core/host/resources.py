@@ -169,22 +169,30 @@ def error_text(error: BaseException) -> str:
     )
 
 
-@contextlib.contextmanager
-def translate_error(what: str, kind: type[TelegradError]) -> Iterator[None]:
+class translate_error:  # noqa: N801 - used as a function
     """Replace an error that means that no memory, thread or descriptor is left by a `kind`, "`what`: ..."."""
-    try:
-        yield
-    except Exception as error:
+
+    # A class: the frame of a generator would be in the error's traceback, and refer to the error, since Python 3.12.
+
+    def __init__(self, what: str, kind: type[TelegradError]) -> None:
+        self._what, self._kind = what, kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, Exception):
+            return
         # No variable has the cause of the error: it would be in a frame of its traceback, a reference cycle.
         if out_of_files(error) or out_of_files(error.__cause__):
             lack = error_text(error if out_of_files(error) else error.__cause__ or error)
         else:
             has_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
             if not (has_no_thread or out_of_memory(error)):
-                raise
+                return
             limits = ", or has reached its limit of threads" * has_no_thread
             lack = f"this process has no memory left{limits} ({str(error) or type(error).__name__})"
-        raise kind(f"{what}: {lack}") from error
+        raise self._kind(f"{self._what}: {lack}") from error
 
 
 def check_open_files() -> None:
