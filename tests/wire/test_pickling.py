@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn, Self, SupportsIndex
 
+import cloudpickle
 import numpy
 import pytest
 import torch
@@ -351,6 +352,35 @@ def test_by_value() -> None:
         pass
 
     assert journey(Local()).__class__.__name__ == "Local"
+
+
+def test_classes_arrive_with_their_slots_names_and_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slotted:
+        __slots__ = ("__private", "__weakref__", "x")
+
+        def __init__(self) -> None:
+            self.x = self.__private = 1
+
+    class Heir(Slotted):
+        __slots__: Any = "__own"
+
+    class Listed(typing.NamedTuple):
+        x: int = 1
+
+    made = dataclasses.make_dataclass("Data", [("x", int, 1)], slots=True)
+    documented = type("Documented", (Slotted,), {"__slots__": {"a": "text"}, "z": 1, "b": 2})
+    for kind in (Slotted, Heir, documented, Listed, made):
+        sent = encode([kind()], True)
+        with monkeypatch.context() as receiver:
+            receiver.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+            (arrived,) = decode(sent.body, [])
+        assert type(arrived) is not kind
+        assert (arrived.x, type(arrived).__qualname__) == (1, kind.__qualname__)
+        assert vars(type(arrived)).keys() == vars(kind).keys()
+        with pytest.raises(AttributeError):
+            arrived.unknown = 1
+        assert type(journey([arrived])[0]) is kind
+    assert [name for name in vars(type(journey(documented()))) if name in "zb"] == ["z", "b"]
 
 
 def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

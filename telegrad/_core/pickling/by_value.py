@@ -12,6 +12,8 @@ Imported only when needed, which is rare: cloudpickle would make each start slow
 
 from __future__ import annotations
 
+import abc
+import enum
 import functools
 import importlib
 import io
@@ -22,7 +24,16 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import MAGIC_NUMBER
-from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    AsyncGeneratorType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -60,8 +71,8 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
 
 
 _NO_FILE = "<dynamic-code>"
-# Private parts of cloudpickle: the functions that set the state of an object, and its own reducer of code. `in_scope`
-# replaces the constructors, so the states have to be set from here.
+# Private parts of cloudpickle: the functions that set the state of an object, and its own reducers. `in_scope` replaces
+# the constructors, so the states have to be set from here.
 _set_function = cloudpickle.cloudpickle._function_setstate
 _set_class = cloudpickle.cloudpickle._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -80,6 +91,43 @@ class _Reducers(ChainMap[type, Any]):
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and not issubclass(obj, enum.Enum) and _is_sent_by_value(obj):
+            return _reduce_class(obj)
+        return super().reducer_override(obj)
+
+
+def _is_sent_by_value(kind: type) -> bool:
+    module = cloudpickle.cloudpickle
+    return kind not in module._BUILTIN_TYPE_NAMES and not module._should_pickle_by_reference(kind)
+
+
+def _reduce_class(kind: type) -> Any:
+    """Reduce a class as cloudpickle does, and with its slots, its qualified name, and the order of its members."""
+    constructor, name, bases, given, *more = cloudpickle.cloudpickle._class_getnewargs(kind)
+    members = {name: value for name, value in vars(kind).items() if name not in _MADE_ANEW}
+    # Python makes these descriptors from `__slots__`. Their names are the mangled ones.
+    slots = [
+        name
+        for name, value in vars(kind).items()
+        if isinstance(value, MemberDescriptorType | GetSetDescriptorType)
+        and (value.__objclass__, value.__name__) == (kind, name)
+    ]
+    for slot in slots:
+        members.pop(slot, None)
+    given["__qualname__"] = kind.__qualname__
+    if type(kind) is type and "__orig_bases__" in members:  # of a generic class, or of a NamedTuple, whose fields exist
+        bases, given["__orig_bases__"] = kind.__bases__, members["__orig_bases__"]
+    if "__slots__" in members:
+        given["__slots__"] = tuple(slots)
+    if isinstance(kind, abc.ABCMeta):
+        members["_abc_impl"] = [registered() for registered in abc._get_dump(kind)[0]]  # type: ignore[attr-defined]
+    made = cloudpickle.cloudpickle._make_skeleton_class, (constructor, name, bases, given, *more)
+    return *made, (members, {}), None, None, _set_class
+
+
+_MADE_ANEW = {"__dict__", "__annotate_func__"}  # members of a class that Python makes, beside those for its slots
 
 
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
