@@ -249,15 +249,31 @@ def test_files_that_are_not_regular_are_refused_without_waiting(tmp_path: pathli
                 os.mkfifo(file)
             with pytest.raises(Exception, match=r"it is not a regular file: '.*(\.metadata|\.distcp)'"):
                 checkpoint.load(state, path)
-        for spoil in (lambda file: os.truncate(file, 100), os.unlink):
+        for spoil in (lambda file: os.truncate(file, 100), os.unlink, _name_another_function):
             checkpoint.save(state, tmp_path / "spoiled")
-            spoil(next((tmp_path / "spoiled").glob("*.distcp")))
-            with pytest.raises(CheckpointFailed, match=r"files of .*spoiled' are missing or damaged"):
+            for file in (tmp_path / "spoiled").glob("*.distcp"):
+                spoil(file)
+            with pytest.raises(CheckpointFailed, match=r"files of .*spoiled' are missing or damaged") as caught:
                 checkpoint.load(state, tmp_path / "spoiled")
+            assert "weights_only" not in str(caught.value)
         shutil.rmtree(tmp_path / "spoiled")
         assert checkpoint.latest(tmp_path) == str(tmp_path / "of distcp")
         (tmp_path / "other").mkdir()
         for content in (b"", b"[settings]", pickle.dumps([1]), pickle.dumps(b"text")[:-4]):
             (tmp_path / "other" / ".metadata").write_bytes(content)
-            with pytest.raises(CheckpointFailed, match=r"\.metadata in '.*other' does not belong to a checkpoint"):
+            with pytest.raises(
+                CheckpointFailed, match=r"\.metadata in '.*other' does not belong .*: \w+(: \S.*)?\. Load"
+            ):
                 checkpoint.load(state, tmp_path / "other")
+        checkpoint.save({**state, "x": torch.ones(5)}, tmp_path / "other")
+        content = (tmp_path / "other" / ".metadata").read_bytes()
+        for part in (b"properties", b"size\x94", b"chunks", b"offsets", b"float32", b"storage_data", b"sizes"):
+            (tmp_path / "other" / ".metadata").write_bytes(content.replace(part, part[:-2] + b"_" + part[-1:]))
+            with pytest.raises(CheckpointFailed, match=r"(damaged|does not belong to .*): \w+(: .*)?\. "):
+                checkpoint.load({**state, "x": torch.zeros(5)}, tmp_path / "other")
+            with pytest.raises(CheckpointFailed):
+                checkpoint.load({"layer": state["layer"]}, tmp_path / "other")
+
+
+def _name_another_function(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from math import inf
 from typing import Any, TypeVar
 
@@ -29,6 +31,9 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
 T = TypeVar("T")
+
+_OTHERS = "Other parts may have been loaded already: load"
+_MEMORY = MemoryError, torch.OutOfMemoryError
 
 _ALIKE = (
     "nothing was loaded. Tensors are written in place: give a module or tensor of the saved form, or None instead of a "
@@ -74,7 +79,8 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
             found[key] = _find(path, metadata, (key, "param_groups"))
-            value._check_groups(found[key])
+            with _intact(path):
+                value._check_groups(found[key])
     # Two rounds: all owners compare before any of them loads. So a state that does not fit changes nothing on any
     # worker.
     begun = _ask(path, _begin, {worker: (path, theirs) for worker, theirs in shares.items()}, "comparing with")
@@ -184,18 +190,20 @@ class _Loader:
 
     def _checked(self, key: str, branch: RemotePart) -> dict[str, Any]:
         """Check a part. Return the targets that the values of a model are read into."""
-        if isinstance(value := branch.root.local_value(), LocalOptimizer):
-            self._check_optimizer(f"{key}.state", value)
-            return {}
-        state = {joined(key, name): part for name, part in state_of(branch).items()}
-        if missing := sorted(state.keys() - self._saved.keys()):
-            names = ", ".join(missing[:5]) + " ..." * (len(missing) > 5)
-            raise UsageError(f"the checkpoint in {self._path!r} has no {names} ({self._where}): nothing was loaded")
-        for name, part in state.items():
-            if isinstance(part, Tensor) and not f".{name}".endswith("._extra_state"):  # modules replace it
-                _check_target(name, part, self._saved[name], self._where)
-            elif not _fits(part, self._saved[name]):
-                state[name] = _target(self._saved[name])
+        value = branch.root.local_value()
+        of_optimizer = isinstance(value, LocalOptimizer)
+        state = {} if of_optimizer else {joined(key, name): part for name, part in state_of(branch).items()}
+        with _intact(self._path):
+            if of_optimizer:
+                self._check_optimizer(f"{key}.state", value)
+            if missing := sorted(state.keys() - self._saved.keys()):
+                names = ", ".join(missing[:5]) + " ..." * (len(missing) > 5)
+                raise UsageError(f"the checkpoint in {self._path!r} has no {names} ({self._where}): nothing was loaded")
+            for name, part in state.items():
+                if isinstance(part, Tensor) and not f".{name}".endswith("._extra_state"):  # modules replace it
+                    _check_target(name, part, self._saved[name], self._where)
+                elif not _fits(part, self._saved[name]):
+                    state[name] = _target(self._saved[name])
         return state
 
     def _check_optimizer(self, prefix: str, local: LocalOptimizer) -> None:
@@ -241,25 +249,26 @@ def _load(loader: RRef[_Loader]) -> None:
 
 def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] | None = None) -> Any:
     """Return the values of a checkpoint below a place in the state. With `only`, restrict the names below it."""
-    depth = len(start)
-    ways = {
-        name: way[depth:]
-        for name, way in metadata.planner_data.items()
-        if way[:depth] == start and (only is None or way[depth] in only)
-    }
-    if not ways and only is None:
-        raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}: nothing was loaded")
-    flat = {name: _target(metadata.state_dict_metadata[name]) for name in ways}
-    _read(path, metadata, flat)
-    if () in ways.values():  # a value, not a dictionary
-        return unpacked(next(iter(flat.values())))
-    found: Any = {}
-    for name, way in ways.items():
-        inner = found
-        for step in way[:-1]:
-            inner = inner.setdefault(step, {})
-        inner[way[-1]] = flat[name]
-    return unpacked(_with_lists(found))
+    with _intact(path):
+        depth = len(start)
+        ways = {
+            name: way[depth:]
+            for name, way in metadata.planner_data.items()
+            if way[:depth] == start and (only is None or way[depth] in only)
+        }
+        if not ways and only is None:
+            raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}: nothing was loaded")
+        flat = {name: _target(metadata.state_dict_metadata[name]) for name in ways}
+        _read(path, metadata, flat)
+        if () in ways.values():  # a value, not a dictionary
+            return unpacked(next(iter(flat.values())))
+        found: Any = {}
+        for name, way in ways.items():
+            inner = found
+            for step in way[:-1]:
+                inner = inner.setdefault(step, {})
+            inner[way[-1]] = flat[name]
+        return unpacked(_with_lists(found))
 
 
 def _target(about: Any) -> Tensor | None:
@@ -285,42 +294,48 @@ def _reader(path: str) -> FileSystemReader:
 
 
 def _contents(path: str) -> Metadata:
-    try:
-        found = _reader(path).read_metadata()
+    fault = f"the file {CONTENTS} in {path!r} does not belong to a checkpoint, or is damaged"
+    with _intact(path, fault, "Load", (OSError,)):  # a damaged file may ask for any amount of memory
+        try:
+            found = _reader(path).read_metadata()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
+        except UnsafePath as error:
+            raise UsageError(f"the checkpoint in {path!r} cannot be read: {reason(error)}") from None
         if not all(isinstance(each, dict) for each in (found.state_dict_metadata, found.planner_data)):
             raise TypeError("it does not list the contents")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
-    except UnsafePath as error:
-        raise UsageError(f"the checkpoint in {path!r} cannot be read: {reason(error)}") from None
-    except OSError:
-        raise
-    except Exception as error:  # unpickling an invalid file may raise any error
-        if raised_by_handler(error):
-            raise
-        raise CheckpointFailed(
-            f"the file {CONTENTS} in {path!r} does not belong to a checkpoint, or is damaged: "
-            f"{type(error).__name__}: {error}. Load another checkpoint"
-        ) from error
     return found
 
 
 def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
     """Fill `flat` from a checkpoint that has all its names: its tensors in place, its other values by replacement."""
-    reader = _reader(path)
-    reader.set_up_storage_reader(metadata, True)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(flat, metadata, True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = reader.prepare_global_plan(plans)
-    try:
+    with _intact(path):
+        reader = _reader(path)
+        reader.set_up_storage_reader(metadata, True)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(flat, metadata, True)
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    except Exception as error:
-        if raised_by_handler(error) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+
+
+@contextlib.contextmanager
+def _intact(
+    path: str, fault: str = "", advice: str = _OTHERS, but: tuple[type[Exception], ...] = _MEMORY
+) -> Iterator[None]:
+    """Raise CheckpointFailed for each error of the body, which only interprets a checkpoint, but for UsageErrors."""
+    try:
+        yield
+    except Exception as error:  # unpickling an invalid file may raise any error
+        if raised_by_handler(error) or isinstance(error, (UsageError, CheckpointFailed, *but)):
             raise
+        cause: BaseException = error
+        if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
+            cause = error.__context__  # without torch's advice to load the file without its checks
+        text = first_line(cause).partition(". Please use ")[0]
         raise CheckpointFailed(
-            f"files of the checkpoint in {path!r} are missing or damaged: {type(error).__name__}: {first_line(error)}. "
-            "Other parts may have been loaded already: load another checkpoint"
+            f"{fault or f'files of the checkpoint in {path!r} are missing or damaged'}: {type(cause).__name__}"
+            f"{text and f': {text}'}. {advice} another checkpoint"
         ) from None
 
 
