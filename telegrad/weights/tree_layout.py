@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from telegrad.errors import InvalidArgument, UsageError
+from telegrad.errors import InvalidArgument
 from telegrad.ext.values import (
     CONJ,
     DTYPES,
@@ -308,7 +308,7 @@ def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
     tensor.
 
     Raises:
-        UsageError: the type is not a floating-point type.
+        InvalidArgument: the type is not a floating-point type.
     """
     if rounding is None or not tensor.is_floating_point():
         return tensor.dtype
@@ -316,7 +316,7 @@ def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
     if chosen is None or (chosen is rounding and chosen.itemsize >= tensor.itemsize):
         return tensor.dtype
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
-        raise UsageError(
+        raise InvalidArgument(
             f"{name!r} cannot be published as {chosen}: weights are rounded to floating numbers, such as torch.bfloat16"
         )
     return chosen

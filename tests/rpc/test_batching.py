@@ -46,6 +46,10 @@ class Adder:
     async def forgets(self, values: list[int]) -> list[int]:
         return values[:1]
 
+    @functions.batch(max_size=2, max_wait=LONG)
+    async def adds(self, values: list[int]) -> Any:
+        return torch.tensor(sum(values))
+
     @functions.batch(max_size=1, max_wait=LONG)
     async def context(self, values: list[torch.Tensor]) -> list[tuple[bool, bool]]:
         assert entered_id() is None
@@ -162,11 +166,11 @@ def test_the_batches_of_a_copied_object_use_the_copy() -> None:
     assert (adder.sizes, copied.sizes) == ([1], [1])
 
 
-@pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError)])
+@pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError), ("adds", ValueError)])
 def test_an_error_of_a_batch_is_raised_for_each_caller(method: str, error: type[Exception]) -> None:
     adder = remote("w1", Adder)
     for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
-        with pytest.raises(error, match=r"no such|returned 1 result for a batch of 2") as caught:
+        with pytest.raises(error, match=r"no such|returned (1 result|.*, not a list,) for a batch of 2") as caught:
             call.wait()
         assert f"On worker 'w1', in Adder.{method}" in str(caught.value)
 

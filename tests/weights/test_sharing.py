@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import CannotEncode, InvalidArgument, UsageError
+from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, Version, tree_layout
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of
 from telegrad.weights.transfer import VersionInfo
@@ -531,5 +531,5 @@ def test_a_function_chooses_the_dtype_by_name() -> None:
 )
 def test_weights_are_rounded_to_floating_numbers_only(rounding: Any) -> None:
     wrong: Rounding = rounding
-    with pytest.raises(UsageError, match=r"'w' cannot be published as .*torch\.bfloat16"):
+    with pytest.raises(InvalidArgument, match=r"'w' cannot be published as .*torch\.bfloat16"):
         publish_dtype(wrong, "w", torch.zeros(3, dtype=torch.float64))

@@ -105,11 +105,11 @@ class Batched:
     async def _run(self, calls: Calls, modes: Modes | None) -> None:
         try:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
-            values = await (in_setting(run, modes.applied, Streams()) if modes else run)
-            if len(values) != len(calls):
-                raise ValueError(
-                    f"{self._path} returned {plural(len(values), 'result')} for a batch of {plural(len(calls), 'call')}"
-                )
+            found = await (in_setting(run, modes.applied, Streams()) if modes else run)
+            values = list(found) if checks.is_iterable(found) else None
+            if values is None or len(values) != len(calls):
+                count = f"{checks.short_repr(found)}, not a list," if values is None else plural(len(values), "result")
+                raise ValueError(f"{self._path} returned {count} for a batch of {plural(len(calls), 'call')}")
         except BaseException as error:
             _fail(calls, error)
             if not isinstance(error, Exception):
