@@ -826,13 +826,15 @@ def test_threads_that_need_the_scope_of_this_process_make_one(monkeypatch: pytes
 
 
 class Refusing:
+    __module__ = "__mp_main__"  # as in a spawned child
+
     def __reduce__(self) -> Any:
         raise Mute
 
 
 def test_the_error_names_an_object_that_refuses_to_be_pickled() -> None:
     with pytest.raises(
-        errors.CannotEncode, match=r"argument 0 \(.*Refusing\) cannot .*: \(its text could not be formatted\)"
+        errors.CannotEncode, match=r"argument 0 \(__main__\.Refusing\) cannot .*: \(its text could not be formatted\)"
     ):
         journey(((Refusing(),), {}))
 

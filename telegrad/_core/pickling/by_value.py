@@ -44,7 +44,7 @@ from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.global_names import closed_over, lookups_of
 from telegrad._core.pickling.main_program import GUARD, MAIN
 from telegrad._core.pickling.reducers import BoundToProcess, Pickler
-from telegrad._core.pickling.remote_text import first_line
+from telegrad._core.pickling.remote_text import first_line, kind_of
 from telegrad.errors import CannotDecode, CannotEncode, TelegradError, UsageError
 
 log = logging.getLogger("telegrad")
@@ -288,9 +288,8 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
     if issubclass(type(value), GeneratorType | AsyncGeneratorType):
         advice = "To send its items, call its function by rpc.rpc_stream"
     advice = error.advice if isinstance(error, BoundToProcess) else advice
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     where = where.lstrip(".") or "a value"
-    return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {first_line(error)}. {advice}")
+    return CannotEncode(f"{where}{within} ({kind_of(value)}) cannot be sent: {first_line(error)}. {advice}")
 
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:

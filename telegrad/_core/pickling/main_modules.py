@@ -49,6 +49,7 @@ from telegrad._core.pickling.global_names import (
     warn_of_change,
 )
 from telegrad._core.pickling.main_program import ATOMS, GUARD, MAIN, NO_DATA, Program, ProgramSource
+from telegrad._core.pickling.remote_text import kind_of
 from telegrad.errors import CannotDecode, CannotEncode
 
 LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program
@@ -69,7 +70,7 @@ class Unsendable:
     """Placeholder for a global that cannot be sent: the receiver must have its own."""
 
     def __init__(self, value: Any) -> None:
-        self.kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        self.kind = kind_of(value)
 
 
 class MainNamespace:

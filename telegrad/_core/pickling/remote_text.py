@@ -239,6 +239,11 @@ def as_main(text: str) -> str:
     return re.sub(f"^([ |]*){SPAWNED_MAIN}[.]", r"\1__main__.", text, flags=re.MULTILINE)
 
 
+def kind_of(value: Any) -> str:
+    """Return the full name of a value's class."""
+    return as_main(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
 def with_lines(story: str) -> str:
     """Add source lines that only this process knows, such as those of notebook cells, which have no files."""
     return _BARE_FRAME.sub(_with_line, story)

@@ -35,6 +35,7 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
+from telegrad._core.pickling.remote_text import as_main
 from telegrad._core.references import Id, key_of, number, remember
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.handles import (
@@ -494,4 +495,6 @@ class ReferenceTable(Maker):
 
 
 def _name(kind: type | str) -> str:
-    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return (
+        kind if isinstance(kind, str) else as_main(f"{kind.__module__}.{kind.__qualname__}").removeprefix("builtins.")
+    )
