@@ -349,9 +349,13 @@ def test_by_value() -> None:
     assert journey([script])[0](captured).tolist() == [6, 6]
 
     class Local:
-        pass
+        @functools.cached_property
+        def kept(self) -> list[int]:
+            return [1]
 
-    assert journey(Local()).__class__.__name__ == "Local"
+    back = journey(Local())
+    assert back.__class__.__name__ == "Local"
+    assert back.kept is back.kept
 
 
 def test_classes_arrive_with_their_slots_names_and_members(monkeypatch: pytest.MonkeyPatch) -> None:

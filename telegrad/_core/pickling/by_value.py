@@ -78,12 +78,27 @@ _set_class = cloudpickle.cloudpickle._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
 
 
+def _reduce_cached_property(cached: Any) -> Any:
+    """Reduce a cached property without the lock that it has on Python 3.11: the receiver makes another."""
+    if "lock" not in vars(cached):
+        return cached.__reduce_ex__(5)
+    return make_cached_property, (type(cached),), {name: part for name, part in vars(cached).items() if name != "lock"}
+
+
+def make_cached_property(kind: Any) -> Any:
+    made = kind.__new__(kind)
+    functools.cached_property.__init__(made, make_cached_property)  # which the state replaces
+    return made
+
+
 class _Reducers(ChainMap[type, Any]):
     def __missing__(self, kind: type) -> Any:
-        """Send a module of a type of its own by its name.
+        """Send a module of a type of its own by its name, and a cached property without its lock.
 
         cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
         """
+        if issubclass(kind, functools.cached_property):
+            return _reduce_cached_property
         if issubclass(kind, ModuleType):
             return lambda module: (importlib.import_module, (module.__name__,))
         raise KeyError(kind)
