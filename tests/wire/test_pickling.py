@@ -522,10 +522,12 @@ def closed_over() -> tuple[Callable[..., Any], ...]:
     def with_default(value: Any = lock) -> None:
         pass
 
-    return step, deeper, nested, with_default, lambda: LOCK
+    dispatching = functools.singledispatch(lambda value: value)
+    dispatching.register(int, step)
+    return step, deeper, nested, with_default, dispatching, lambda: LOCK
 
 
-STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
+STEP, DEEPER, NESTED, WITH_DEFAULT, DISPATCHING, GLOBAL = closed_over()
 
 
 @pytest.mark.parametrize(
@@ -538,6 +540,10 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
             r"`config`\['all'\]\[0\] that this function uses: the variable `deeper` that the function `nested` uses",
         ),
         ((WITH_DEFAULT, (), {}), "the variable `value` that the function `with_default` uses"),
+        (
+            (DISPATCHING, (), {}),
+            "`lock` that this function uses: the variable `step` that the function `<lambda>` uses",
+        ),
         ((GLOBAL, (), {}), "the variable `LOCK` that the function `<lambda>` uses"),
         (((1, [STEP]), {}), r"the variable `lock` that argument 1\[0\], a function, uses"),
         (((functools.partial(plain, LOCK),), {}), r"argument 0\.args\[0\] \(_thread.lock\)"),
@@ -677,6 +683,10 @@ def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)
 @functools.cache
 def cached(n): return n
+@functools.singledispatch
+def depth(x): return 0
+@depth.register
+def _(x: list): return 1 + depth(x[0])
 """
 
 
@@ -784,7 +794,7 @@ def test_the_main_program_by_name_and_by_value(main: ModuleType, same_program: b
 
 
 @pytest.mark.parametrize("step", ["lacks_state", "fill"])
-@pytest.mark.parametrize("name", ["factorial", "cached"])
+@pytest.mark.parametrize("name", ["factorial", "cached", "depth"])
 def test_threads_that_decode_the_same_function_make_one(
     main: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, step: str
 ) -> None:
@@ -804,6 +814,7 @@ def test_threads_that_decode_the_same_function_make_one(
     monkeypatch.setattr(MainNamespace, step, interrupted)
     assert decode(sent.body, []) is found[0]
     assert decode(sent.body, []) is found[0]
+    assert name != "depth" or found[0]([[1]]) == 2
 
 
 def test_threads_that_need_the_scope_of_this_process_make_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,18 +145,28 @@ def _reduce_class(kind: type) -> Any:
 _MADE_ANEW = {"__dict__", "__annotate_func__"}  # members of a class that Python makes, beside those for its slots
 
 
-def _reduce_cached(pickler: Any, cached: Any) -> Any:
-    """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
-    found = main_modules.scope_from(cached)
-    arguments = cached.__wrapped__, cached.cache_parameters()
-    if found is None or not found[1]:
-        return make_cached, arguments
+def _reduce_wrapper(pickler: Any, wrapper: Any, make: Any, *arguments: Any) -> Any:
+    """Reduce a function of functools by what it is made from: the receiver has one object for it."""
+    found = main_modules.scope_at_name(wrapper)
+    if found is None:
+        return make, arguments
     home, items = _home_and_items(pickler, found)
-    return _keep, (*home, make_cached, arguments), (*home, items, None), None, None, _set
+    return _keep, (*home, make, arguments), (*home, items, None), None, None, _set
 
 
 def make_cached(function: Any, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
+    return functools.lru_cache(**parameters)(function)  # its cache is empty
+
+
+def make_dispatching(function: Any, registered: dict[type, Any]) -> Any:
+    made = functools.singledispatch(function)
+    for kind, one in registered.items():
+        made.register(kind, one)
+    return made
+
+
+_dispatching: Any = functools.singledispatch(make_cached)
+_DISPATCHING = _dispatching.__code__  # of all functions that singledispatch makes
 
 
 class ValuePickler(Pickler, _Pickler):
@@ -164,7 +174,9 @@ class ValuePickler(Pickler, _Pickler):
 
     def by_value(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper):
-            return _reduce_cached(self, obj)
+            return _reduce_wrapper(self, obj, make_cached, obj.__wrapped__, obj.cache_parameters())
+        if getattr(obj, "__code__", None) is _DISPATCHING:
+            return _reduce_wrapper(self, obj, make_dispatching, obj.__wrapped__, dict(obj.registry))
         return in_scope(self, obj, _Pickler.reducer_override(self, obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
@@ -333,6 +345,10 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
     """Yield the variables that are sent with a function that is sent by value."""
     if name_of(function, same_program) is not None:
+        return
+    if function.__code__ is _DISPATCHING:
+        registered: Any = function
+        yield from ((one.__name__, one) for one in registered.registry.values())
         return
     yield from closed_over(function)
     for name in sorted(lookups_of(function.__code__).read):

@@ -299,15 +299,18 @@ def class_at(scope: MainNamespace, path: str) -> Any:
 
 def scope_from(thing: Any) -> tuple[MainNamespace, str] | None:
     """Return the scope of a function or class of a main program, and its path there, "" for a local one."""
+    if not isinstance(thing, FunctionType):
+        return scope_at_name(thing)
+    own = own_scope()
+    for scope in (own, *list(_scopes.values())):
+        if thing.__globals__ is scope.names:
+            return scope, _verified(scope, thing.__qualname__, thing)
+    return None
+
+
+def scope_at_name(thing: Any) -> tuple[MainNamespace, str] | None:
+    """Return the scope and the path of an object that a main program has under its name."""
     path = thing.__qualname__
-    if isinstance(thing, FunctionType):
-        own = own_scope()
-        if thing.__globals__ is own.names:
-            return own, _verified(own, path, thing)
-        for scope in list(_scopes.values()):
-            if thing.__globals__ is scope.names:
-                return scope, _verified(scope, path, thing)
-        return None
     if thing.__module__ in MAINS:
         for scope in (own_scope(), *list(_scopes.values())):
             if _verified(scope, path, thing):
