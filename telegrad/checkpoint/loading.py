@@ -32,9 +32,6 @@ from telegrad.rpc import RRef, get_worker_info, rpc_async
 
 T = TypeVar("T")
 
-_OTHERS = "Other parts may have been loaded already: load"
-_MEMORY = MemoryError, torch.OutOfMemoryError
-
 _ALIKE = (
     "nothing was loaded. Tensors are written in place: give a module or tensor of the saved form, or None instead of a "
     "tensor to get that of the checkpoint"
@@ -294,8 +291,7 @@ def _reader(path: str) -> FileSystemReader:
 
 
 def _contents(path: str) -> Metadata:
-    fault = f"the file {CONTENTS} in {path!r} does not belong to a checkpoint, or is damaged"
-    with _intact(path, fault, "Load", (OSError,)):  # a damaged file may ask for any amount of memory
+    with _intact(path, CONTENTS):
         try:
             found = _reader(path).read_metadata()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -320,23 +316,29 @@ def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _intact(
-    path: str, fault: str = "", advice: str = _OTHERS, but: tuple[type[Exception], ...] = _MEMORY
-) -> Iterator[None]:
+def _intact(path: str, file: str = "") -> Iterator[None]:
     """Raise CheckpointFailed for each error of the body, which only interprets a checkpoint, but for UsageErrors."""
     try:
         yield
+    except (UsageError, CheckpointFailed):
+        raise
     except Exception as error:  # unpickling an invalid file may raise any error
-        if raised_by_handler(error) or isinstance(error, (UsageError, CheckpointFailed, *but)):
+        # A damaged table of contents may ask for any amount of memory.
+        if raised_by_handler(error) or isinstance(error, OSError if file else MemoryError | torch.OutOfMemoryError):
             raise
         cause: BaseException = error
         if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
             cause = error.__context__  # without torch's advice to load the file without its checks
         text = first_line(cause).partition(". Please use ")[0]
-        raise CheckpointFailed(
-            f"{fault or f'files of the checkpoint in {path!r} are missing or damaged'}: {type(cause).__name__}"
-            f"{text and f': {text}'}. {advice} another checkpoint"
-        ) from None
+        told = f"damaged: {type(cause).__name__}{text and f': {text}'}"
+        if file:
+            told = f"the file {file} in {path!r} does not belong to a checkpoint, or is {told}. Load another checkpoint"
+        else:
+            told = (
+                f"files of the checkpoint in {path!r} are missing or {told}. Other parts may have been loaded already: "
+            )
+            told += "load another checkpoint"
+        raise CheckpointFailed(told) from None
 
 
 # Continuing after losses

@@ -20,20 +20,12 @@ import io
 import logging
 import platform
 import sys
+import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import MAGIC_NUMBER
-from types import (
-    AsyncGeneratorType,
-    CodeType,
-    FunctionType,
-    GeneratorType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -73,22 +65,10 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
 _NO_FILE = "<dynamic-code>"
 # Private parts of cloudpickle: the functions that set the state of an object, and its own reducers. `in_scope` replaces
 # the constructors, so the states have to be set from here.
-_set_function = cloudpickle.cloudpickle._function_setstate
-_set_class = cloudpickle.cloudpickle._class_setstate
+_own = cloudpickle.cloudpickle
+_set_function, _set_class = _own._function_setstate, _own._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
-
-
-def _reduce_cached_property(cached: Any) -> Any:
-    """Reduce a cached property without the lock that it has on Python 3.11: the receiver makes another."""
-    if "lock" not in vars(cached):
-        return cached.__reduce_ex__(5)
-    return make_cached_property, (type(cached),), {name: part for name, part in vars(cached).items() if name != "lock"}
-
-
-def make_cached_property(kind: Any) -> Any:
-    made = kind.__new__(kind)
-    functools.cached_property.__init__(made, make_cached_property)  # which the state replaces
-    return made
+_OF_SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 
 
 class _Reducers(ChainMap[type, Any]):
@@ -97,8 +77,9 @@ class _Reducers(ChainMap[type, Any]):
 
         cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
         """
-        if issubclass(kind, functools.cached_property):
-            return _reduce_cached_property
+        if issubclass(kind, functools.cached_property) and kind.__init__ is functools.cached_property.__init__:
+            # Python 3.11 has the lock. The constructor makes another.
+            return lambda each: (kind, (each.func,), {name: vars(each)[name] for name in vars(each).keys() - {"lock"}})
         if issubclass(kind, ModuleType):
             return lambda module: (importlib.import_module, (module.__name__,))
         raise KeyError(kind)
@@ -108,29 +89,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and not issubclass(obj, enum.Enum) and _is_sent_by_value(obj):
-            return _reduce_class(obj)
-        return super().reducer_override(obj)
-
-
-def _is_sent_by_value(kind: type) -> bool:
-    module = cloudpickle.cloudpickle
-    return kind not in module._BUILTIN_TYPE_NAMES and not module._should_pickle_by_reference(kind)
+        if not isinstance(obj, type) or obj in _own._BUILTIN_TYPE_NAMES or issubclass(obj, enum.Enum):
+            return super().reducer_override(obj)
+        return NotImplemented if _own._should_pickle_by_reference(obj) else _reduce_class(obj)
 
 
 def _reduce_class(kind: type) -> Any:
     """Reduce a class as cloudpickle does, and with its slots, its qualified name, and the order of its members."""
-    constructor, name, bases, given, *more = cloudpickle.cloudpickle._class_getnewargs(kind)
-    members = {name: value for name, value in vars(kind).items() if name not in _MADE_ANEW}
-    # Python makes these descriptors from `__slots__`. Their names are the mangled ones.
-    slots = [
-        name
-        for name, value in vars(kind).items()
-        if isinstance(value, MemberDescriptorType | GetSetDescriptorType)
-        and (value.__objclass__, value.__name__) == (kind, name)
-    ]
-    for slot in slots:
-        members.pop(slot, None)
+    constructor, name, bases, given, *more = _own._class_getnewargs(kind)
+    members = dict(vars(kind))
+    # Python makes these descriptors, under mangled names, from `__slots__`.
+    slots = {each.__name__ for each in members.values() if isinstance(each, _OF_SLOTS) and each.__objclass__ is kind}
+    for made_anew in (*slots, "__dict__", "__annotate_func__"):
+        members.pop(made_anew, None)
     given["__qualname__"] = kind.__qualname__
     if type(kind) is type and "__orig_bases__" in members:  # of a generic class, or of a NamedTuple, whose fields exist
         bases, given["__orig_bases__"] = kind.__bases__, members["__orig_bases__"]
@@ -138,11 +109,7 @@ def _reduce_class(kind: type) -> Any:
         given["__slots__"] = tuple(slots)
     if isinstance(kind, abc.ABCMeta):
         members["_abc_impl"] = [registered() for registered in abc._get_dump(kind)[0]]  # type: ignore[attr-defined]
-    made = cloudpickle.cloudpickle._make_skeleton_class, (constructor, name, bases, given, *more)
-    return *made, (members, {}), None, None, _set_class
-
-
-_MADE_ANEW = {"__dict__", "__annotate_func__"}  # members of a class that Python makes, beside those for its slots
+    return _own._make_skeleton_class, (constructor, name, bases, given, *more), (members, {}), None, None, _set_class
 
 
 def _reduce_wrapper(pickler: Any, wrapper: Any, make: Any, *arguments: Any) -> Any:
@@ -347,8 +314,7 @@ def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
     if name_of(function, same_program) is not None:
         return
     if function.__code__ is _DISPATCHING:
-        registered: Any = function
-        yield from ((one.__name__, one) for one in registered.registry.values())
+        yield from ((one.__name__, one) for one in vars(function)["registry"].values())
         return
     yield from closed_over(function)
     for name in sorted(lookups_of(function.__code__).read):

@@ -301,8 +301,7 @@ def scope_from(thing: Any) -> tuple[MainNamespace, str] | None:
     """Return the scope of a function or class of a main program, and its path there, "" for a local one."""
     if not isinstance(thing, FunctionType):
         return scope_at_name(thing)
-    own = own_scope()
-    for scope in (own, *list(_scopes.values())):
+    for scope in (own_scope(), *list(_scopes.values())):
         if thing.__globals__ is scope.names:
             return scope, _verified(scope, thing.__qualname__, thing)
     return None

@@ -494,7 +494,5 @@ class ReferenceTable(Maker):
         del boxes
 
 
-def _name(kind: type | str) -> str:
-    return (
-        kind if isinstance(kind, str) else as_main(f"{kind.__module__}.{kind.__qualname__}").removeprefix("builtins.")
-    )
+def _name(of: type | str) -> str:
+    return as_main(of if isinstance(of, str) else f"{of.__module__}.{of.__qualname__}".removeprefix("builtins."))
