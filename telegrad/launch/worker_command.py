@@ -14,7 +14,7 @@ import traceback
 from typing import NoReturn
 
 from telegrad.ext.joining import supervised
-from telegrad.ext.processes import renewed, signal_at_parents_end
+from telegrad.ext.processes import end_threads, renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 # Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it
@@ -197,6 +197,7 @@ def _end_at_once(code: int) -> NoReturn:
     """
     # Functions of `atexit` still run, as at a normal end; they may print, so the streams are flushed after them. Errors
     # are those of streams that the program has replaced, or whose reader has gone.
+    atexit.unregister(end_threads)
     atexit._run_exitfuncs()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
