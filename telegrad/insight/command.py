@@ -109,8 +109,8 @@ def _why(given: argparse.Namespace) -> int:
         if given.json:
             told[name] = report.as_json()
         else:
-            if len(groups) > 1:
-                print(f"group {name or '?'} ({group}):")
+            if len(groups) > 1 or not (name or given.files):
+                print(f"{'group ' * bool(name)}{name or 'unknown group'} ({group}):")
             print(report.text(stacks=given.stacks))
     if given.json:
         print(json.dumps(told, indent=1))
@@ -181,7 +181,7 @@ def _one_group(wanted: str) -> HostGroup | None:
 
 
 def _listed(groups: Mapping[str, HostGroup]) -> str:
-    return "; ".join(f"{name or '?'} ({group})" for name, group in groups.items())
+    return "; ".join(f"{name or 'unknown group'} ({group})" for name, group in groups.items())
 
 
 def _nobody() -> int:

@@ -53,10 +53,9 @@ class OwnGroup:
         accounts, silent = self._witness.look()
         if not silent:
             return GroupSnapshot(accounts, silent)
-        # A member's Unix socket has its process in its name: "telegrad-PID-...".
-        places = {(place.worker, f"telegrad-{place.pid}"): place for place in debug_server.places()}
-        processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
-        here = {known[0]: places[known] for known in processes if known[0] in silent and known in places}
+        known = accounts[0].get("processes", {})  # this worker's own state is the first
+        places = (place for place in debug_server.places() if place.worker in silent)
+        here = {place.worker: place for place in places if known.get(place.worker) == _number_of(place)}
         return _sight(accounts, silent | _states(here), here)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
@@ -180,7 +179,8 @@ class DumpFiles:
 def groups_here() -> dict[str, HostGroup]:
     """Return all groups of this user with workers on this host, by id; groups that are still forming, by store address.
 
-    Root gets those of all users. A worker is assigned only to a group of its own user.
+    Root gets those of all users. A worker is assigned only to a group of its own user. Silent workers that no member of
+    a group knows are those of the group "".
     """
     told = ask_all(debug_server.places(), ACCOUNT, None, SOON)
     found: dict[tuple[int, str], list[DebugAddress]] = {}
@@ -193,8 +193,10 @@ def groups_here() -> dict[str, HostGroup]:
             known.setdefault(group, []).append(account)
         else:
             silent.append(place)
+    names = Counter((place.user, place.worker) for place in silent)
     for place in silent:
-        found.setdefault((place.user, _group_of(place, known)), []).append(place)
+        name = _group_of(place, known, names[place.user, place.worker] == 1)
+        found.setdefault((place.user, name), []).append(place)
     alike = Counter(name for _, name in found)
     return {
         name if alike[name] == 1 else f"{name}@{user}": HostGroup(
@@ -216,12 +218,24 @@ def _sight(accounts: Sequence[WorkerState], silent: Mapping[str, str], here: Col
     return GroupSnapshot(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
-def _group_of(place: DebugAddress, known: Mapping[tuple[int, str], list[WorkerState]]) -> str:
-    """Return the only group that misses a silent worker's name, or else the only group of its user; else ""."""
-    own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
-    missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
-    groups = missing if missing else list(own)
-    return groups[0] if len(groups) == 1 else ""
+def _group_of(place: DebugAddress, known: Mapping[tuple[int, str], list[WorkerState]], alone: bool) -> str:
+    """Return the group whose members know the process of a silent worker; else "". `alone`: no other silent one has its
+    name."""
+    # Programs often give their workers the same names, so the name shows the group only if its members do not know the
+    # process, as with TLS, which has no Unix sockets.
+    found = set()
+    for (user, name), accounts in known.items():
+        processes = {account.get("processes", {}).get(place.worker) for account in accounts} - {None}
+        hosts = [(each["members"].get(each["worker"]), each["members"].get(place.worker, "")) for each in accounts]
+        misses = alone and place.worker in others_of(accounts) and any(own == host for own, host in hosts)
+        if user == place.user and (_number_of(place) in processes or (not processes and misses)):
+            found.add(name)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _number_of(place: DebugAddress) -> int:
+    """Return the number of a worker's process in its own namespace, as other workers know it."""
+    return int(place.address.split("/")[2])
 
 
 def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:

@@ -157,6 +157,7 @@ class WorkerState(TypedDict):
     memory: int  # resident bytes of the process
     shared: int  # bytes of shared memory that it has lent
     # Workers of earlier versions do not report these.
+    processes: NotRequired[dict[str, int]]  # of its own host's members, also gone ones, by name, as far as known
     processor: NotRequired[float]  # seconds of processor time of the process
     devices: NotRequired[dict[str, int]]  # bytes that torch has allocated on each accelerator that it uses
     kinds: NotRequired[list[ReferenceKind]]  # the most numerous ones

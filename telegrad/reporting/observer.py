@@ -63,6 +63,7 @@ class Observer:
         self.missing: Callable[[], list[str]] = lambda: [who for wait in self._joining() for who in wait.missing()]
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
+        self._processes: dict[str, int] = {}  # of members on this host that are present or gone, by name
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
@@ -72,7 +73,13 @@ class Observer:
         """Begin to observe a worker that was created and is about to join."""
         self._rank, self._size, self._place = rank, size, place
         worker.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
+        worker.at_gone.append(self._note_process)
         self._worker = worker
+
+    def _note_process(self, member: Member) -> None:
+        _, _, process = member.unix.rpartition("-")[0].partition("-")  # its Unix socket is "telegrad-PID-..."
+        if process.isdecimal() and self._worker is not None and member.host == self._worker.me.host:
+            self._processes[member.name] = int(process)
 
     def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
         """Set the phase of the worker's life."""
@@ -84,8 +91,10 @@ class Observer:
         self.enter(MEMBER)
 
     def account(self) -> WorkerState:
-        now = perf_counter()
+        now, members = perf_counter(), self.members()
         threads, calls_in, waiting = self._threads(now)
+        for member in members:
+            self._note_process(member)
         told = WorkerState(
             worker=self.name,
             rank=self._rank,
@@ -102,7 +111,8 @@ class Observer:
             place=self._place or next((wait.place for wait in self._joining()), ""),
             size=self._size,
             generation=0,
-            members={member.name: member.host for member in self.members()},
+            members={member.name: member.host for member in members},
+            processes=self._processes.copy(),
             gone=dict(self.gone),
             threads=threads,
             calls_out=[],

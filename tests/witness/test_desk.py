@@ -338,6 +338,30 @@ def test_the_report_names_the_process_of_a_malformed_answer(monkeypatch: pytest.
     assert f"process {os.getpid()} sent an invalid answer" in " ".join(text.split())
 
 
+@pytest.mark.parametrize(
+    ("host", "known", "of_group"),
+    [
+        ("h", {"w8": os.getpid()}, True),
+        ("h", {"w8": 1}, False),  # another process of the same name
+        ("h", {}, True),  # its process is not known, as with TLS
+        ("other", {}, False),
+        ("", {}, False),  # no member
+        ("", {"w8": os.getpid()}, True),  # a member that was declared lost
+    ],
+)
+def test_a_silent_worker_is_of_the_group_whose_members_know_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, known: dict[str, int], of_group: bool
+) -> None:
+    members = {"w9": "h"} | ({"w8": host} if host else {})
+    line = json.dumps(account(members=members, processes=known)).encode() + b"\n"
+    with worker(answers(line)) as (w9, _), worker(is_silent, "w8", number=1) as (w8, _):
+        monkeypatch.setattr(debug_server, "places", lambda: [w9, w8])
+        found = groups_here()
+    assert {name: str(each).rpartition(": ")[2] for name, each in found.items()} == (
+        {"aa": "w8 and w9"} if of_group else {"aa": "w9", "": "w8"}
+    )
+
+
 def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug_server, "LARGEST", 1 << 20)
     with worker(floods) as (place, _):
