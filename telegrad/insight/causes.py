@@ -1,11 +1,11 @@
 """The rules that find causes in the graph of waits, and the text of each. No I/O.
 
 A text says "it seems" if the cause was inferred from a line of the program, not from state that Telegrad has.
-
-The order of the rules matters. Each rule claims the nodes that it explains, and `_ends`, which describes every node
-from which nothing leads on, leaves the claimed ones out. So threads at a barrier are reported once, with the worker
-that is missing there, and not again as threads that sleep.
 """
+
+# The order of the rules matters. Each rule claims the nodes that it explains, and `_ends`, which describes every node
+# from which nothing leads on, leaves the claimed ones out. So threads at a barrier are reported once, with the worker
+# that is missing there, and not again as threads that sleep.
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ class Causes:
         if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
             return []
         sentence, *lines = waiting(self._graph, node)
-        if node.kind == THREAD and edge.why == "lock" and edge.to != node:
-            return [f"{sentence}, which {who(self._graph, edge.to).rstrip(',')} holds, it seems", *lines]
+        if node.kind == THREAD and edge.why in ("lock", "loop") and edge.to != node:
+            does = "holds, it seems" if edge.why == "lock" else "blocks"
+            return [f"{sentence}, which {who(self._graph, edge.to).rstrip(',')} {does}", *lines]
         behind = f"{self._graph.function(edge.to)} on {edge.to.to}" if edge.to.kind == CALL else ""
         seems = {
             "value": f", a value that {behind} is to create, it seems",
@@ -266,7 +267,7 @@ class Causes:
             return "slots" if node.kind == SLOTS else "backward"
         sources = (node, graph.serves.get(node))
         reasons = {edge.why for each in sources if each is not None for _, edge in graph.into[each]}
-        for why, kind in (("lock", "lock"), ("value", "value"), ("pass", "backward")):
+        for why, kind in (("lock", "lock"), ("loop", "loop"), ("value", "value"), ("pass", "backward")):
             if why in reasons:
                 return kind
         if "shutdown" in reasons and node == graph.mains.get(node.worker):
@@ -323,6 +324,8 @@ class Causes:
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
         if any(edge.why == "thread" for _, edge in graph.into[first]):
             title = f"A thread waits for this one, it seems: {title}"
+        elif kind == "loop":
+            title = f"The event loop of {first.worker} is blocked, it seems: {title}"
         elif kind == "value":
             title = f"A value has not been created, it seems: {title}"
         elif kind == "backward":

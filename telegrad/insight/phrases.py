@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import ASKS, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import ASKS, BEGIN, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -28,6 +28,7 @@ WEIGHTS = {
     "generations": 70,  # the workers belong to several generations of the group
     "barrier": 65,  # a worker has not come to a line where all others wait
     "lock": 60,  # held by another thread, it seems
+    "loop": 60,  # the event loop of a worker is blocked, it seems
     "backward": 55,  # a pass waits for user code, or for a worker without a thread in it
     "value": 55,  # of a reference: the call that makes it does not end
     "slots": 50,  # all taken by long calls
@@ -148,6 +149,7 @@ def doing(thread: ThreadState) -> str:
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",
         "backward": f"waits for a backward pass{' to which ' + on + ' must contribute' if on else ''}",
         "future": f"waits for {wait['about'] or 'a future'}",
+        BEGIN: "has not begun, and waits for its event loop",
         "value": f"waits for the value of a reference{', of ' + on if on else ''}",
         GATHER: f"is in _all_gather (shutdown calls it, too), and waits for {on or 'the others'}",
         "room": f"waits for room: the limit of calls in flight to {on} is reached",

@@ -2,13 +2,13 @@
 
 An edge points from a node to the node it waits for. Some edges are guesses, from the line that a thread executes. A
 node without edges is the cause of all waits that lead to it, and a cycle is a deadlock.
-
-Workers report facts only: calls with the threads that wait for them or run them, the lines of threads, waits of this
-package. A call is identified by its caller, its number and its callee, so the reports of both sides fit together. A
-wait that no worker knows, such as for a lock, is guessed from the line of the thread. A guess needs evidence, because a
-wrong holder of a lock misleads more than an unknown one. The reports are not of the same moment: a node may be missing
-in one of them.
 """
+
+# Workers report facts only: calls with the threads that wait for them or run them, the lines of threads, waits of this
+# package. A call is identified by its caller, its number and its callee, so the reports of both sides fit together. A
+# wait that no worker knows, such as for a lock, is guessed from the line of the thread. A guess needs evidence, because
+# a wrong holder of a lock misleads more than an unknown one. The reports are not of the same moment: a node may be
+# missing in one of them.
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ WORKER = "worker"  # the wait until a worker joins, answers or leaves; its name 
 
 GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shutdown
 MOST_GUESSES = 16  # maximum number of guessed edges of one node
-AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds neither a lock nor a slot
+AT_REST = (
+    "shutdown",
+    "serve",
+    "init_rpc",
+    "store",
+    states.BEGIN,
+)  # waits in which a thread holds neither a lock nor a slot
 _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 # The innermost frame of a thread that waits for a lock of Python's library.
@@ -163,10 +169,9 @@ class GroupIndex:
 
 
 class WaitGraph(GroupIndex):
-    """The nodes that have waited for `long` seconds, and all nodes they wait for.
+    """The nodes that have waited for `long` seconds, and all nodes they wait for."""
 
-    A wait shorter than half that time is ignored, because it is probably temporary.
-    """
+    # A wait shorter than half that time is ignored, because it is probably temporary.
 
     def __init__(self, sight: GroupSnapshot, long: float) -> None:
         super().__init__(sight)
@@ -194,10 +199,9 @@ class WaitGraph(GroupIndex):
         return [node for node in found if node in long or (node.kind == CALL and self.age(node))]
 
     def cycles(self) -> list[list[Node]]:
-        """Return the cycles of nodes that wait for each other, each by its shortest path.
-
-        One free slot is enough, so a worker's slots are blocked only if all threads that hold them are.
-        """
+        """Return the cycles of nodes that wait for each other, each by its shortest path."""
+        # One free slot is enough, so a worker's slots are blocked only if all threads that hold them are.
+        #
         # First all nodes are removed that have a way out: a node without an edge to a blocked node, and slots of which
         # one holder is not blocked. Removing a node may free others, so this repeats until none is free. The nodes that
         # are left cannot go on: they are those of deadlocks, and those that wait for these.
@@ -303,19 +307,20 @@ class WaitGraph(GroupIndex):
 
     def _of_thread(self, node: Node) -> list[Edge]:
         thread, me = self.threads[node], node.worker
-        wait, at, what = thread["wait"], thread["at"], self.wait(node)
+        wait, at, what, served = thread["wait"], thread["at"], self.wait(node), self.serves.get(node)
         if what in states.MEETINGS:
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
-        served = self.serves.get(node)
         # User code waits for something that Telegrad does not know: perhaps for the future of a call, or for another
-        # thread of the program.
+        # thread of the program. A coroutine also needs its event loop.
+        if thread["name"] == states.COROUTINE:
+            futures = _guesses("future", self._unattended(me, served) if wait is None else [])
+            return futures + [Edge(each, "loop", wait is None) for each in self._blocked_loop(me)]
         if wait is None:
             text = at["text"] if at is not None else ""
-            hopeful = thread["name"] == states.COROUTINE or _WAITS_FOR_FUTURES.search(text)
             within = _WITHIN.search(text) and _OF_LOCKS.search("".join(thread["stack"][-1:]))
-            futures = _guesses("future", self._unattended(me, served) if hopeful else [])
+            futures = _guesses("future", self._unattended(me, served) if _WAITS_FOR_FUTURES.search(text) else [])
             return futures or _guesses("thread", self._aside(node) if within else [])
         if what == "backward":
             passes = [each for each in self.passes if each.worker == me]
@@ -344,8 +349,7 @@ class WaitGraph(GroupIndex):
         return [Edge(each, "pass") for each in nodes + [Node(WORK, each) for each in busy or ([] if silent else owing)]]
 
     def _of_worker(self, name: str) -> list[Edge]:
-        """Return the edges of a worker that should leave: its calls once it is in shutdown, before that its main
-        thread."""
+        """Return the edges of a worker that should leave: its calls if it is in shutdown, else its main thread."""
         account = self.accounts.get(name)
         if account is None:
             return []
@@ -387,8 +391,7 @@ class WaitGraph(GroupIndex):
         return self.calls_in[came]["age"] >= self._young
 
     def _unattended(self, name: str, served: Node | None) -> list[Node]:
-        """Return a worker's calls for which no thread waits, and which the function of its call `served` can have made;
-        a coroutine or a future may wait for them."""
+        """Return a worker's calls for which no thread waits, and which its call `served` can have made."""
         # A function cannot have made a call that is older than its own run.
         since = self.calls_in[served]["age"] + 0.1 if served is not None else float("inf")
         calls = [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since]
@@ -400,11 +403,17 @@ class WaitGraph(GroupIndex):
         return [call for call in calls if call.to != name or call.number > served.number]
 
     def _aside(self, waiter: Node) -> list[Node]:
-        """Return the threads of the program that wait for calls, and those of this package that run user code outside
-        of calls, such as callbacks."""
+        """Return the threads that wait for calls, and those of this package that run user code outside of calls."""
         known = {*self.serves, waiter, self.mains.get(waiter.worker)}
         others = [each for each in self.threads_of[waiter.worker] if each not in known]
         return [each for each in others if self.awaits.get(each) or self.threads[each]["name"].startswith("telegrad-")]
+
+    def _blocked_loop(self, name: str) -> list[Node]:
+        """Return the thread of a worker's event loop, if it waits for a call or has not begun a coroutine for long."""
+        known, late = self.threads_of[name], (each for each in self.threads_of[name] if self.wait(each) == states.BEGIN)
+        loops = [each for each in known if self.threads[each]["name"] == states.EVENT_LOOP]
+        held_up = [*late, *(call for each in loops for call in self.awaits[each])]
+        return loops if any(self.age(each) >= self._young for each in held_up) else []
 
     def _to_stages(self, call: Node) -> list[Edge]:
         """Return the edges of a batch to the threads of busy stages, on any of its workers."""
@@ -413,8 +422,7 @@ class WaitGraph(GroupIndex):
         return [Edge(thread, "stage") for thread in at_it if not batch & set(self.awaits[thread])]
 
     def _to_holders(self, node: Node) -> list[Edge]:
-        """Return guessed edges from a thread that takes a lock to possible holders, preferably ones that wait for
-        it."""
+        """Return guessed edges from a thread that takes a lock to threads that may hold it."""
         lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
         if lock is None or at is None:
             return []

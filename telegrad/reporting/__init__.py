@@ -70,6 +70,8 @@ class CallIn(TypedDict):
 
 
 COROUTINE = "coroutine"  # the name of a ThreadState that is a coroutine
+BEGIN = "begin"  # the wait of a coroutine that its event loop has not begun
+EVENT_LOOP = "telegrad-asyncio"  # the name of the thread that runs a worker's coroutines
 ASKS = "asks"  # the wait of a thread of the program that asks for the report
 
 # Functions that all workers of a group call, and that wait for each other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from telegrad.ext.texts import plural, progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
 from telegrad.reporting import (
     ASKS,
+    BEGIN,
     COROUTINE,
     JOINING,
     MEETINGS,
@@ -139,13 +141,15 @@ class Observer:
     def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
-        coroutines = inspection.coroutines(agent)
-        going_on = sorted(inspection.calls_going_on(agent), key=lambda call: call.begun)
-        others = [_call_in(call, UNFINISHED, now, None) for call in going_on]
-        for call, told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
-            if frames := coroutines.get(id(call)):
+        going_on = sorted(inspection.calls_going_on(agent), key=lambda each: each[0].begun)
+        others = [_call_in(call, UNFINISHED, now, None) for call, _ in going_on]
+        for (_, coroutine), told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
+            if frames := inspection.frames_of(coroutine):
+                wait = None
+                if coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                    wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
                 told_call["thread"] = id(frames[0])
-                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, None, True))
+                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, wait, True))
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
         # and be in two of the lists. The state that was seen first is kept, so each call is listed once.

@@ -92,6 +92,11 @@ async def read_queue() -> None:
     await messages.get()
 
 
+async def block_loop() -> None:
+    say()
+    rpc.rpc_sync("worker1", read_queue)
+
+
 def get_permit() -> None:
     permits = threading.Semaphore(0)
     say()

@@ -273,6 +273,23 @@ def test_a_lock_of_logging() -> None:
     assert "(logging's) that another thread holds, it seems: worker0's thread sender is in emit" in finding.title
 
 
+def test_a_coroutine_that_blocks_the_event_loop() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.call("worker0", "worker1", "train.load", 6, runs=f"train.py:9 load: {SLEEPS}")
+    begins: dict[str, Any] = {
+        "runs": "train.py:20 f: async def f():",
+        "state": UNFINISHED,
+        "wait": wait("begin", age=5),
+    }
+    scene.call("worker0", "worker1", "train.f", 5, **begins)
+    scene.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
+    for thread, name in zip(scene["worker1"]["threads"], ("telegrad-asyncio", "coroutine", "coroutine"), strict=True):
+        thread["name"] = name
+    finding, told = only(scene, "loop", "worker1")
+    assert "The event loop of worker1 is blocked, it seems: worker1 runs train.load, for 6.0 s, and" in finding.title
+    assert "worker0 called train.g on worker1 5.0 s ago" in told
+
+
 def test_a_callback_that_does_not_end() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: doubled.wait()", wait=wait("future", about="a future", age=5))

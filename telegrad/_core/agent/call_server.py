@@ -105,8 +105,9 @@ class Server:
         self._short_in_order: dict[bytes, bool] = {}  # the same for ordered functions
         self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before the first call
         self.served = 0  # number of calls that have begun; approximate, since threads may miscount it
-        # No lock: each use is one operation of a set.
-        self.going_on: set[Incoming] = set()  # calls whose functions returned a future or a coroutine
+        # No lock: each use is one operation of a dict or a set.
+        # Calls whose functions returned a future or a coroutine, and the coroutine
+        self.going_on: dict[Incoming, CoroutineType[Any, Any, Any] | None] = {}
         self.in_turn: set[Incoming] = set()  # ordered calls that wait for their turn, or run
         self._notices: set[Incoming] = set()  # unhandled control messages, except patient ones
 
@@ -396,7 +397,7 @@ class Server:
         if not isinstance(future, torch._C.Future | Signal):
             self._fail(call, user_name(function), future)
             return
-        self.going_on.add(call)
+        self.going_on[call] = None
         first = iter((True,))  # for the first of the functions below, which ends the call
 
         def done(future: Any) -> None:
@@ -422,7 +423,7 @@ class Server:
         future.add_done_callback(done)  # last, since an error of the above ends the call
 
     def _await(self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, ordered: bool) -> None:
-        self.going_on.add(call)
+        self.going_on[call] = awaitable
         # The turn of the actor ends with the coroutine, not with `_perform`. If the loop cannot start, `on_end` is put
         # back, and `_perform` ends the turn.
         on_end = call.take_end() if ordered else None
@@ -457,7 +458,7 @@ class Server:
 
     def _end_going_on(self, call: Incoming) -> None:
         call.stop = None
-        self.going_on.discard(call)
+        self.going_on.pop(call, None)
 
 
 def _note(call: Incoming, error: Any = None) -> None:

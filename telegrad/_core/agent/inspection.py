@@ -6,10 +6,9 @@ bookkeeping for it.
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType
+from types import CodeType, CoroutineType, FrameType
 from typing import Any, NamedTuple
 
 from telegrad._core.agent.agent import Agent
@@ -34,23 +33,20 @@ def calls_out(agent: Agent) -> list[PendingCall]:
     return [pending for pending in calls if not hasattr(pending.outcome, "behind")]
 
 
-def calls_going_on(agent: Agent) -> list[Incoming]:
-    """Return calls of others whose functions returned a future or a coroutine that has not ended."""
+def calls_going_on(agent: Agent) -> list[tuple[Incoming, CoroutineType[Any, Any, Any] | None]]:
+    """Return calls of others whose functions returned a future or a coroutine that has not ended, and the coroutine."""
     server = agent._server
-    return [call for call in server.going_on.copy() if call.message.head not in server.at_once]
+    return [each for each in server.going_on.copy().items() if each[0].message.head not in server.at_once]
 
 
-def coroutines(agent: Agent) -> dict[int, list[FrameType]]:
-    """Return the frames of the suspended coroutines that serve calls, innermost last, by id of the call."""
-    begun, found = agent._server.loop._begun, dict[int, list[FrameType]]()
-    for task in asyncio.all_tasks(begun[0]) if begun is not None else ():
-        names = getattr(getattr(task.get_coro(), "cr_frame", None), "f_locals", {})
-        inner: Any = names.get("awaitable")
-        frames = found[id(names.get("call"))] = []
-        while (frame := getattr(inner, "cr_frame", None)) is not None and not inner.cr_running:
-            frames.append(frame)
-            inner = inner.cr_await
-    return found
+def frames_of(coroutine: CoroutineType[Any, Any, Any] | None) -> list[FrameType]:
+    """Return the frames of a coroutine that is suspended or has not begun, innermost last."""
+    inner: Any = coroutine
+    frames = []
+    while (frame := getattr(inner, "cr_frame", None)) is not None and not inner.cr_running:
+        frames.append(frame)
+        inner = inner.cr_await
+    return frames
 
 
 def calls_queued(agent: Agent) -> list[Incoming]:
@@ -106,8 +102,8 @@ class Stands(NamedTuple):
 
 NOWHERE = Stands([], None, None)
 
-# The roles are read from local variables of these functions, by name. A new name for `self`, `call` or `future` there,
-# or for `awaitable` in `Server._await`, breaks `telegrad why`.
+# The roles are read from local variables of these functions, by name. A new name for `self`, `call` or `future` there
+# breaks `telegrad why`.
 _SERVES = {Server._serve.__code__, *(each for each in Server._await.__code__.co_consts if isinstance(each, CodeType))}
 _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
     PendingCall.wait.__code__: lambda names: names.get("self"),
