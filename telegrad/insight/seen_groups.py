@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -257,21 +258,37 @@ def inspect(pid: int, stacks: int) -> str:
     first = state_of(pid)
     if first is None:
         return "its process has ended"
-    state, used = first
+    state, _ = first
     if state in STOPPED:
         return stopped(pid)
     if state == "Z":
         return "its process has ended, and its parent has not waited for it"
     where = _where(stacks_of(pid, stacks)) if stacks >= 0 else ""
+    before, begun = _work_of(pid), time.monotonic()
     time.sleep(WATCH)
-    later = state_of(pid)
-    if later is None:
+    later, took = _work_of(pid), time.monotonic() - begun
+    if state_of(pid) is None:
         return "its process has ended"
     # The debug server has a thread of its own, which needs only the interpreter. So a process that runs and does not
-    # answer has a thread that holds the interpreter: in a computation if it uses a processor, else in a blocking call
-    # in C.
-    does = "is busy" if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK") else "sleeps"
-    return f"its process ({pid}) {does}, and one of its threads holds the interpreter{where}"
+    # answer has a thread that holds the interpreter: in a computation if it uses a processor or waits for one, else in
+    # a blocking call in C. Threads that wait for the interpreter wake up every few milliseconds.
+    most = max((later[each][0] - before[each][0] for each in later.keys() & before.keys()), default=took / 2) / took
+    does = "is busy, and one of its threads holds" if most >= 0.8 else "has a thread that holds"
+    if most < 0.5 and not any(runs for _, runs in later.values()):
+        does = "sleeps, and one of its threads holds"
+    return f"its process ({pid}) {does} the interpreter{where}"
+
+
+def _work_of(pid: int) -> dict[str, tuple[float, bool]]:
+    """Return the seconds that each thread of a process has run or waited for a processor, and whether it does now."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/schedstat") as file, open(f"/proc/{pid}/task/{thread}/stat") as stat:
+                ran, waited, _ = map(int, file.read().split())
+                # The kernel adds a wait for a processor only when it ends.
+                found[thread] = (ran + waited) / 1e9, stat.read().rpartition(")")[2].split()[0] == "R"
+    return found
 
 
 def _where(stacks: str) -> str:

@@ -28,6 +28,7 @@ from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
+from telegrad.insight import seen_groups
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect, stacks_of
 from telegrad.reporting import (
     DUMP,
@@ -281,6 +282,23 @@ def _own_look() -> dict[str, str]:
 
 def test_an_ended_process_is_reported_as_ended(workers: list[Process]) -> None:
     assert inspect(1 << 22, -1) == "its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("work", "runs", "does"),
+    [
+        (9.0, True, "is busy, and"),
+        (0.0, False, "sleeps, and"),
+        (0.0, True, "has a thread"),
+        (None, False, "has a thread"),
+    ],
+)
+def test_a_process_sleeps_only_if_no_thread_waits_for_a_processor(
+    monkeypatch: pytest.MonkeyPatch, work: float | None, runs: bool, does: str
+) -> None:
+    seen = iter([{"1": (0.0, runs)}, {} if work is None else {"1": (work, runs)}])
+    monkeypatch.setattr(seen_groups, "_work_of", lambda _: next(seen))
+    assert f"its process ({os.getpid()}) {does}" in inspect(os.getpid(), -1)
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no desks here")
