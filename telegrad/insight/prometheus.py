@@ -21,7 +21,7 @@ from telegrad.ext.processes import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
-from telegrad.reporting import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
+from telegrad.reporting import ASKS, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.reporting.figures import oldest_call
 from telegrad.reporting.introspection import introspection_of
 from telegrad.version import VERSION
@@ -236,6 +236,7 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
     yield _gauge("resident_memory_bytes", "Memory of the process", account["memory"])
     yield _gauge("shared_memory_bytes", "Shared memory that this worker has lent", account["shared"])
     waits = Counter(thread["wait"]["what"] for thread in account["threads"] if thread["wait"] is not None)
+    waits.pop(ASKS, None)  # the thread that asks for these metrics
     yield _gauge("waits", "Threads that wait, by what they wait for", waits, "what")
     yield _counter("sent_bytes", "Bytes that were sent", account["bytes_out"], ["peer"])
     yield _counter("received_bytes", "Bytes that were received", account["bytes_in"], ["peer"])

@@ -31,7 +31,7 @@ def made_up() -> WorkerState:
         members={"worker0": "here", "worker1": "here", "worker2": "there"}, references={"owners": 5, "users": 3},
         threads=[
             ThreadState(number=1, name="main", at=None, stack=[], wait=waits, asleep=True),
-            ThreadState(number=2, name="other", at=None, stack=[], wait=None, asleep=None),
+            ThreadState(number=2, name="other", at=None, stack=[], wait={**waits, "what": "asks"}, asleep=None),
         ],
         calls_out=[CallOut(to=to, number=n, function="f", age=age, timeout=0, thread=None) for n, (to, age) in calls],
         calls_in=[CallIn(caller="worker1", number=7, function="g", age=1.0, state=RUNNING, thread=2)],

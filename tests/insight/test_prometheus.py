@@ -100,6 +100,7 @@ def test_the_state_of_a_worker_is_exported(served: ServedMetrics) -> None:
         ("telegrad_shared_memory_bytes",): 1 << 20,
     }  # fmt: skip
     assert {name: found[name] for name in told} == told
+    assert ("telegrad_waits", "asks") not in found  # the thread that asks for the metrics
 
 
 def test_metrics_outside_of_a_group_are_zero() -> None:
