@@ -182,7 +182,7 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
     def text() -> str:
         return f"{about} is not available: {_fact(why)}"
 
-    with Wait("restoring a value", text, lambda: trail.describe()[0], worker=agent.name) as wait:
+    with Wait("finding a value", text, lambda: trail.describe()[0], worker=agent.name) as wait:
         while True:
             left = until - monotonic()
             try:
