@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import ASKS, BEGIN, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -49,6 +49,7 @@ INDENT = "    "  # of a source line below the sentence about it
 # asleep in the kernel for much of the time, and counts as busy nevertheless.
 _MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")
 _SLEEPS = re.compile(r"\bsleep\(")
+_AWAITS_SLEEP = re.compile(r"/asyncio/tasks\.py:\d+ sleep$")
 _INNER = ("/threading.py:", "/queue.py:", "/concurrent/futures/")
 _OF_PROCESSES = re.compile(r"/multiprocessing/(connection|queues)\.py:|/subprocess\.py:|/popen_\w+\.py:\d+ poll$")
 
@@ -105,7 +106,8 @@ def thread_state(thread: ThreadState) -> str:
         return LOCKED
     if thread["asleep"] is False or (is_innermost(thread) and not _MAY_SLEEP.search(text)):
         return BUSY
-    if _SLEEPS.search(text):
+    # The line of a coroutine may contain several awaitables, and shows not which of them it awaits.
+    if _AWAITS_SLEEP.search(innermost) if thread["name"] == COROUTINE else _SLEEPS.search(text):
         return SLEEPS
     if any(map(_OF_PROCESSES.search, thread["stack"][-3:])):
         return AWAY
@@ -194,6 +196,10 @@ def waiting(group: WaitGraph, node: Node) -> list[str]:
 
 def _is_awaited(group: WaitGraph, call: Node, out: CallOut) -> bool:
     """Return True if something may wait for this call; a thread that waits for several waits for them one by one."""
+    # A task of the program's event loop may wait for it.
+    stacks = (group.threads[thread]["stack"] for thread in group.threads_of[call.worker])
+    if any("/asyncio/" in frame for stack in stacks for frame in stack):
+        return True
     own = (group.calls_out[each] for each in group.calls_of[call.worker])
     alike = any(each["thread"] is not None and each["function"] == out["function"] for each in own)
     return alike or bool(group.into.get(call))

@@ -343,6 +343,13 @@ def test_a_long_call_that_makes_short_calls() -> None:
     assert "makes one short call after another, now train.step on worker2" in told
 
 
+def test_a_call_that_a_task_may_wait_for() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: asyncio.run(f())", inside=["/lib/asyncio/base_events.py:640 run_forever"])
+    scene.call("worker0", "worker1", "train.f", 3, runs=f"train.py:20 f: {SLEEPS}")
+    assert "no thread waits for it" not in only(scene, "asleep", "worker1")[1]
+
+
 def test_a_call_that_has_not_arrived() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
@@ -529,6 +536,8 @@ def test_long_lists_are_cut() -> None:
 @pytest.mark.parametrize(
     ("line", "innermost", "asleep", "said"),
     [
+        ("await gather(f(), sleep(0))", "train.py:9 main", True, "sleeps, in a wait outside Telegrad"),
+        ("await sleep(9)", "/lib/asyncio/tasks.py:665 sleep", True, "sleeps"),
         ("", "", True, "sleeps, in a wait outside Telegrad"),
         ("", "", None, "has made no progress"),
         ("", "", False, "is busy all the time: it loops, it seems, or computes"),
@@ -539,7 +548,8 @@ def test_long_lists_are_cut() -> None:
 def test_what_threads_do(line: str, innermost: str, asleep: bool | None, said: str) -> None:
     at = SourceLine(file="train.py", line=9, function="main", text=line) if line else None
     stack = [innermost] if innermost else []
-    assert doing(ThreadState(number=1, name="main", at=at, stack=stack, wait=None, asleep=asleep)) == said
+    name = "coroutine" if "await" in line else "main"
+    assert doing(ThreadState(number=1, name=name, at=at, stack=stack, wait=None, asleep=asleep)) == said
 
 
 @pytest.mark.parametrize("seed", range(100))
