@@ -273,7 +273,10 @@ class Causes:
         if "shutdown" in reasons and node == graph.mains.get(node.worker):
             return "shutdown"
         if what := graph.wait(node):
-            return {"future": "unfinished", "value": "value", "backward": "backward"}.get(what, "wait")
+            reads = (graph.threads[node]["wait"] or {"on": []})["on"]  # a stream, and perhaps sleeps instead
+            return {"future": "wait" if reads else "unfinished", "value": "value", "backward": "backward"}.get(
+                what, "wait"
+            )
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
 
     def _texts(self, kind: str, node: Node, count: int) -> list[str]:

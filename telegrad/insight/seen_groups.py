@@ -56,7 +56,7 @@ class OwnGroup:
             return GroupSnapshot(accounts, silent)
         known = accounts[0].get("processes", {})  # this worker's own state is the first
         places = (place for place in debug_server.places() if place.worker in silent)
-        here = {place.worker: place for place in places if known.get(place.worker) == _number_of(place)}
+        here = {place.worker: place for place in places if known.get(place.worker) == int(place.address.split("/")[2])}
         return _sight(accounts, silent | _states(here), here)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
@@ -180,8 +180,7 @@ class DumpFiles:
 def groups_here() -> dict[str, HostGroup]:
     """Return all groups of this user with workers on this host, by id; groups that are still forming, by store address.
 
-    Root gets those of all users. A worker is assigned only to a group of its own user. Silent workers that no member of
-    a group knows are those of the group "".
+    Root gets those of all users, each only in groups of its user. Silent workers that no member knows are in group "".
     """
     told = ask_all(debug_server.places(), ACCOUNT, None, SOON)
     found: dict[tuple[int, str], list[DebugAddress]] = {}
@@ -220,23 +219,18 @@ def _sight(accounts: Sequence[WorkerState], silent: Mapping[str, str], here: Col
 
 
 def _group_of(place: DebugAddress, known: Mapping[tuple[int, str], list[WorkerState]], alone: bool) -> str:
-    """Return the group whose members know the process of a silent worker; else "". `alone`: no other silent one has its
-    name."""
+    """Return the group whose members know a silent worker; else "". `alone`: no other silent one has its name."""
     # Programs often give their workers the same names, so the name shows the group only if its members do not know the
     # process, as with TLS, which has no Unix sockets.
     found = set()
+    number = int(place.address.split("/")[2])  # in the namespace of the process, as other workers know it
     for (user, name), accounts in known.items():
         processes = {account.get("processes", {}).get(place.worker) for account in accounts} - {None}
         hosts = [(each["members"].get(each["worker"]), each["members"].get(place.worker, "")) for each in accounts]
         misses = alone and place.worker in others_of(accounts) and any(own == host for own, host in hosts)
-        if user == place.user and (_number_of(place) in processes or (not processes and misses)):
+        if user == place.user and (number in processes or (not processes and misses)):
             found.add(name)
     return found.pop() if len(found) == 1 else ""
-
-
-def _number_of(place: DebugAddress) -> int:
-    """Return the number of a worker's process in its own namespace, as other workers know it."""
-    return int(place.address.split("/")[2])
 
 
 def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:
@@ -253,15 +247,13 @@ def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:
 
 
 def inspect(pid: int, stacks: int) -> str:
-    """Return the state of a process, which takes WATCH seconds. `stacks` is its descriptor of the file for its stacks,
-    or -1."""
+    """Return the state of a process, within WATCH seconds. `stacks` is its descriptor for its stacks, or -1."""
     first = state_of(pid)
     if first is None:
         return "its process has ended"
-    state, _ = first
-    if state in STOPPED:
+    if first[0] in STOPPED:
         return stopped(pid)
-    if state == "Z":
+    if first[0] == "Z":
         return "its process has ended, and its parent has not waited for it"
     where = _where(stacks_of(pid, stacks)) if stacks >= 0 else ""
     before, begun = _work_of(pid), time.monotonic()
@@ -303,8 +295,7 @@ def _where(stacks: str) -> str:
 
 
 def stacks_of(pid: int, descriptor: int) -> str:
-    """Make a process write its stacks; return them as faulthandler writes them, or "" if it fails. This works while its
-    interpreter is held."""
+    """Make a process write its stacks, also while its interpreter is held; return them, or "" if it fails."""
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         found = os.stat(path)

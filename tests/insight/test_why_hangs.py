@@ -156,8 +156,8 @@ MORE = {
     ),
     "unread stream": led(
         more.unread_stream,
-        "unfinished",
-        "worker1",
+        "wait",
+        "worker0",
         "waits for worker0, which reads its stream",
         "in slumber: held.wait()",
     ),
