@@ -197,12 +197,10 @@ def waiting(group: WaitGraph, node: Node) -> list[str]:
 def _is_awaited(group: WaitGraph, call: Node, out: CallOut) -> bool:
     """Return True if something may wait for this call; a thread that waits for several waits for them one by one."""
     # A task of the program's event loop may wait for it.
-    stacks = (group.threads[thread]["stack"] for thread in group.threads_of[call.worker])
-    if any("/asyncio/" in frame for stack in stacks for frame in stack):
-        return True
+    frames = (frame for thread in group.threads_of[call.worker] for frame in group.threads[thread]["stack"])
     own = (group.calls_out[each] for each in group.calls_of[call.worker])
     alike = any(each["thread"] is not None and each["function"] == out["function"] for each in own)
-    return alike or bool(group.into.get(call))
+    return alike or bool(group.into.get(call)) or any("/asyncio/" in frame for frame in frames)
 
 
 def stacks(group: WaitGraph, threads: Iterable[Node]) -> dict[str, list[str]]:

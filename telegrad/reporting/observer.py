@@ -145,11 +145,10 @@ class Observer:
         others = [_call_in(call, UNFINISHED, now, None) for call, _ in going_on]
         for (_, coroutine), told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
             if frames := inspection.frames_of(coroutine):
-                wait = None
-                if coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                    wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
+                wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
+                created = coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
                 told_call["thread"] = id(frames[0])
-                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, wait, True))
+                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, wait if created else None, True))
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
         # and be in two of the lists. The state that was seen first is kept, so each call is listed once.

@@ -276,18 +276,15 @@ def test_a_lock_of_logging() -> None:
 def test_a_coroutine_that_blocks_the_event_loop() -> None:
     scene = Scene("worker0", "worker1")
     scene.call("worker0", "worker1", "train.load", 6, runs=f"train.py:9 load: {SLEEPS}")
-    begins: dict[str, Any] = {
-        "runs": "train.py:20 f: async def f():",
-        "state": UNFINISHED,
-        "wait": wait("begin", age=5),
-    }
-    scene.call("worker0", "worker1", "train.f", 5, **begins)
+    scene.call("worker0", "worker1", "f", 5, runs="train.py:2 f: def f():", state=UNFINISHED, wait=wait("begin", age=5))
     scene.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
     for thread, name in zip(scene["worker1"]["threads"], ("telegrad-asyncio", "coroutine", "coroutine"), strict=True):
         thread["name"] = name
     finding, told = only(scene, "loop", "worker1")
     assert "The event loop of worker1 is blocked, it seems: worker1 runs train.load, for 6.0 s, and" in finding.title
-    assert "worker0 called train.g on worker1 5.0 s ago" in told
+    assert "worker0 called train.g on worker1 5.0 s ago, and no thread waits for it" in told
+    scene.thread("worker0", "train.py:9 main: asyncio.run(f())", inside=["/lib/asyncio/base_events.py:640 run_forever"])
+    assert "no thread waits for it" not in only(scene, "loop", "worker1")[1]
 
 
 def test_a_callback_that_does_not_end() -> None:
@@ -341,13 +338,6 @@ def test_a_long_call_that_makes_short_calls() -> None:
     scene.call("worker1", "worker2", "train.step", 0.01, by=epoch, runs="train.py:40 step: loss = f(x)", asleep=False)
     _, told = only(scene, "asleep", "worker1")
     assert "makes one short call after another, now train.step on worker2" in told
-
-
-def test_a_call_that_a_task_may_wait_for() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: asyncio.run(f())", inside=["/lib/asyncio/base_events.py:640 run_forever"])
-    scene.call("worker0", "worker1", "train.f", 3, runs=f"train.py:20 f: {SLEEPS}")
-    assert "no thread waits for it" not in only(scene, "asleep", "worker1")[1]
 
 
 def test_a_call_that_has_not_arrived() -> None:

@@ -220,14 +220,7 @@ MORE = {
         "version 3 of 'policy' on worker 'worker0'; the newest is 0",
         "subscriber.at_least(3",
     ),
-    "unpublished": led(
-        more.unpublished,
-        "wait",
-        "worker0",
-        "waits in finding a value",
-        "no worker publishes it",
-        'rpc.lookup("replay-buffer"',
-    ),
+    "unpublished": led(more.unpublished, "wait", "worker0", "waits in finding a value", "no worker publishes it"),
     "call during shutdown": Hang(
         2, more.leaving_early, "asleep", ("worker1",), ("slumber, for", "in slumber: held.wait()", "rpc.shutdown()")
     ),

@@ -341,19 +341,12 @@ def test_the_report_names_the_process_of_a_malformed_answer(monkeypatch: pytest.
 # Its process is known, is another one, is not known as with TLS, is on another host; it is no member, or a former one.
 @pytest.mark.parametrize(
     ("host", "known", "of_group"),
-    [
-        ("h", os.getpid(), True),
-        ("h", 1, False),
-        ("h", 0, True),
-        ("other", 0, False),
-        ("", 0, False),
-        ("", os.getpid(), True),
-    ],
+    [("h", -1, True), ("h", 1, False), ("h", 0, True), ("other", 0, False), ("", 0, False), ("", -1, True)],
 )
 def test_a_silent_worker_is_of_the_group_whose_members_know_it(
     monkeypatch: pytest.MonkeyPatch, host: str, known: int, of_group: bool
 ) -> None:
-    processes = {"w8": known} if known else {}
+    processes = {"w8": os.getpid() if known < 0 else known} if known else {}
     members = {"w9": "h"} | ({"w8": host} if host else {})
     line = json.dumps(account(members=members, processes=processes)).encode() + b"\n"
     with worker(answers(line)) as (w9, _), worker(is_silent, "w8", number=1) as (w8, _):

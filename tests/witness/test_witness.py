@@ -286,12 +286,7 @@ def test_an_ended_process_is_reported_as_ended(workers: list[Process]) -> None:
 
 @pytest.mark.parametrize(
     ("work", "runs", "does"),
-    [
-        (9.0, True, "is busy, and"),
-        (0.0, False, "sleeps, and"),
-        (0.0, True, "has a thread"),
-        (None, False, "has a thread"),
-    ],
+    [(9.0, True, "is busy, and"), (0.0, False, "sleeps"), (0.0, True, "has a thread"), (None, False, "has a thread")],
 )
 def test_a_process_sleeps_only_if_no_thread_waits_for_a_processor(
     monkeypatch: pytest.MonkeyPatch, work: float | None, runs: bool, does: str
