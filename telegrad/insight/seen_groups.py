@@ -178,10 +178,8 @@ class DumpFiles:
 
 
 def groups_here() -> dict[str, HostGroup]:
-    """Return all groups of this user with workers on this host, by id; groups that are still forming, by store address.
-
-    Root gets those of all users, each only in groups of its user. Silent workers that no member knows are in group "".
-    """
+    """Return all groups of this user on this host, by id; groups that are still forming, by store address."""
+    # Root gets those of all users, each only in groups of its user. Silent workers that no member knows have group "".
     told = ask_all(debug_server.places(), ACCOUNT, None, SOON)
     found: dict[tuple[int, str], list[DebugAddress]] = {}
     known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
