@@ -139,11 +139,8 @@ class Contexts:
             return self._contexts.setdefault(id_, made)
 
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
-        """Count messages that began a pass, or came too early for it: they are kept until its context ends.
-
-        Raises:
-            LimitReached: MOST_PASSES are counted for the owner of the context.
-        """
+        """Count messages that began a pass, or came too early for it: they are kept until its context ends; raise
+        LimitReached if MOST_PASSES are counted for the owner of the context."""
         owner = context.owner
         with self._lock:
             if (others := self._passes.get(owner, 0)) >= MOST_PASSES:

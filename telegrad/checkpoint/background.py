@@ -44,11 +44,8 @@ class Saves:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no other thread saves, and for the save in the background.
-
-        Raises:
-            CheckpointFailed: that has failed, and its future was not asked for the error.
-        """
+        """Wait until no other thread saves, and for the save in the background; raise CheckpointFailed if that has
+        failed, and its future was not asked for the error."""
         with ExitStack() as stack:
             with self._agent.waiting():
                 stack.enter_context(self._turn)

@@ -29,11 +29,8 @@ class OwnerState(NamedTuple):
 
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
-    """Return the folder's path for all owners, whatever their current folders are.
-
-    Raises:
-        UsageError: the arguments have other types.
-    """
+    """Return the folder's path for all owners, whatever their current folders are; raise UsageError if the arguments
+    have other types."""
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:

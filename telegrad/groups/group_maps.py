@@ -15,11 +15,8 @@ from telegrad.groups.group_calls import GONE, GroupFuture, ResultSlot
 
 
 def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    """Return the arguments of each call of a map.
-
-    Raises:
-        InvalidArgument: there are no items, or the lists have different lengths.
-    """
+    """Return the arguments of each call of a map; raise InvalidArgument if there are no items, or the lists have
+    different lengths."""
     for each in items:
         if not checks.is_iterable(each):
             raise InvalidArgument(f"map takes lists of items, not {checks.short_repr(each)}")

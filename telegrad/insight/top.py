@@ -37,11 +37,8 @@ class TopView(NamedTuple):
     stacks: bool = False  # also show that worker's stacks
 
     def text(self, history: GroupHistory, height: int = 0, width: int = 0) -> str:
-        """Return the group as text, with tables that fit into `height` lines and `width` characters, if given.
-
-        Raises:
-            UsageError: there is no such column or worker.
-        """
+        """Return the group as text, with tables that fit into `height` lines and `width` characters, if given; raise
+        UsageError if there is no such column or worker."""
         columns = list(dict.fromkeys(column for table in ALL for column in table))
         if self.sort and self.sort not in columns:
             raise UsageError(f"no table has a column {self.sort!r}; the columns are: {', '.join(columns)}")
@@ -80,11 +77,8 @@ GROUP = TopView()
 
 
 def run(source: Source, interval: float = 1.0, view: TopView = GROUP) -> None:
-    """Show a group, and query it every `interval` seconds, until Ctrl-C.
-
-    Raises:
-        UsageError: there is no such column or worker.
-    """
+    """Show a group, and query it every `interval` seconds, until Ctrl-C; raise UsageError if there is no such column or
+    worker."""
     history = GroupHistory()
     while True:
         begun = time.monotonic()
@@ -221,11 +215,8 @@ def of_group(history: GroupHistory) -> list[Table]:
 
 
 def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[str, list[Table]]:
-    """Return a text about a worker, and the tables of its latest state, optionally with the threads' stacks.
-
-    Raises:
-        UsageError: there is no such worker.
-    """
+    """Return a text about a worker, and the tables of its latest state, optionally with the threads' stacks; raise
+    UsageError if there is no such worker."""
     why = history.sight.silent.get(name) or history.lost().get(name)
     account = history.last.get(name)
     if why is None and account is None:

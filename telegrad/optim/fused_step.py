@@ -112,11 +112,8 @@ def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
 def limited(
     norms: Iterable[Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool, context_id: int
 ) -> tuple[Tensor, float]:
-    """Return the norm over all workers, and the factor, at most 1, that limits it to `max_norm`.
-
-    Raises:
-        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set.
-    """
+    """Return the norm over all workers, and the factor, at most 1, that limits it to `max_norm`; raise RuntimeError if
+    the norm is infinite or not a number, and `error_if_nonfinite` is set."""
     there = [norm.cpu() for norm in norms if norm is not None]  # a device map may have put them on other devices
     # In torch the norm of order 0 is the number of nonzero gradients, so the workers' norms are summed.
     total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0, device="cpu")

@@ -348,11 +348,8 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> Hyperparameters:
-    """Return the values that all owners of group `number` have `kept`, except those of the names in `without`.
-
-    Raises:
-        UsageError: two owners have different values.
-    """
+    """Return the values that all owners of group `number` have `kept`, except those of the names in `without`; raise
+    UsageError if two owners have different values."""
     found = [(worker, groups[number]) for worker, groups in kept.items() if number in groups]
     first, group = found[0]
     for worker, other in found[1:]:

@@ -55,11 +55,8 @@ def copied(model: nn.Module) -> nn.Module:
 def verify_stages(
     model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any, chunks: int
 ) -> None:
-    """Compare a model with its stages, and a batch with its micro-batches.
-
-    Raises:
-        UsageError: they differ, or the model has effects that stages cannot have.
-    """
+    """Compare a model with its stages, and a batch with its micro-batches; raise UsageError if they differ, or the
+    model has effects that stages cannot have."""
     # Another size than the example's finds sizes that were recorded as constants. A single sample is a special case in
     # many models, which need not accept it: then a recorded model is not refused, but later batches of one sample are.
     comparison = _Comparison(model, stages, inputs, example)

@@ -113,11 +113,8 @@ class Stage:
                 weight.copy_(value)
 
     def follow(self, name: str, trains: bool, owner: str) -> None:
-        """Make a replica require gradients if its owner does.
-
-        Raises:
-            UsageError: the replica or all parameters of its stage were frozen after it was tied, and the owner was not.
-        """
+        """Make a replica require gradients if its owner does; raise UsageError if the replica or all parameters of its
+        stage were frozen after it was tied, and the owner was not."""
         weight, (trained, stage_trained) = self.weight(name), self._replicas[name]
         if trains and ((trained and not weight.requires_grad) or (stage_trained and not self._trains())):
             raise UsageError(

@@ -275,11 +275,8 @@ def deltas_of(several: Sequence[Any], tensors: Sequence[Tensor]) -> list[Delta]:
 def apply_deltas(
     layout: Layout, info: VersionInfo, old: Tensor | None, new: Tensor, piece: int, deltas: Sequence[Delta]
 ) -> None:
-    """Make a piece of a version from that of an older one.
-
-    Raises:
-        DeltaRefused: the deltas were not made from that piece, or the older version is no longer here.
-    """
+    """Make a piece of a version from that of an older one; raise DeltaRefused if the deltas were not made from that
+    piece, or the older version is no longer here."""
     if old is None:
         raise DeltaRefused("a delta starts from a version which this worker no longer has")
     rows = rows_of(layout, info, new, piece)

@@ -161,11 +161,8 @@ class Version:
         return self._found
 
     def _sources(self) -> tuple[list[Tensor], Mapping[str, int]]:
-        """Return the tensors, and their indices by name.
-
-        Raises:
-            InvalidArgument: the version is no state dict, or has tensors without a name.
-        """
+        """Return the tensors, and their indices by name; raise InvalidArgument if the version is no state dict, or has
+        tensors without a name."""
         layout = self._layout
         if layout is not None and not layout.names:
             layout.names.append(_names_of(layout))
@@ -238,11 +235,8 @@ def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict, including nested dictionaries, by their names.
-
-    Raises:
-        InvalidArgument: two of them have the same name.
-    """
+    """Return the tensors of a state dict, including nested dictionaries, by their names; raise InvalidArgument if two
+    of them have the same name."""
     if {*map(type, state.values())} <= {Tensor, nn.Parameter} and {*map(type, state)} <= {str}:
         return {**state}
     counts = Counter(name for name, _ in named(state))
@@ -357,11 +351,8 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
-    """Return the names of tensors that other names cover, and True if this holds for any values.
-
-    Raises:
-        InvalidArgument: tensors share memory, and the published tensors do not agree on its content.
-    """
+    """Return the names of tensors that other names cover, and True if this holds for any values; raise InvalidArgument
+    if tensors share memory, and the published tensors do not agree on its content."""
     plain = [pair for pair in pairs if type(pair[2]) in PLAIN]
     groups = groups_of([tensor for _, _, tensor in plain])
     shared = {number for group in groups for number in group}
@@ -383,11 +374,8 @@ def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
 
 
 def _try_out(members: Sequence[Pair]) -> None:
-    """Write to tensors that share memory, check that each then has its own values, and undo the writes.
-
-    Raises:
-        InvalidArgument: a tensor has other values, or torch refuses to write to it, since its elements overlap.
-    """
+    """Write to tensors that share memory, check that each then has its own values, and undo the writes; raise
+    InvalidArgument if a tensor has other values, or torch refuses to write to it, since its elements overlap."""
     pairs = [(tensor.data, source) for _, source, tensor in members]  # autograd does not count changes of `.data`
     before = [(tensor, tensor.clone()) for tensor, _ in pairs]
     try:

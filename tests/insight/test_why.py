@@ -527,7 +527,7 @@ def test_long_lists_are_cut() -> None:
     ("line", "innermost", "asleep", "said"),
     [
         ("await gather(f(), sleep(0))", "train.py:9 main", True, "sleeps, in a wait outside Telegrad"),
-        ("await sleep(9)", "/lib/asyncio/tasks.py:665 sleep", True, "sleeps"),
+        ("return await future", "/lib/asyncio/tasks.py:665 sleep", True, "sleeps"),
         ("", "", True, "sleeps, in a wait outside Telegrad"),
         ("", "", None, "has made no progress"),
         ("", "", False, "is busy all the time: it loops, it seems, or computes"),

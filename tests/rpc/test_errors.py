@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -124,7 +125,8 @@ def test_a_simple_error_has_few_lines_all_of_the_users_code(function: Callable[.
         function(1)
     text = "".join(traceback.format_exception(raised.value))
     assert set(re.findall(r'File "([^"]+)"', text)) == {__file__}
-    assert len(text.splitlines()) <= 15 + (function is by_proxy)  # which has a frame more
+    # `by_proxy` has a frame more, and Python 3.13 marks a part of one of its lines.
+    assert len(text.splitlines()) <= 15 + (function is by_proxy) * (1 + (sys.version_info >= (3, 13)))
 
 
 class Fails(nn.Module):

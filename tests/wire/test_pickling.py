@@ -55,9 +55,9 @@ class Tagged(torch.Tensor):
 
 
 class Rereadable(io.TextIOWrapper):
-    """A file with a `__reduce__` of its own."""
+    """A file that is pickled by its content."""
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, _: Any) -> Any:
         return io.StringIO, (self.read(),)
 
 

@@ -114,11 +114,8 @@ in_child(lambda: _current.set(_NONE))  # the call that the forking thread serves
 
 
 def remaining_timeout(limit: float, call: Any) -> float:
-    """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
-
-    Raises:
-        CallTimeout: there is none left.
-    """
+    """Return the timeout of a call that starts here and has the timeout `limit` (0 for none); raise CallTimeout if
+    there is none left."""
     here = _current.get()
     if here.until == inf:
         return limit

@@ -261,11 +261,8 @@ def matches(program: Program) -> bool:
 
 
 def check_not_imported(call: str) -> None:
-    """Refuse to start or join a group while a worker imports the program, which would repeat that without end.
-
-    Raises:
-        UsageError: this process is importing the program.
-    """
+    """Refuse to start or join a group while a worker imports the program, which would repeat that without end; raise
+    UsageError if this process is importing the program."""
     if importing:
         raise UsageError(
             f"{call} was called at the top level of {importing[-1]}, which a worker imports to find its functions: put "

@@ -95,11 +95,8 @@ class SegmentWriter:
         self._turns: GilYielder | None = None
 
     def write(self, data: Any) -> None:
-        """Append a frame, the header of a large object, or the object itself.
-
-        Raises:
-            LargeText: a large text is next, and `may_repeat`.
-        """
+        """Append a frame, the header of a large object, or the object itself; raise LargeText if a large text is next,
+        and `may_repeat`."""
         if type(data) is bytes:
             self._size += len(data)
             # The first test is the cheapest, and is false for the usual value, which is one frame.

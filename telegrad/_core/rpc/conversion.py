@@ -133,11 +133,8 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
 
 
 def as_dict(kwargs: Any) -> dict[str, Any]:
-    """Return arguments by name as a dictionary.
-
-    Raises:
-        InvalidArgument: they are no mapping, or one of its keys is no name.
-    """
+    """Return arguments by name as a dictionary; raise InvalidArgument if they are no mapping, or one of its keys is no
+    name."""
     if isinstance(kwargs, Mapping):
         for name in kwargs:
             if not isinstance(name, str):

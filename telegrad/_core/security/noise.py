@@ -82,11 +82,8 @@ class CipherState:
         self._encrypt_into(nonce, plaintext, None, target)
 
     def decrypt(self, ciphertext: bytes | memoryview, associated: bytes | None = None) -> bytes:
-        """Return the plaintext of the next message.
-
-        Raises:
-            DecryptionFailed: it is not the next message of the other end. No further message can be decrypted.
-        """
+        """Return the plaintext of the next message; raise DecryptionFailed if it is not the next message of the other
+        end. No further message can be decrypted."""
         nonce = next(self._nonces, None) or self._next_key()
         try:
             return self._decrypt(nonce, ciphertext, associated)
@@ -149,20 +146,14 @@ class NoiseHandshake:
         return self._make_ephemeral() + self._encrypt_and_hash(payload)
 
     def read_first(self, message: bytes) -> bytes:
-        """Return the payload of the first message.
-
-        Raises:
-            DecryptionFailed: the initiator has another secret, or another prologue, or the message was altered.
-        """
+        """Return the payload of the first message; raise DecryptionFailed if the initiator has another secret, or
+        another prologue, or the message was altered."""
         self._read_ephemeral(message)
         return self._decrypt_and_hash(message[KEY:])
 
     def write_second(self, payload: bytes = b"") -> tuple[bytes, Ciphers]:
-        """Return the second message, and the ciphers for all later messages.
-
-        Raises:
-            DecryptionFailed: the public key of the initiator is invalid.
-        """
+        """Return the second message, and the ciphers for all later messages; raise DecryptionFailed if the public key
+        of the initiator is invalid."""
         public = self._make_ephemeral()
         self._mix_exchange()
         message = public + self._encrypt_and_hash(payload)
@@ -171,11 +162,8 @@ class NoiseHandshake:
         return message, Ciphers(CipherState(here), CipherState(there))
 
     def read_second(self, message: bytes) -> tuple[bytes, Ciphers]:
-        """Return the payload of the second message, and the ciphers for all later messages.
-
-        Raises:
-            DecryptionFailed: it does not answer the first message.
-        """
+        """Return the payload of the second message, and the ciphers for all later messages; raise DecryptionFailed if
+        it does not answer the first message."""
         self._read_ephemeral(message)
         self._mix_exchange()
         payload = self._decrypt_and_hash(message[KEY:])

@@ -127,11 +127,8 @@ def _advice(why: str, whose: str) -> str:
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    """Return a context that checks no host names: the handshake authenticates the worker.
-
-    Raises:
-        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
-    """
+    """Return a context that checks no host names: the handshake authenticates the worker; raise UsageError if a file is
+    missing or is no certificate or key, or other users may read or write the key."""
     context = ssl.SSLContext(protocol)
     # Any certificate of the authority is accepted, whatever name it has. The handshake inside of TLS decides whether
     # the other end is the wanted worker. Its prologue has the digests of both certificates, so it cannot be relayed to

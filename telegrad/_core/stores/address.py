@@ -56,11 +56,8 @@ def is_address(host: str) -> bool:
 
 
 def own_address(wanted: str | None, store_host: str | None) -> str:
-    """Return the address to listen on and to publish: the wanted one, else the one that reaches the store's host.
-
-    Raises:
-        UsageError: the wanted address does not belong to this host, or the store's host has none.
-    """
+    """Return the address to listen on and to publish: the wanted one, else the one that reaches the store's host; raise
+    UsageError if the wanted address does not belong to this host, or the store's host has none."""
     wanted = wanted or os.environ.get(ADDRESS_VARIABLE)
     if wanted:
         return _checked(wanted)
@@ -105,11 +102,8 @@ def listening_address(host: str) -> str:
 
 
 def await_name(host: str, timeout: float) -> list[Any]:
-    """Wait until a name resolves, in a pod of Kubernetes: another pod has its name only once it exists.
-
-    Raises:
-        UsageError: the store's host has no address.
-    """
+    """Wait until a name resolves, in a pod of Kubernetes: another pod has its name only once it exists; raise
+    UsageError if the store's host has no address."""
     if IN_A_POD not in os.environ:
         return check_resolves(host)
     until = monotonic() + timeout

@@ -91,11 +91,8 @@ class Sealer:
         return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
 
     def open(self, group: str, place: str, sealed: str) -> Opened:
-        """Return the value.
-
-        Raises:
-            StoreUntrusted: it was not sealed with a key of this process for this place of this group.
-        """
+        """Return the value; raise StoreUntrusted if it was not sealed with a key of this process for this place of this
+        group."""
         if not sealed:
             return NOTHING
         kind, _, rest = sealed.partition(" ")

@@ -167,11 +167,8 @@ class Stream(Generic[T]):
             raise
 
     def _awaited(self, at_end: type[Exception]) -> _Pull | Future[Any] | None:
-        """Return what the reader must wait for before it looks for items again, if anything.
-
-        Raises:
-            at_end: the function has ended, and all items were taken.
-        """
+        """Return what the reader must wait for before it looks for items again, if anything; raise at_end if the
+        function has ended, and all items were taken."""
         awaited = self._advance(1)
         with self._lock:
             is_at_end = self._intake.over and self._intake.empty

@@ -118,11 +118,8 @@ def append(body: bytes, attachments: bytes) -> bytes:
 
 
 def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
-    """Return the body, and the data that follows it.
-
-    Raises:
-        ProtocolViolation: the body is shorter than its data claims.
-    """
+    """Return the body, and the data that follows it; raise ProtocolViolation if the body is shorter than its data
+    claims."""
     end = len(body) - _SIZE.size
     start = end - _SIZE.unpack_from(body, end)[0] if end >= 0 else -1
     if start < 0:
@@ -142,11 +139,8 @@ def pack_numbers(numbers: list[int]) -> bytes:
 
 
 def unpack_numbers(body: bytes | memoryview) -> tuple[int, ...]:
-    """Return the numbers in the body of a RELEASE or RETIRE.
-
-    Raises:
-        ProtocolViolation: the length is not a multiple of 8 bytes.
-    """
+    """Return the numbers in the body of a RELEASE or RETIRE; raise ProtocolViolation if the length is not a multiple of
+    8 bytes."""
     if len(body) % 8:
         raise ProtocolViolation(f"a body of {len(body)} bytes is not a list of 8-byte numbers")
     return struct.unpack(f"<{len(body) // 8}Q", body)

@@ -41,11 +41,8 @@ class MayOverlap(list[Tensor]):
 
 
 def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that `pack` described, built on the memory of `blobs` without copies.
-
-    Raises:
-        CannotDecode: this version of torch cannot build one of them.
-    """
+    """Return the tensors that `pack` described, built on the memory of `blobs` without copies; raise CannotDecode if
+    this version of torch cannot build one of them."""
     if torch.is_inference_mode_enabled():  # received tensors must be usable outside of inference mode
         with torch.inference_mode(False):
             return unpack(meta, blobs)

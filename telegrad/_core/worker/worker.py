@@ -105,11 +105,8 @@ class Worker:
         self.extensions.each(lambda extension: extension.on_join(self))
 
     def required(self, require: bool | Collection[str | int], serving: bool = False) -> list[Member]:
-        """Return the workers that this one must not lose: until the end of a fixed group, or while it is serving.
-
-        Raises:
-            UnknownWorker: one of them is not in the group.
-        """
+        """Return the workers that this one must not lose: until the end of a fixed group, or while it is serving; raise
+        UnknownWorker if one of them is not in the group."""
         if isinstance(require, bool):
             return list(self.directory) if require and isinstance(self.directory, Members) else []
         return [self.agent.find(to) for to in require] if serving or self.parting.together else []
@@ -262,11 +259,8 @@ class WorkerExtensions:
             raise
 
     def of_kind(self, kind: type[E]) -> E:
-        """Return the extension of that class.
-
-        Raises:
-            LookupError: it was registered after the worker had started, or not at all.
-        """
+        """Return the extension of that class; raise LookupError if it was registered after the worker had started, or
+        not at all."""
         for each in self._all:
             if isinstance(each, kind):
                 return each
