@@ -60,8 +60,13 @@ class Authority:
         builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number())
         builder = builder.not_valid_before(now + begins).not_valid_after(now + ends)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-        here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        builder = builder.add_extension(here, critical=False)
+        for extension in (  # Python 3.13 requires all but the first
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()),
+            x509.KeyUsage(True, *[False] * 4, authority, *[False] * 3),
+        ):
+            builder = builder.add_extension(extension, critical=False)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def _write(self, name: str, text: bytes) -> str:
