@@ -64,7 +64,7 @@ class Authority:
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
             x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()),
-            x509.KeyUsage(True, *[False] * 4, authority, *[False] * 3),
+            x509.KeyUsage(True, False, False, False, False, authority, False, False, False),
         ):
             builder = builder.add_extension(extension, critical=False)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
