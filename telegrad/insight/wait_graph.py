@@ -481,9 +481,10 @@ def lock_of(thread: ThreadState) -> str | None:
     if library := _LIBRARY_LOCK.search("".join(thread["stack"][-1:])):
         return "logging's" if "logging" in library["file"] else "Python's, for an import"
     # The line of the user's program may also call a function that blocks for another reason. It waits for the lock only
-    # if the thread is in the line itself (a lock in C), or in the library's code for locks.
+    # if the thread is in the line itself (a lock in C, which no coroutine awaits), or in the library's code for locks.
     found = _LOCK.search(at["text"])
-    here = is_innermost(thread) or not thread["stack"] or _OF_LOCKS.search(thread["stack"][-1])
+    in_line = is_innermost(thread) and thread["name"] != states.COROUTINE
+    here = in_line or not thread["stack"] or _OF_LOCKS.search(thread["stack"][-1])
     return (found["with"] or found["name"]) if found and here else None
 
 

@@ -533,6 +533,8 @@ def test_long_lists_are_cut() -> None:
         ("", "", False, "is busy all the time: it loops, it seems, or computes"),
         ("q.get()", "/lib/queue.py:3 get", True, "waits for something in its own process"),
         ("with lock:", "train.py:9 main", True, "waits for a lock (lock)"),
+        ("async with lock: await f()", "train.py:9 main", True, "sleeps, in a wait outside Telegrad"),
+        ("async with lock: await f()", "/lib/asyncio/locks.py:9 acquire", True, "waits for a lock (lock)"),
     ],
 )
 def test_what_threads_do(line: str, innermost: str, asleep: bool | None, said: str) -> None:
