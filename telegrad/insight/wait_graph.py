@@ -29,13 +29,8 @@ WORKER = "worker"  # the wait until a worker joins, answers or leaves; its name 
 
 GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shutdown
 MOST_GUESSES = 16  # maximum number of guessed edges of one node
-AT_REST = (
-    "shutdown",
-    "serve",
-    "init_rpc",
-    "store",
-    states.BEGIN,
-)  # waits in which a thread holds neither a lock nor a slot
+# Waits in which a thread holds neither a lock nor a slot.
+AT_REST = ("shutdown", "serve", "init_rpc", "store", states.BEGIN)
 _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 # The innermost frame of a thread that waits for a lock of Python's library.
@@ -429,12 +424,14 @@ class WaitGraph(GroupIndex):
         # The rules, from the strongest evidence to the weakest: a thread inside of a `with` of the same name, and among
         # these one that itself waits for this thread; a thread that waits for this one; a thread in code of the same
         # file.
+        mine = self.threads[node].get("objects", {}).get(lock)
         others = [
             other
             for other in self.threads_of[node.worker]
             if (thread := self.threads[other])["at"] is not None and other != node
             if lock_of(thread) != lock and self.wait(other) not in AT_REST
             if f"{lock}.wait" not in thread["at"]["text"]  # it waits to be notified, without the lock
+            if mine is None or thread.get("objects", {}).get(lock, mine) == mine  # it may lock another of that name
         ]
         inside = [each for each in (*others, node) if lock in self.threads[each].get("holds", [])]
         # Only this thread is inside of such a `with`: it seems to take a lock twice that is not reentrant.

@@ -97,6 +97,7 @@ class ThreadState(TypedDict):
     wait: WaitState | None
     asleep: bool | None  # True if the kernel has it asleep; None if unknown
     holds: NotRequired[list[str]]  # the objects, such as locks, of the `with` statements around its lines
+    objects: NotRequired[dict[str, int]]  # the identities of objects that its functions may lock, as far as known
 
 
 class PassOut(TypedDict):

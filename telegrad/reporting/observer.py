@@ -260,7 +260,10 @@ def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> Call
 
 def _state(number: int, name: str, frames: list[FrameType], wait: WaitState | None, asleep: bool | None) -> ThreadState:
     at, stack, holds = stacks.user_line(frames), stacks.stack_lines(frames), stacks.held(frames)
-    return ThreadState(number=number, name=name, at=at, stack=stack, wait=wait, asleep=asleep, holds=holds)
+    objects = stacks.lockable(frames)
+    return ThreadState(
+        number=number, name=name, at=at, stack=stack, wait=wait, asleep=asleep, holds=holds, objects=objects
+    )
 
 
 def _program() -> str:

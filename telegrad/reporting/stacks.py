@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import linecache
 import os
 import re
@@ -18,6 +19,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
 _WITH = re.compile(r"(?:async )?with ([\w.\[\]'\"]+)(?: as \w+)?\s*[:,]")
+_LOCKS = re.compile(r"\bwith ([\w.]+)|([\w.]+)\.acquire\(")
 LONG = 10.0  # seconds, set during a walk so that no other thread runs
 HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
 
@@ -99,6 +101,21 @@ def held(frames: list[FrameType]) -> list[str]:
             if text and len(line) - len(text) < depth:
                 depth = len(line) - len(text)
                 found += _WITH.findall(text) if line is not lines[-1] else []
+    return found
+
+
+def lockable(frames: list[FrameType]) -> dict[str, int]:
+    """Return the identities of the objects that the user's functions lock up to their current lines, by their names."""
+    found: dict[str, int] = {}
+    for frame in filter(is_users, frames):
+        lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
+        for path in map("".join, _LOCKS.findall("".join(lines))):
+            first, *rest = path.split(".")
+            thing = frame.f_locals.get(first, frame.f_globals.get(first))
+            for name in rest:
+                thing = inspect.getattr_static(thing, name, None)  # without code of the program
+            if thing is not None:
+                found[path] = id(thing)
     return found
 
 

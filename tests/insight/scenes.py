@@ -36,7 +36,7 @@ class Scene:
         stack = [*more.get("outside", []), *stack, *more.get("inside", [])]
         name, asleep = more.get("name", "telegrad-worker" if threads else "MainThread"), more.get("asleep", True)
         threads.append(ThreadState(number=number, name=name, at=line, stack=stack, wait=waits, asleep=asleep))
-        threads[-1]["holds"] = more.get("holds", [])
+        threads[-1]["holds"], threads[-1]["objects"] = more.get("holds", []), more.get("objects", {})
         return number
 
     def call(self, caller: str, to: str, function: str, age: float, **more: Any) -> int | None:

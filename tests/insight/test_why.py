@@ -265,6 +265,13 @@ def test_a_lock_is_held_inside_of_its_with_statement() -> None:
     assert "(lock) that another thread holds, it seems: worker0's thread saver is in save" in finding.title
 
 
+def test_locks_of_two_objects_with_the_same_name() -> None:
+    scene = Scene("worker0")
+    scene.thread("worker0", "train.py:9 update: with self.lock:", objects={"self.lock": 1})
+    scene.thread("worker0", f"data.py:9 save: {SLEEPS}", holds=["self.lock"], objects={"self.lock": 2})
+    assert "(self.lock); its holder is not known" in only(scene, "lock", "worker0")[0].title
+
+
 def test_a_lock_of_logging() -> None:
     scene, file = Scene("worker0"), "/usr/lib/python3.13/logging/__init__.py"
     scene.thread("worker0", "train.py:9 update: log.info('loss')", inside=[f"{file}:1026 handle"])
