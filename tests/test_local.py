@@ -207,6 +207,12 @@ squares = "__import__('__main__').begun.set() or [0 for _ in range(10**7) if (a 
 rpc.rpc_async("driver", eval, (squares, {"a": torch.ones(500, 500)}))
 begun.wait(60)
 """
+READING = """
+import collections, itertools, threading
+stream = rpc.rpc_stream("worker0", itertools.count)
+threading.Thread(target=collections.deque, args=(stream, next(stream)), daemon=True).start()
+sys.exit(5)
+"""
 
 
 @pytest.mark.timeout(2 * PATIENT)
@@ -222,8 +228,9 @@ begun.wait(60)
         (600, COMPUTING + "raise SystemError('a bug')", 1, "SystemError: a bug"),
         (0, 'rpc.rpc_sync("worker0", os.kill, (group._workers[0].process.pid, 9))', 1, f".*PeerLost: .* {LOST}"),
         pytest.param(0, "", 0, "", marks=pytest.mark.nightly),
+        pytest.param(0, READING, 5, "", marks=pytest.mark.nightly),
     ],
-    ids=["killed", "fails", "loses a worker", "ends"],
+    ids=["killed", "fails", "loses a worker", "ends", "reads"],
 )
 def test_workers_end_with_their_program_in_any_case(
     tmp_path: pathlib.Path, busy: int, end: str, code: int, said: str

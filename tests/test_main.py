@@ -20,13 +20,14 @@ from tests.cluster import PATIENCE, free_port
 
 PATIENT = 4 * PATIENCE
 SHARED = """
-import contextlib, dataclasses, enum, functools, os, sys, threading
+import contextlib, dataclasses, enum, functools, os, sys, threading, typing
 import torch
 from torch import nn
 import telegrad.rpc as rpc
 
 counter = 0
 cache = {}
+Key = typing.NewType("Key", str)
 lock = LOCK
 model = nn.Linear(2, 1)
 with torch.no_grad():
@@ -41,7 +42,7 @@ def bump():
     return counter
 
 def put(key, value):
-    cache[key] = value
+    cache[Key(key)] = value
     return sorted(cache)
 
 def train():

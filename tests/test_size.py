@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_202,
-    "lines of the core": 38_725,
-    "lines of the tests": 87_646,
+    "lines of the package": 62_213,
+    "lines of the core": 38_736,
+    "lines of the tests": 87_654,
     "files of the package": 266,
     "words of the glossary": 80,
     "global statements": 5,

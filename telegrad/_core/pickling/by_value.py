@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import MAGIC_NUMBER
 from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NewType, ParamSpec, TypeVarTuple
 
 import cloudpickle
 
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling import main_modules
 from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.global_names import closed_over, lookups_of
+from telegrad._core.pickling.global_names import MAINS, closed_over, lookups_of
 from telegrad._core.pickling.main_program import GUARD, MAIN
 from telegrad._core.pickling.reducers import BoundToProcess, Pickler
 from telegrad._core.pickling.remote_text import first_line, kind_of
@@ -82,7 +82,16 @@ class _Reducers(ChainMap[type, Any]):
             return lambda each: (kind, (each.func,), {name: vars(each)[name] for name in vars(each).keys() - {"lock"}})
         if issubclass(kind, ModuleType):
             return lambda module: (importlib.import_module, (module.__name__,))
+        if kind in (ParamSpec, TypeVarTuple, NewType):  # the pickler below sends a TypeVar
+            return _reduce_type
         raise KeyError(kind)
+
+
+def _reduce_type(each: Any) -> Any:
+    """Reduce what annotations name: by its name, unless it is of a main program."""
+    if each.__module__ not in MAINS:
+        return each.__reduce__()
+    return type(each), (each.__name__, *([each.__supertype__] if isinstance(each, NewType) else ()))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -40,6 +40,7 @@ from telegrad._core.pickling.remote_text import fold
 from telegrad._core.streams.flow_control import ReceiveWindow
 from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
+from telegrad._core.threads import program_has_ended
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
@@ -376,8 +377,10 @@ class OpenStreams:
             self._next_look = now + GRACE
             if self._all_leave():
                 opened = [found() for found in list(self._streams.values())]
-                for stream in [each for each in opened if each is not None and each._reader == self._leaver]:
-                    self._agent.later(Stream._give_up, stream)  # frees items of users
+                for stream in filter(None, opened):
+                    # As the program ends, its daemon threads have been stopped.
+                    if stream._reader == self._leaver or program_has_ended():
+                        self._agent.later(Stream._give_up, stream)  # frees items of users
         return self._next_look
 
 
