@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_213,
     "lines of the core": 38_736,
-    "lines of the tests": 87_654,
+    "lines of the tests": 87_659,
     "files of the package": 266,
     "words of the glossary": 80,
     "global statements": 5,

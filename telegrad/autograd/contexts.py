@@ -140,10 +140,10 @@ class Contexts:
 
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
         """Count messages that began a pass, or came too early for it: they are kept until its context ends; raise
-        LimitReached if MOST_PASSES are counted for the owner of the context."""
+        LimitReached if more than MOST_PASSES would be counted for the owner of the context."""
         owner = context.owner
         with self._lock:
-            if (others := self._passes.get(owner, 0)) >= MOST_PASSES:
+            if (others := self._passes.get(owner, 0)) + messages > MOST_PASSES:
                 raise LimitReached(
                     f"worker {self._agent.name!r} has taken part in {MOST_PASSES:,} backward passes in autograd "
                     f"contexts of the worker of rank {owner} that have not ended, the limit for one worker. Leave the "

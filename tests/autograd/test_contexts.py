@@ -13,9 +13,9 @@ import torch
 
 from telegrad import autograd
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.contexts import REMEMBERED, ContextQuestion, Contexts, Release
+from telegrad.autograd.contexts import MOST_PASSES, REMEMBERED, ContextQuestion, Contexts, Release
 from telegrad.autograd.record import OWNER_SHIFT
-from telegrad.errors import ContextLost, PeerUnreachable, UsageError
+from telegrad.errors import ContextLost, LimitReached, PeerUnreachable, UsageError
 from tests.autograd.rivals import Rival
 
 ME, OWNER = Identity("me", 0, "a"), Identity("owner", 1, "b")
@@ -99,6 +99,11 @@ def test_the_end_is_sent_to_participants_except_for_its_sender(contexts: Context
     contexts.release(FOREIGN, OWNER)
     assert agent.sent == [("other", Release(FOREIGN))]
     assert context.ended
+
+
+def test_messages_that_came_together_count_as_many(contexts: Contexts) -> None:
+    with pytest.raises(LimitReached, match="65,536 backward passes"):
+        contexts.count_passes(contexts.begin(), MOST_PASSES + 1)
 
 
 def test_a_context_whose_owner_seems_dead_is_lost(contexts: Contexts) -> None:
