@@ -57,7 +57,7 @@ class Thread(threading.Thread):
 
 @atexit.register
 def end_threads() -> None:
-    """End the threads that still run, as the program ends: one that then leaves C++ code of torch would abort it."""
+    """End the running threads at the end of the program: a thread that later leaves code of torch would abort it."""
     # They run user code or torch, since all others end with their worker.
     running = [each for each in threading.enumerate() if isinstance(each, Thread)]
     for each in running:  # between two instructions of Python

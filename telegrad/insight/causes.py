@@ -273,10 +273,10 @@ class Causes:
         if "shutdown" in reasons and node == graph.mains.get(node.worker):
             return "shutdown"
         if what := graph.wait(node):
-            reads = (graph.threads[node]["wait"] or {"on": []})["on"]  # a stream, and perhaps sleeps instead
-            return {"future": "wait" if reads else "unfinished", "value": "value", "backward": "backward"}.get(
-                what, "wait"
-            )
+            wait = graph.threads[node]["wait"]
+            if what == "future" and not (wait is not None and wait["on"]):  # else the reader of a stream may sleep
+                return "unfinished"
+            return what if what in ("value", "backward") else "wait"
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
 
     def _texts(self, kind: str, node: Node, count: int) -> list[str]:

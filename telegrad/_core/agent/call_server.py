@@ -116,8 +116,8 @@ class Server:
         return not (self.going_on or self.in_turn) and self._reactor.idle
 
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
-        """Handle messages of a caller; raise ProtocolViolation if two calls have one number, or as for
-        `_take_other` does."""
+        """Handle messages of a caller; raise ProtocolViolation if two calls have one number, or as `_take_other`
+        does."""
         calls = caller.calls
         patient: list[Work] = []
         for message in messages:

@@ -173,7 +173,7 @@ class Sessions(Generic[S]):
     def lost(self, how: str, failures: dict[int, str]) -> DirectoryLost:
         """Return the error for an operation that failed at these endpoints."""
         several = len(self._endpoints) > 1
-        texts = {each: safe(text) for each, text in failures.items()}  # of servers that are not known to be right
+        texts = {each: safe(text) for each, text in failures.items()}  # they may be from other programs
         why = "; ".join(f"{self._endpoints[each]}: {text}" if several else text for each, text in texts.items())
         return DirectoryLost(f"{self._what} {how} ({why}). {self._advice}" if why else f"{self._what} {how}")
 

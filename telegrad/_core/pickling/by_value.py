@@ -88,7 +88,7 @@ class _Reducers(ChainMap[type, Any]):
 
 
 def _reduce_type(each: Any) -> Any:
-    """Reduce what annotations name: by its name, unless it is of a main program."""
+    """Reduce a type variable or a NewType: by its name, unless a main program defines it."""
     if each.__module__ not in MAINS:
         return each.__reduce__()
     return type(each), (each.__name__, *([each.__supertype__] if isinstance(each, NewType) else ()))
@@ -122,7 +122,7 @@ def _reduce_class(kind: type) -> Any:
 
 
 def _reduce_wrapper(pickler: Any, wrapper: Any, make: Any, *arguments: Any) -> Any:
-    """Reduce a function of functools by what it is made from: the receiver has one object for it."""
+    """Reduce a wrapper of functools to the call that makes it: the receiver has one object for it."""
     found = main_modules.scope_at_name(wrapper)
     if found is None:
         return make, arguments
