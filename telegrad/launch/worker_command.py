@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -59,6 +60,9 @@ def main(arguments: list[str]) -> int:
     # takes effect with the import of torch.
     import torch  # noqa: F401
 
+    # torch's objects stay until the end. Without this, the collector would scan them at the exit of the interpreter,
+    # which took 0.3 s of processor time.
+    gc.freeze()
     from telegrad import errors, rpc
 
     if given.main:

@@ -88,11 +88,15 @@ def user_line(frames: list[FrameType]) -> SourceLine | None:
     return None
 
 
+def _lines_until(frame: FrameType) -> list[str]:
+    return linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
+
+
 def held(frames: list[FrameType]) -> list[str]:
     """Return the objects of the `with` statements around the current lines of the user's frames, by indentation."""
     found = []
     for frame in filter(is_users, frames):
-        lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
+        lines = _lines_until(frame)
         # From the current line upwards, each line with less indentation than all below it opens a block around it. The
         # current line itself is left out: a thread at a `with` does not hold the lock yet.
         depth = len(lines[-1]) if lines else 0
@@ -108,8 +112,7 @@ def lockable(frames: list[FrameType]) -> dict[str, int]:
     """Return the identities of the objects that the user's functions lock up to their current lines, by their names."""
     found: dict[str, int] = {}
     for frame in filter(is_users, frames):
-        lines = linecache.getlines(frame.f_code.co_filename)[frame.f_code.co_firstlineno - 1 : frame.f_lineno]
-        for path in map("".join, _LOCKS.findall("".join(lines))):
+        for path in map("".join, _LOCKS.findall("".join(_lines_until(frame)))):
             first, *rest = path.split(".")
             thing = frame.f_locals.get(first, frame.f_globals.get(first))
             for name in rest:

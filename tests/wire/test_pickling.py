@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import collections
 import dataclasses
+import datetime
 import enum
 import functools
 import gzip
@@ -374,10 +375,7 @@ def test_classes_arrive_with_their_slots_names_and_members(monkeypatch: pytest.M
     made = dataclasses.make_dataclass("Data", [("x", int, 1)], slots=True)
     documented = type("Documented", (Slotted,), {"__slots__": {"a": "text"}, "z": 1, "b": 2})
     for kind in (Slotted, Heir, documented, Listed, made):
-        sent = encode([kind()], True)
-        with monkeypatch.context() as receiver:
-            receiver.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
-            (arrived,) = decode(sent.body, [])
+        arrived = abroad(kind(), monkeypatch)
         assert type(arrived) is not kind
         assert (arrived.x, type(arrived).__qualname__) == (1, kind.__qualname__)
         assert vars(type(arrived)).keys() == vars(kind).keys()
@@ -385,6 +383,74 @@ def test_classes_arrive_with_their_slots_names_and_members(monkeypatch: pytest.M
             arrived.unknown = 1
         assert type(journey([arrived])[0]) is kind
     assert [name for name in vars(type(journey(documented()))) if name in "zb"] == ["z", "b"]
+
+
+def abroad(value: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the value as a process that does not know its class decodes it."""
+    sent = encode([value], True)
+    with monkeypatch.context() as receiver:
+        receiver.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+        return decode(sent.body, [])[0]
+
+
+def test_enumerations_arrive_with_all_parts_of_their_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planet(enum.Enum):
+        EARTH = (6.0, 2.0)
+        HOME = EARTH
+        MARS = (3.0, 1.0)
+
+        def __init__(self, mass: float, radius: float) -> None:
+            self.mass, self.radius = mass, radius
+
+    class Labelled(int, enum.Enum):
+        def __new__(cls, number: int, label: str) -> Any:
+            made: Any = int.__new__(cls, number)
+            made._value_, made.label = label, label * 2
+            return made
+
+        ONE = 1, "one"
+
+    class Mode(enum.Flag, boundary=enum.KEEP):
+        READ = 1
+        BOTH = 3
+        HIGH = 12
+
+    class Day(datetime.date, enum.Enum):
+        FIRST = 2026, 1, 1
+
+    class Data(dataclasses.make_dataclass("Base", ["x"]), enum.Enum):  # type: ignore[misc]
+        A = 5
+
+    class Meta(enum.EnumMeta):
+        pass
+
+    class Action(enum.Enum, metaclass=Meta):
+        RUN = enum.member(print)
+
+    for kind in (Planet, Labelled, Mode, Day, Data, Action):
+        made = abroad(kind, monkeypatch)
+        assert made is not kind
+        assert vars(made).keys() ^ vars(kind).keys() <= {"__static_attributes__"}
+        assert [*made.__members__] == [*kind.__members__]
+        assert [member.name for member in made] == [member.name for member in kind]
+        assert type(made).__name__ == type(kind).__name__
+        for name, member in kind.__members__.items():
+            parts = {**vars(made[name]), "__objclass__": kind}
+            assert sorted(map(str, parts.items())) == sorted(map(str, vars(member).items()))
+            assert str(made[name].value) == str(member.value)
+            assert kind in (Planet, Mode, Data, Action) or made[name] == member
+        assert journey([made])[0] is kind
+    assert abroad(Mode, monkeypatch)(17).name == Mode(17).name
+    assert abroad(Labelled, monkeypatch)("one") + 1 == 2
+
+    class Reduced(enum.Enum):
+        A = 1
+
+        def __reduce__(self) -> Any:
+            return getattr, (Reduced, self.name)
+
+    with pytest.raises(errors.CannotEncode, match=r"members of .*Reduced have a __reduce__"):
+        encode([Reduced], True)
 
 
 def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,6 +753,8 @@ def cached(n): return n
 def depth(x): return 0
 @depth.register
 def _(x: list): return 1 + depth(x[0])
+cached.own = [cached]
+depth.own = [depth]
 """
 
 
@@ -815,6 +883,7 @@ def test_threads_that_decode_the_same_function_make_one(
     assert decode(sent.body, []) is found[0]
     assert decode(sent.body, []) is found[0]
     assert name != "depth" or found[0]([[1]]) == 2
+    assert name == "factorial" or found[0].own[0] is found[0]
 
 
 def test_threads_that_need_the_scope_of_this_process_make_one(monkeypatch: pytest.MonkeyPatch) -> None:

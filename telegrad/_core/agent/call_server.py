@@ -62,7 +62,6 @@ HANDING_OVER = 300e-6  # seconds that a hand-over of the lead may add to the mea
 REFERENCE = 1 << 10  # bytes that a reference among the arguments is assumed to hold
 ASYNC_MARK = "_telegrad_async_execution"
 log = logging.getLogger("telegrad")
-CANCELLED = CallCancelled.__name__  # result of a cancelled call, however its function ended
 
 
 class Deferred(NamedTuple):
@@ -463,5 +462,6 @@ def _note(call: Incoming, error: Any = None) -> None:
     if (note := events.note) is not None and (call.name or not call.cancelled):  # else it has not begun
         number = call.message.id
         failed = call.cancelled and not call.name.startswith(NEXT_ITEMS)
-        failure = CANCELLED * failed or ("" if error is None else type(readable(error)).__name__)
+        # a cancelled call has been cancelled however its function ended
+        failure = CallCancelled.__name__ * failed or ("" if error is None else type(readable(error)).__name__)
         note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

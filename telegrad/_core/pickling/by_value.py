@@ -66,7 +66,7 @@ _NO_FILE = "<dynamic-code>"
 # Private parts of cloudpickle: the functions that set the state of an object, and its own reducers. `in_scope` replaces
 # the constructors, so the states have to be set from here.
 _own = cloudpickle.cloudpickle
-_set_function, _set_class = _own._function_setstate, _own._class_setstate
+_set_function = _own._function_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
 _OF_SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 
@@ -98,9 +98,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, type) or obj in _own._BUILTIN_TYPE_NAMES or issubclass(obj, enum.Enum):
+        if not isinstance(obj, type) or obj in _own._BUILTIN_TYPE_NAMES:
             return super().reducer_override(obj)
-        return NotImplemented if _own._should_pickle_by_reference(obj) else _reduce_class(obj)
+        if _own._should_pickle_by_reference(obj):
+            return NotImplemented
+        return _reduce_enum(obj) if issubclass(obj, enum.Enum) else _reduce_class(obj)
 
 
 def _reduce_class(kind: type) -> Any:
@@ -121,13 +123,54 @@ def _reduce_class(kind: type) -> Any:
     return _own._make_skeleton_class, (constructor, name, bases, given, *more), (members, {}), None, None, _set_class
 
 
+def _reduce_enum(kind: Any) -> Any:
+    """Reduce an enumeration as cloudpickle does, and with the parts of its members that their constructors have set."""
+    members = kind.__members__  # aliases included
+    data, more = {}, {}
+    for name, member in members.items():
+        make, arguments, *_ = _reduce_object(member, 2)
+        if make is not kind and make.__name__ != "__newobj__":
+            raise CannotEncode(f"members of {kind.__qualname__} have a __reduce__: define the class in a module")
+        data[name] = member._value_, arguments if make is kind else arguments[1:]
+        more[name] = {key: part for key, part in vars(member).items() if key not in _OF_ENUM}
+    given = kind.__bases__, kind.__name__, data, getattr(kind, "_boundary_", None)
+    contents, _ = _own._enum_getstate(kind)
+    state = {name: value for name, value in contents.items() if name not in members}
+    tracker = _own._get_or_create_tracker_id(kind)
+    return make_enum, (type(kind), *given, tracker), (state, more), None, None, _set_class
+
+
+_reduce_object: Any = object.__reduce_ex__  # the member's own sends its value alone
+_OF_ENUM = {"_value_", "_name_", "__objclass__", "_sort_order_"}
+
+
 def _reduce_wrapper(pickler: Any, wrapper: Any, make: Any, *arguments: Any) -> Any:
     """Reduce a wrapper of functools to the call that makes it: the receiver has one object for it."""
+    own = {name: part for name, part in vars(wrapper).items() if name not in _OF_WRAPPERS}  # set by the program
     found = main_modules.scope_at_name(wrapper)
     if found is None:
-        return make, arguments
+        return make, arguments, own
     home, items = _home_and_items(pickler, found)
-    return _keep, (*home, make, arguments), (*home, items, None), None, None, _set
+    return _keep, (*home, make, arguments), (*home, items, own), None, None, _set
+
+
+def make_enum(meta: Any, bases: Any, name: str, members: dict[str, Any], boundary: Any, tracker: Any) -> Any:
+    """Create an enumeration whose members have these values and data, without a call of their own constructors."""
+    coming = iter(members.values())
+
+    def new(cls: Any, *_: Any) -> Any:
+        value, data = next(coming)
+        member = cls._member_type_.__new__(cls, *data)
+        member._value_ = value
+        return member
+
+    contents = meta.__prepare__(name, bases)
+    for each, (value, _) in members.items():
+        contents[each] = enum.member(value)  # a function, too, can be the value of a member
+    contents["__new__"], contents["__init__"] = new, lambda *_: None
+    made = meta.__new__(meta, name, bases, contents, boundary=boundary)
+    del made.__new_member__, made.__init__  # the receiver sets those of the sender's class
+    return _own._lookup_class_or_track(tracker, made)
 
 
 def make_cached(function: Any, parameters: dict[str, Any]) -> Any:
@@ -143,6 +186,7 @@ def make_dispatching(function: Any, registered: dict[type, Any]) -> Any:
 
 _dispatching: Any = functools.singledispatch(make_cached)
 _DISPATCHING = _dispatching.__code__  # of all functions that singledispatch makes
+_OF_WRAPPERS = {*functools.WRAPPER_ASSIGNMENTS, *vars(_dispatching)}
 
 
 class ValuePickler(Pickler, _Pickler):
@@ -232,9 +276,18 @@ def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_m
     """Set the state of a function or class, unless the receiver had it already, then the globals that it reads."""
     scope, path, version, items, state = told
     lacks = scope.lacks_state(path, version, obj)
-    if lacks and state is not None:
+    if lacks and isinstance(state, dict):  # of a wrapper
+        vars(obj).update(state)
+    elif lacks:
         (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
     scope.fill(items, complete=(path, version) if lacks else None)
+
+
+def _set_class(kind: Any, state: Any) -> None:
+    contents, of_members = state
+    _own._class_setstate(kind, (contents, {}))
+    for name, parts in of_members.items():
+        vars(kind._member_map_[name]).update(parts)
 
 
 def register_spawned_main() -> None:
