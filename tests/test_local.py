@@ -23,7 +23,7 @@ from telegrad import errors
 from telegrad.ext import starting, workers
 from telegrad.ext.processes import state_of
 from telegrad.ext.starting import RendezvousStore
-from telegrad.launch import local, worker_command
+from telegrad.launch import local, starter, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 from tests.test_forked import in_child
 
@@ -203,8 +203,8 @@ LOST = "telegrad: worker 'worker0' was lost: its process ended with signal SIGKI
 ENDS = """
 import os, signal, sys, telegrad, warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns of forks
-group = telegrad.local(1)
-print(group._workers[0].process.pid, flush=True)
+group = telegrad.local({workers})
+print(*(worker.process.pid for worker in group._workers), flush=True)
 import telegrad.rpc as rpc, time
 rpc.rpc_async("worker0", time.sleep, ({busy},))
 {end}
@@ -241,16 +241,62 @@ sys.exit(5)
     ],
     ids=["killed", "fails", "loses a worker", "ends", "reads"],
 )
+@pytest.mark.parametrize("workers", [1, 3])
 def test_workers_end_with_their_program_in_any_case(
-    tmp_path: pathlib.Path, busy: int, end: str, code: int, said: str
+    tmp_path: pathlib.Path, workers: int, busy: int, end: str, code: int, said: str
 ) -> None:
-    ran = run(ENDS.format(busy=busy, end=end), tmp_path)
+    ran = run(ENDS.format(workers=workers, busy=busy, end=end), tmp_path)
     assert ran.returncode == code, ran.stderr
     apart = ran.stderr.replace("telegrad: worker", "\ntelegrad: worker")  # two threads may write on one line
     lines = [line for line in apart.splitlines() if line[:1] not in " T"]  # lines outside of the traceback
     assert re.fullmatch(said, " ".join(sorted(lines))), ran.stderr
     assert "telegrad/_core" not in ran.stderr
-    wait_until(lambda: is_over(int(ran.stdout.splitlines()[0])))  # a forked child of the program lives longer
+    # a forked child of the program lives longer
+    wait_until(lambda: all(is_over(int(pid)) for pid in ran.stdout.splitlines()[0].split()))
+
+
+FORKED = """
+import logging, os, random, signal, sys, threading
+import numpy, torch
+import telegrad
+from telegrad import rpc
+from telegrad._core import forks
+
+def draw():
+    return numpy.random.random(), random.random()
+
+def describe():
+    opened = {os.readlink(f"/proc/self/fd/{number}").partition(":")[0] for number in range(3)}
+    with os.scandir("/proc/self/fd") as descriptors:
+        count = len(list(descriptors))
+    pid = os.fork()
+    if not pid:
+        os._exit(torch.ones(300, 300).mm(torch.ones(300, 300)).ne(300).any())
+    assert os.waitpid(pid, 0)[1] == 0 == forks.process.depth
+    return count, opened, os.getsid(0) == os.getpid(), {threading.get_ident() == threading.main_thread().ident}
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")
+    group = telegrad.local(3)
+    told = [rpc.rpc_sync(name, describe) for name in group]
+    assert told[0] == told[1] == told[2], told
+    assert len({number for name in group for number in rpc.rpc_sync(name, draw)}) == 6
+    assert os.fork() or os._exit(group._starter.socket.fileno() + 1) is None
+    assert os.wait()[1] == 0
+    os.kill(group._starter.process.pid, signal.SIGKILL)
+    for worker in group._workers:
+        worker._watcher.join(60)
+    print([worker.process.returncode for worker in group._workers], len(rpc.workers()))
+"""
+
+
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.skipif(not starter.POSSIBLE, reason="workers are not forked on this platform")
+def test_forked_workers_are_as_those_with_a_start_of_their_own(tmp_path: pathlib.Path) -> None:
+    ran = run(FORKED, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "[-9, -9, -9]" in ran.stdout
+    assert "worker 'worker2' was lost: its process ended with signal SIGKILL" in ran.stderr
 
 
 # The action of a worker instead of its import of torch, the text for its end, and its last line.
@@ -264,11 +310,19 @@ DEATHS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.timeout(2 * PATIENT)
 @pytest.mark.parametrize(("how", "printed"), [*((how, True) for how in DEATHS), ("raises", False), ("ends", False)])
+@pytest.mark.parametrize("forks", [starter.POSSIBLE, False])
 def test_a_worker_that_cannot_start_is_an_error_after_its_output(
-    how: str, printed: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forks: bool,
+    how: str,
+    printed: bool,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(starter, "POSSIBLE", forks)
     act, end, line = DEATHS[how]
-    if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until its end
+    # A starter imports torch for both. Without it, the other worker sleeps until its end.
+    if_it_is_b = "import sys\nif {'b', '--forks'}.intersection(sys.argv):\n    "
     (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport signal; signal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
@@ -276,7 +330,7 @@ def test_a_worker_that_cannot_start_is_an_error_after_its_output(
         monkeypatch.setattr(sys, stream, None)
     with pytest.raises(errors.RendezvousError) as caught:
         telegrad.local(["a", "b"], rpc_timeout=PATIENT)
-    assert f"worker 'b' ended with {end} before the group had formed" in str(caught.value)
+    assert f"worker {'a' if forks else 'b'!r} ended with {end} before the group had formed" in str(caught.value)
     assert (line in str(caught.value), line in "".join(capsys.readouterr())) == (not printed, printed)
     assert len(traceback.extract_tb(caught.tb)) == 1  # the frame of this test
     assert time.monotonic() - began < PATIENCE
@@ -290,9 +344,10 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
 def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workers: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torch.py").write_text(LEAVES_A_CHILD)
     monkeypatch.syspath_prepend(tmp_path)
@@ -300,7 +355,7 @@ def test_a_failed_start_leaves_nothing_open_and_waits_for_no_child_of_a_worker(
     for _ in range(2):  # the first may open what the process keeps
         began = time.monotonic()
         with pytest.raises(errors.RendezvousError, match="SIGKILL"):
-            telegrad.local(1, rpc_timeout=PATIENT)
+            telegrad.local(workers, rpc_timeout=PATIENT)
         took, said = time.monotonic() - began, capsys.readouterr().out
         child = int(re.findall(r"child (\d+)", said)[0])
         assert not is_over(child)
@@ -324,7 +379,7 @@ def start_children():
     return pid, subprocess.Popen(["sleep", "60"]).pid
 
 def main(how):
-    with telegrad.local(1) as group:
+    with telegrad.local({workers}) as group:
         pid = rpc.rpc_sync("worker0", os.getpid)
         if how == "killed":
             os.kill(pid, 9)
@@ -352,9 +407,10 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * PATIENT)
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
-def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(tmp_path: pathlib.Path) -> None:
-    ran = run(ROUNDS, tmp_path)
+def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(workers: int, tmp_path: pathlib.Path) -> None:
+    ran = run(ROUNDS.replace("{workers}", str(workers)), tmp_path)
     assert ran.returncode == 0, ran.stderr
     opened = re.findall(r"open (\d+)", ran.stdout)
     assert (len(opened), len(set(opened))) == (4, 1), ran.stdout
@@ -382,6 +438,7 @@ def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
+        monkeypatch.setattr(starter, "POSSIBLE", False)
 
     return use
 
@@ -509,7 +566,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 STOPPED = """
 import os, signal, telegrad
 if __name__ == "__main__":
-    group = telegrad.local(1)
+    group = telegrad.local({workers})
     print(group._workers[0].process.pid, flush=True)
     os.kill(group._workers[0].process.pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -517,9 +574,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel wakes it")
-def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -> None:
-    ran = run(STOPPED, tmp_path)
+def test_a_stopped_worker_ends_with_its_killed_program(workers: int, tmp_path: pathlib.Path) -> None:
+    ran = run(STOPPED.format(workers=workers), tmp_path)
     assert ran.returncode == -signal.SIGKILL
     wait_until(lambda: is_over(int(ran.stdout)))
 

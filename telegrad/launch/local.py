@@ -47,7 +47,9 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
+from telegrad.launch import starter
 from telegrad.launch.output import LONGEST, STREAMS, LineBuffer
+from telegrad.launch.starter import ForkedProcess, Starter
 
 MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
@@ -87,6 +89,7 @@ class LocalGroup:
         self._formed = self._closed = False
         self.key: bytes = new_key()
         self._workers: list[_Worker] = []
+        self._starter: Starter | None = None
         main = programs.find("")
         programs.hosts = main.guarded
         # The socket of the store is bound before the workers start, since they are told its port. torch's store takes
@@ -113,6 +116,22 @@ class LocalGroup:
                 raise
         _wake_at_interrupts()
         atexit.register(self._at_exit)
+
+    def _start(self, arguments: list[str], stdout: int, stderr: int) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Start the process of a worker; by a starter if there are several."""
+        environment = _environment(len(self.names))
+        if not starter.POSSIBLE or len(self.names) == 1:
+            return subprocess.Popen(
+                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                **new_session_options(),
+            )
+        if self._starter is None:  # what it prints while it imports torch is forwarded as the first worker's
+            self._starter = Starter(len(self.names), stdout, stderr, environment)
+        return ForkedProcess(self._starter, arguments, stdout, stderr)
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
@@ -177,9 +196,11 @@ class LocalGroup:
             self._agent.warn_lost(self._agent.find(worker.name).identity, why)
 
     def _loss(self, who: Any, why: str) -> str:
-        """Return how the process of a lost worker has ended; `why` if it goes on."""
+        """Return how the process of a lost worker has ended; `why` if it goes on, "" if this process has ended it."""
         # The kernel closes the connections of a process before its parent can wait for it. So the agent reports the
         # loss a little before the exit code is known.
+        if self._closed:
+            return ""
         worker = self._workers[self.names.index(who.name)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"worker {who.name!r} was lost: its process ended with {describe_exit(worker.process.wait(MOMENT))}"
@@ -200,6 +221,8 @@ class LocalGroup:
         from telegrad.ext.calls import fold
 
         try:
+            if not graceful:  # before they lose this process, whose end is the reason then
+                self._ask_to_end()
             if not self._agent.closed:  # else the program has left itself
                 rpc.shutdown(graceful)
         except BaseException as error:
@@ -208,25 +231,28 @@ class LocalGroup:
         finally:
             self._end_workers()
 
+    def _ask_to_end(self) -> None:
+        for worker in self._workers:
+            worker.begin_end()
+
     @uninterrupted
     def _end_workers(self) -> None:
         self._closed = True
         programs.hosts = False
-        # All inputs are closed before the first wait, so that the workers end at the same time.
-        for worker in self._workers:
-            worker.begin_end()
+        self._ask_to_end()
         with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
             # All workers share the time of each step, so the end takes limited time whatever their number.
-            for ask in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
+            for ask in ("", "terminate", "kill"):  # first the workers may end by themselves
                 until = monotonic() + GRACE
-                if ask is not None:  # first the workers may end by themselves
-                    for worker in self._workers:
-                        ask(worker.process)
+                for worker in self._workers if ask else ():
+                    getattr(worker.process, ask)()
                 for worker in self._workers:
                     worker.await_end(until, wait)
             until = monotonic() + GRACE
             for worker in self._workers:
                 worker._watcher.join(max(0.0, until - monotonic()))
+        if self._starter is not None:
+            self._starter.close(GRACE)
 
     def _living(self) -> list[str]:
         # The thread that waits for the end of a process sets its `returncode`.
@@ -280,6 +306,8 @@ def _disown_workers() -> None:
         group._closed = True
         for worker in group._workers:
             worker.close_input()
+        if group._starter is not None:
+            group._starter.socket.close()
 
 
 class _Worker:
@@ -295,14 +323,7 @@ class _Worker:
         try:
             pipes += os.pipe()
             pipes += os.pipe()
-            self.process = subprocess.Popen(
-                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
-                stdin=subprocess.PIPE,
-                stdout=pipes[1],
-                stderr=pipes[3],
-                env=_environment(len(group.names)),
-                **new_session_options(),
-            )
+            self.process = group._start([name, *options], pipes[1], pipes[3])
         except BaseException:
             for end in pipes:
                 os.close(end)
@@ -382,6 +403,9 @@ class _Worker:
         # The last output is printed, or in `unprinted`, before the end is reported: the error quotes it.
         for pump in self._pumps:
             pump.join(GRACE)
+        # If no starter could fork this worker, the first one has its output, and is reported first.
+        if not self.process.pid and self.name != group.names[0]:
+            group._workers[0]._watcher.join()
         group._ended(self, code)
 
 

@@ -46,6 +46,10 @@ def main(arguments: list[str]) -> int:
     """Run the worker; return the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.forks:
+        from telegrad.launch import starter
+
+        given = parser.parse_args(starter.fork_workers(given.forks))
     if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
     key = _key_from_parent() if given.key_from_parent else None
@@ -141,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--require", metavar="NAME", action="append", help=require)
     add("--with-parent", action="store_true", help="end when standard input is closed")
     add("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
+    add("--forks", type=int, help=argparse.SUPPRESS)  # be the starter of so many workers
     add("--main", help=argparse.SUPPRESS)  # the driver's program
     return parser
 

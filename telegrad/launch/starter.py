@@ -1,0 +1,172 @@
+"""Start the workers of `telegrad.local` as forks of one process that has imported torch, once for all of them.
+
+An import of torch takes more than a second of processor time, and its memory is shared by the forks. Only a process
+that has never computed anything can be forked safely, and the program may have computed, so a process of its own is
+started: the starter. It receives the arguments and the descriptors of each worker by a socket, and reports its number
+and its exit code by a pipe. It ends with its last worker, or as soon as the socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+
+from telegrad.ext.processes import SAFE_PATH, forks, new_session_options
+
+POSSIBLE = sys.platform == "linux"
+LONGEST = 1 << 16  # bytes of the arguments of a worker
+_NUMBER = struct.Struct("<i")
+
+
+class Starter:
+    """The process that forks workers, for the process of `telegrad.local`."""
+
+    def __init__(self, workers: int, stdout: int, stderr: int, environment: Mapping[str, str]) -> None:
+        self.socket, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", "--forks", str(workers)],
+                stdin=given.fileno(),
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                **new_session_options(),
+            )
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            given.close()
+
+    def close(self, patience: float) -> None:
+        """End the process, whose workers have ended."""
+        self.socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+            return
+        self.process.kill()
+        self.process.wait()
+
+
+class ForkedProcess:
+    """A worker that a starter forks, with the methods of `subprocess.Popen` that `telegrad.local` uses.
+
+    One thread calls `wait` without a limit. It sets the fields, which other threads read.
+    """
+
+    def __init__(self, starter: Starter, arguments: Sequence[str], stdout: int, stderr: int) -> None:
+        self.pid = 0  # until it has been forked
+        self.returncode: int | None = None
+        self._starter = starter
+        self._over = threading.Event()
+        given, end = os.pipe()
+        self.stdin = os.fdopen(end, "wb")
+        self._reports, reports = os.pipe()
+        # If the starter has ended already, `wait` finds that out.
+        with contextlib.suppress(OSError):
+            socket.send_fds(starter.socket, [json.dumps(arguments).encode()], [given, stdout, stderr, reports])
+        os.close(given)
+        os.close(reports)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            self._follow()
+        elif not self._over.wait(timeout):
+            raise subprocess.TimeoutExpired("telegrad worker", timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _follow(self) -> None:
+        with os.fdopen(self._reports, "rb", buffering=0) as reports:
+            if pid := reports.read(_NUMBER.size):
+                (self.pid,) = _NUMBER.unpack(pid)
+            code = reports.read(_NUMBER.size)
+        if code:
+            (self.returncode,) = _NUMBER.unpack(code)
+        else:
+            self.returncode = self._starter.process.wait()
+            self._signal(signal.SIGKILL)
+        self._over.set()
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid or self._starter.process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# In the starter
+
+
+def fork_workers(count: int) -> list[str]:
+    """Fork a process for each worker, and return there, with the worker's arguments. This process ends with them."""
+    orders = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # processes that the imports start must not keep the socket open
+    import torch  # noqa: F401
+
+    import telegrad.rpc  # noqa: F401
+
+    # The collector would write to all objects, and so copy the memory that the workers share.
+    gc.freeze()
+    reports: dict[int, int] = {}  # by the numbers of processes
+    for _ in range(count):
+        arguments, given, *_ = socket.recv_fds(orders, LONGEST, 4)
+        if not arguments:
+            os._exit(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of threads, which NumPy's libraries end before a fork
+            pid = os.fork()
+        if not pid:
+            for inherited in reports.values():
+                os.close(inherited)
+            orders.close()
+            return _become_worker(arguments, given)
+        *_, reports[pid] = given
+        for descriptor in given[:3]:
+            os.close(descriptor)
+        os.write(reports[pid], _NUMBER.pack(pid))
+    threading.Thread(target=_end_with_program, args=(orders,), daemon=True).start()
+    while reports:
+        pid, status = os.wait()
+        report = reports.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(report, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        os.close(report)
+    os._exit(0)
+
+
+def _become_worker(arguments: bytes, given: list[int]) -> list[str]:
+    os.setsid()
+    for number, descriptor in enumerate(given):
+        if number < 3:
+            os.dup2(descriptor, number)
+        os.close(descriptor)
+    forks.process.depth, forks.process.origin = 0, None  # not a child of a worker
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all workers would draw the same numbers; `random` does it by itself
+    return list(json.loads(arguments))
+
+
+def _end_with_program(orders: socket.socket) -> None:
+    # The kernel then resumes stopped workers (`signal_at_parents_end`), which find their inputs closed.
+    orders.recv(1)
+    os._exit(0)
