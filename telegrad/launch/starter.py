@@ -119,8 +119,9 @@ class ForkedProcess:
 def fork_workers(count: int) -> list[str]:
     """Fork a process for each worker, and return there, with the worker's arguments. This process ends with them."""
     orders = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # processes that the imports start must not keep the socket open
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # processes that the imports start must not keep the socket open
+    os.close(nothing)
     import torch  # noqa: F401
 
     import telegrad.rpc  # noqa: F401
@@ -147,7 +148,8 @@ def fork_workers(count: int) -> list[str]:
     threading.Thread(target=_end_with_program, args=(orders,), daemon=True).start()
     while reports:
         pid, status = os.wait()
-        report = reports.pop(pid)
+        if (report := reports.pop(pid, -1)) < 0:  # a process that the imports have started
+            continue
         with contextlib.suppress(BrokenPipeError):
             os.write(report, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
         os.close(report)
@@ -161,8 +163,8 @@ def _become_worker(arguments: bytes, given: list[int]) -> list[str]:
             os.dup2(descriptor, number)
         os.close(descriptor)
     forks.process.depth, forks.process.origin = 0, None  # not a child of a worker
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all workers would draw the same numbers; `random` does it by itself
+    if generator := sys.modules.get("numpy.random"):
+        generator.seed()  # else all workers would draw the same numbers; `random` does it by itself
     return list(json.loads(arguments))
 
 
