@@ -116,12 +116,8 @@ class ForkedProcess:
 # In the starter
 
 
-def fork_workers(count: int) -> list[str]:
+def fork_workers(count: int, orders: socket.socket) -> list[str]:
     """Fork a process for each worker, and return there, with the worker's arguments. This process ends with them."""
-    orders = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # processes that the imports start must not keep the socket open
-    os.close(nothing)
     import torch  # noqa: F401
 
     import telegrad.rpc  # noqa: F401

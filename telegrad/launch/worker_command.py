@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     if given.forks:
         from telegrad.launch import starter
 
-        given = parser.parse_args(starter.fork_workers(given.forks))
+        given = parser.parse_args(starter.fork_workers(given.forks, socket.socket(fileno=_take_input())))
     if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
     key = _key_from_parent() if given.key_from_parent else None
