@@ -122,7 +122,13 @@ class Files(FileSystem):
         now = os.stat(path).st_mtime_ns
         os.utime(path, ns=(now, max(now, newest + 1)))
         os.replace(path, new_path)
-        _sync(folder)
+        # The new entry of the folder must survive a power failure. Not each platform can sync a folder.
+        with contextlib.suppress(OSError):
+            descriptor: Any = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 @folded
@@ -175,9 +181,8 @@ def keep_newest(path: str, count: int) -> None:
         _remove(old)
     # A folder with files that are younger than the first file of this save is no leftover: another save may be writing
     # there.
-    begun = min(
-        (os.stat(os.path.join(path, name)).st_mtime_ns for name in os.listdir(path) if _is_part(name)), default=0
-    )
+    parts = (os.path.join(path, name) for name in os.listdir(path) if _is_part(name))
+    begun = min((os.stat(part).st_mtime_ns for part in parts), default=0)
     complete = {name for _, name in found}
     for each in _folders(folder, links=False):
         if each not in complete and _is_leftover(each, begun):
@@ -242,13 +247,3 @@ def _remove_in(path: str, is_wanted: Callable[[str], bool]) -> None:
     with contextlib.suppress(OSError), opened(path) as folder:
         for name in filter(is_wanted, folder.names()):
             folder.remove(name)
-
-
-def _sync(folder: str) -> None:
-    """Sync a folder, which makes its entries survive a power failure."""
-    with contextlib.suppress(OSError):  # not supported on each platform
-        descriptor: Any = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

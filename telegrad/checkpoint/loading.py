@@ -330,15 +330,13 @@ def _intact(path: str, file: str = "") -> Iterator[None]:
         if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
             cause = error.__context__  # without torch's advice to load the file without its checks
         text = first_line(cause).partition(". Please use ")[0]
-        told = f"damaged: {type(cause).__name__}{text and f': {text}'}."
-        if file:
-            told = f"the file {file} in {path!r} does not belong to a checkpoint, or is {told} Load another checkpoint"
-        else:
-            told = (
-                f"files of the checkpoint in {path!r} are missing or {told} Other parts may have been loaded already: "
-            )
-            told += "load another checkpoint"
-        raise CheckpointFailed(told) from None
+        damaged = f"damaged: {type(cause).__name__}{text and f': {text}'}."
+        raise CheckpointFailed(
+            f"the file {file} in {path!r} does not belong to a checkpoint, or is {damaged} Load another checkpoint"
+            if file
+            else f"files of the checkpoint in {path!r} are missing or {damaged} Other parts may have been loaded "
+            "already: load another checkpoint"
+        ) from None
 
 
 # Continuing after losses

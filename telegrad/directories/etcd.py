@@ -41,8 +41,8 @@ from time import monotonic
 from typing import Concatenate, ParamSpec, TypeVar
 
 from telegrad.directories import etcd_messages as messages
-from telegrad.directories.etcd_client import EtcdAnswer, EtcdClient, EtcdSession
-from telegrad.directories.etcd_messages import EtcdMalformed, EtcdRefused, EtcdSettings, Json
+from telegrad.directories.etcd_client import EtcdClient, EtcdSession
+from telegrad.directories.etcd_messages import EtcdMalformed, EtcdRefused, EtcdSettings
 from telegrad.errors import StoreUntrusted
 from telegrad.ext.directories import (
     ABSENT,
@@ -79,11 +79,11 @@ def connect(url: str, patience: float = 10.0) -> EtcdDirectory:
     return EtcdDirectory(messages.parse_url(url), patience)
 
 
-def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Concatenate[EtcdDirectory, P], T]:
-    """Make a method raise StoreUntrusted for a response that etcd cannot have sent."""
+def _translated(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Concatenate[EtcdDirectory, P], T]:
+    """Make a method raise errors of directories for refusals of etcd, and for answers that etcd cannot have sent."""
 
     @functools.wraps(method)
-    def trusted(self: EtcdDirectory, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def translated(self: EtcdDirectory, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
         except EtcdMalformed as error:
@@ -91,8 +91,10 @@ def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Con
                 f"etcd at {self._client.name} sent an invalid answer for the keys under {self.scope!r} "
                 f"({error}): check whether another server has its address, or a proxy changes its answers"
             ) from None
+        except EtcdRefused as error:
+            raise _refused(error) from None
 
-    return trusted
+    return translated
 
 
 class EtcdDirectory:
@@ -105,16 +107,16 @@ class EtcdDirectory:
         self._endpoints = len(settings.endpoints)
         self._is_checked = self._endpoints == 1  # a single member has no former leader
 
-    @_trusted
+    @_translated
     def grant(self, ttl: float) -> Lease:
         check_ttl(ttl)
         until = monotonic() + self._client.sessions.patience
-        answer = self._ask("/v3/lease/grant", {"TTL": str(math.ceil(ttl))}, until)
+        answer = self._client.ask("/v3/lease/grant", {"TTL": str(math.ceil(ttl))}, until)
         number, seconds = messages.lease_of(answer.content), messages.ttl_of(answer.content)
         self._check_version(until)
         return Lease(number, seconds, answer.sent + seconds)
 
-    @_trusted
+    @_translated
     def renew(self, lease: Lease) -> Lease:
         """See `Directory.renew`.
 
@@ -132,8 +134,8 @@ class EtcdDirectory:
         until = monotonic() + sessions.patience
         while True:
             # The renewal comes first: between a read and a later renewal, the leader could be replaced.
-            renewal = self._ask("/v3/lease/keepalive", {"ID": str(lease.id)}, until, limit=limit)
-            read = self._ask("/v3/kv/range", messages.confirm_request(self._prefix), until, limit=limit)
+            renewal = self._client.ask("/v3/lease/keepalive", {"ID": str(lease.id)}, until, limit=limit)
+            read = self._client.ask("/v3/kv/range", messages.confirm_request(self._prefix), until, limit=limit)
             if renewal.header.term == read.header.term:
                 break
             sessions.wait(PAUSE)
@@ -152,27 +154,28 @@ class EtcdDirectory:
             )
         return Lease(lease.id, seconds, renewal.sent + seconds)
 
-    @_trusted
+    @_translated
     def revoke(self, lease: Lease) -> None:
         try:
-            self._ask("/v3/lease/revoke", {"ID": str(lease.id)})
-        # The lease has ended, possibly by an earlier attempt of this request whose response was lost.
-        except LeaseLost:
-            pass
+            self._client.ask("/v3/lease/revoke", {"ID": str(lease.id)})
+        except EtcdRefused as error:
+            # The lease has ended, possibly by an earlier attempt of this request whose response was lost.
+            if not isinstance(_refused(error), LeaseLost):
+                raise
 
-    @_trusted
+    @_translated
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
         name = self._prefix + check_key(key)
         check_value(key, value or b"")
         request = messages.swap_request(name, value, expected, lease.id if lease else 0)
-        return messages.swap_of(self._ask("/v3/kv/txn", request, repeat=False).content, self._prefix)
+        return messages.swap_of(self._client.ask("/v3/kv/txn", request, repeat=False).content, self._prefix)
 
-    @_trusted
+    @_translated
     def list(self, prefix: str) -> Listing:
         request = messages.list_request(self._prefix + prefix.encode())
-        return messages.listing_of(self._ask("/v3/kv/range", request).content, self._prefix)
+        return messages.listing_of(self._client.ask("/v3/kv/range", request).content, self._prefix)
 
-    @_trusted
+    @_translated
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
         name = self._prefix + prefix.encode()
         sessions, began = self._client.sessions, monotonic()
@@ -184,10 +187,7 @@ class EtcdDirectory:
             # open.
             until = min(now + sessions.patience, max(ends, began + OPENING))
             follow = partial(self._follow, name, since, min(now + silence, ends))
-            try:
-                events = sessions.run(follow, until=until, limit=self._client.limit).value
-            except EtcdRefused as error:
-                raise _refused(error) from None
+            events = sessions.run(follow, until=until, limit=self._client.limit).value
             if events:
                 # Not the header's revision: when a watch catches up, that one is later than these events.
                 return events[-1].revision, events
@@ -230,14 +230,6 @@ class EtcdDirectory:
             if not is_open:
                 raise
         return []
-
-    def _ask(
-        self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
-    ) -> EtcdAnswer:
-        try:
-            return self._client.ask(path, body, until, repeat, limit)
-        except EtcdRefused as error:
-            raise _refused(error) from None
 
     def _check_version(self, until: float) -> None:
         """Warn once if a leader that resumes after a stop can end leases that are still renewed."""

@@ -185,21 +185,19 @@ class EtcdClient:
         """
         if limit is None:
             limit = self.limit if repeat else self._write_limit
-        return self.sessions.run(
-            lambda session, deadline: self.attempt(session, path, body, deadline), repeat, until, limit
-        ).value
 
-    def attempt(self, session: EtcdSession, path: str, body: Json, deadline: float) -> EtcdAnswer:
-        """Send a request to one endpoint once. Raises Unsent, Unanswered, Refused, DirectoryReset."""
-        token = self.token(session, deadline)
-        # Both must be from before the request. A linearizable response may be older than one that arrived while it was
-        # under way, but not older than one that arrived before. And the holder of a lease counts from when it sent the
-        # renewal.
-        floor, sent = self._continuity.revision, monotonic()
-        content = self.read(*session.ask(path, body, token, deadline))
-        header = messages.header_of(content)
-        self.check(header, floor, path in LINEARIZABLE)
-        return EtcdAnswer(content, header, sent)
+        def attempt(session: EtcdSession, deadline: float) -> EtcdAnswer:
+            token = self.token(session, deadline)
+            # Both must be from before the request. A linearizable response may be older than one that arrived while it
+            # was under way, but not older than one that arrived before. And the holder of a lease counts from when it
+            # sent the renewal.
+            floor, sent = self._continuity.revision, monotonic()
+            content = self.read(*session.ask(path, body, token, deadline))
+            header = messages.header_of(content)
+            self.check(header, floor, path in LINEARIZABLE)
+            return EtcdAnswer(content, header, sent)
+
+        return self.sessions.run(attempt, repeat, until, limit).value
 
     def read(self, status: int, body: bytes) -> Json:
         """Return the content of a response. Raises Unsent, Unanswered, Refused."""

@@ -331,30 +331,24 @@ class RedisDirectory:
         return answer
 
     def _run_with(self, operation: Callable[[RedisSession, float], T], repeat: bool = True) -> Result[T]:
-        try:
-            return self._sessions.run(operation, repeat)
-        except exceptions.RedisError as error:
-            raise self._sessions.lost("answers with an error", {0: str(error)}) from error
-
-    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> RedisReply:
-        """Run an operation. If it is a watch without events, wait for the next change or end of a lease.
+        """Run an operation with a session.
 
         Raises:
             StoreUntrusted: other programs have written to the group's keys.
+            DirectoryLost: the server refuses a command.
         """
         try:
-            return self._ask_script(session, operation, wait_until)
+            return self._sessions.run(operation, repeat)
         except RedisMalformed as error:
             field = f", field {error.field!r}," if error.field else ""
             raise self._untrusted(error.key, f"{field} has a value that no worker of the group wrote") from None
-        except exceptions.ResponseError as error:
-            if is_of_malformed_keys(str(error)):
+        except exceptions.RedisError as error:
+            if isinstance(error, exceptions.ResponseError) and is_of_malformed_keys(str(error)):
                 raise self._untrusted("*", f" cannot be used ({safe(str(error))})") from None
-            raise
+            raise self._sessions.lost("answers with an error", {0: str(error)}) from error
 
-    def _ask_script(
-        self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float
-    ) -> RedisReply:
+    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> RedisReply:
+        """Run an operation. If it is a watch without events, wait for the next change or end of a lease."""
         name, *arguments = operation
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         # Only the hash of the script is sent. NOSCRIPT means that the server does not know the script, as after SCRIPT

@@ -58,8 +58,7 @@ def parse(url: str) -> Address:
         parts = urllib.parse.urlsplit(url)
         port = 6379 if parts.port is None else parts.port
         db = int(parts.path.strip("/") or 0)
-        strict = bool(parts.query)
-        query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True, strict_parsing=strict))
+        query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as error:
         raise InvalidArgument(f"the URL of a Redis server has the form {_FORM}: {error}") from None
     if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.fragment or db < 0 or not port:
@@ -144,13 +143,11 @@ def read_reply(operation: str, about: object, reply: object) -> RedisReply:
     writes = operation in ("write", "delete")
     if status != b"done" and not (writes and status == b"differs"):
         raise RedisMalformed("state")
-    if writes:
-        record = _only(content, "entries")
-        return RedisReply(
-            status, revision, None if record is None else _entry(_name(about, "entries"), record, "entries")
-        )
     found: Any = None
-    if operation == "attach":
+    if writes:
+        if (record := _only(content, "entries")) is not None:
+            found = _entry(_name(about, "entries"), record, "entries")
+    elif operation == "attach":
         found = _bytes(_only(content, "state"), "state", "incarnation")
     elif operation == "grant":
         found = _number(_only(content, "state"), "state")

@@ -150,7 +150,7 @@ class GroupFuture(Future[T]):
         self._come: list[ResultSlot] = []  # the slots that have ended, in that order
         self._news: Signal | None = None  # set when the next slot ends; made by a thread that waits for it
         self._over = Signal()  # set after the future is done
-        self.call: Helper | None = _Calls(agent, self._slots, self._over, about)
+        self.call: Helper | None = _Calls(agent, self._slots, self._over)
 
     def _another(self) -> Future[Any]:
         return Future()
@@ -269,11 +269,10 @@ def group_error(function: str, errors: dict[Key, BaseException], asked: int, res
 class _Calls:
     """The calls of a group's future, for a thread that waits for it. A reference to the future would make a cycle."""
 
-    def __init__(self, agent: Agent, slots: Sequence[ResultSlot], over: Signal, about: str) -> None:
+    def __init__(self, agent: Agent, slots: Sequence[ResultSlot], over: Signal) -> None:
         self._agent = agent
         self._slots = slots
         self._over = over
-        self._about = about
 
     def help(self) -> None:
         """Wait for all calls. This thread reads from the connections where it can."""

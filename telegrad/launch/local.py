@@ -422,26 +422,24 @@ def _wake_at_interrupts() -> None:
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
     """Return the roles of the workers, by name."""
-    roles: dict[str, str] = {}
+    named: list[tuple[str, str]] = []
     if isinstance(workers, Mapping):
         for role, number in workers.items():
             check_role(role or " ")  # "" would mean workers without a role
             count(f"workers: the number of {role}", number, 1, MOST)
         named = [(f"{role}{number}", role) for role, several in workers.items() for number in range(several)]
-        names, roles = [name for name, _ in named], dict(named)
     elif isinstance(workers, Sequence) and not isinstance(workers, str | bytes | bytearray):
-        names = list(workers)
-    elif isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
+        named = [(name, "") for name in workers]
+    elif isinstance(workers, int) and not isinstance(workers, bool) and workers <= MOST:
+        named = [(f"worker{number}", "") for number in range(workers)]
+    if not 1 <= len(named) <= MOST:
         raise_invalid("workers", _WORKERS, workers)
-    else:
-        names = [f"worker{number}" for number in range(workers)]
-    if not 1 <= len(names) <= MOST:
-        raise_invalid("workers", _WORKERS, workers)
+    names = [name for name, _ in named]
     for name in (driver, *names):
         check_name(name)
     if len({driver, *names}) <= len(names):
         raise UsageError(f"each worker needs a name of its own, and so does the driver: {short_repr([driver, *names])}")
-    return roles or dict.fromkeys(names, "")
+    return dict(named)
 
 
 def _environment(workers: int) -> dict[str, str]:

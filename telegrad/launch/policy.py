@@ -30,7 +30,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import short_repr
+from telegrad.ext.arguments import checks
 from telegrad.ext.joining import check_name, check_role
 from telegrad.ext.processes import describe_exit
 from telegrad.ext.texts import did_you_mean
@@ -110,7 +110,7 @@ def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
     if not plan.roles:
         raise UsageError("there is no role to run: give a file with tables such as [actor], or a command after --")
     _check(isinstance(plan.logs, str) and "\0" not in plan.logs, "logs must be the name of a folder", plan.logs)
-    _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds, 0 or more", plan.grace)
+    _check(checks.is_real(plan.grace) and plan.grace >= 0, "grace must be a number of seconds, 0 or more", plan.grace)
     return plan
 
 
@@ -139,13 +139,16 @@ def _role(name: str, table: Mapping[str, Any]) -> Role:
     own = "command" in given
     if own:
         given["command"] = _command(given["command"], of)
-    given["env"] = _env(given.get("env", {}), of)
+    env = given.get("env", {})
+    plain = isinstance(env, Mapping) and all(isinstance(value, str) or checks.is_real(value) for value in env.values())
+    _check(plain, f'{of}: env must be a table of variables, such as {{ DEBUG = "1" }}', env)
+    given["env"] = {key: str(value) for key, value in env.items()}
     role = Role(name, **{"serves": not own, **given})
-    is_node = role.node is None or (_is_whole(role.node) and role.node >= 0)
+    is_node = role.node is None or (checks.is_whole(role.node) and role.node >= 0)
     for key, holds, rule in (
-        ("count", _is_whole(role.count) and role.count >= 1, "the number of its workers, at least 1"),
-        ("restarts", _is_whole(role.restarts) and role.restarts >= 0, "a number, 0 for none"),
-        ("within", _is_number(role.within) and role.within > 0, "a number of seconds"),
+        ("count", checks.is_whole(role.count) and role.count >= 1, "the number of its workers, at least 1"),
+        ("restarts", checks.is_whole(role.restarts) and role.restarts >= 0, "a number, 0 for none"),
+        ("within", checks.is_real(role.within) and role.within > 0, "a number of seconds"),
         ("on_failure", role.on_failure in POLICIES, f"one of {', '.join(POLICIES)}"),
         ("serves", isinstance(role.serves, bool), "true or false"),
         ("node", is_node, "the number of the host that runs it, from 0 on"),
@@ -159,16 +162,10 @@ def _command(given: Any, of: str) -> tuple[str, ...]:
     try:
         words = shlex.split(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise UsageError(f"{of}: command {short_repr(given)} cannot be split into words: {error}") from None
+        raise UsageError(f"{of}: command {checks.short_repr(given)} cannot be split into words: {error}") from None
     is_valid = isinstance(words, list) and words and all(isinstance(word, str) for word in words)
     _check(bool(is_valid), f"{of}: command must be a string or a list of strings, and not empty", given)
     return (*(["python"] if words[0].endswith(".py") else []), *words)
-
-
-def _env(given: Any, of: str) -> dict[str, str]:
-    plain = isinstance(given, Mapping) and all(isinstance(value, str) or _is_number(value) for value in given.values())
-    _check(plain, f'{of}: env must be a table of variables, such as {{ DEBUG = "1" }}', given)
-    return {key: str(value) for key, value in given.items()}
 
 
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
@@ -182,15 +179,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> No
 
 def _check(holds: bool, rule: str, given: Any) -> None:
     if not holds:
-        raise UsageError(f"{rule}, not {short_repr(given)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        raise UsageError(f"{rule}, not {checks.short_repr(given)}")
 
 
 # Restarts
@@ -270,11 +259,10 @@ class Policy:
         self.slots: dict[str, SlotState] = {}
         shared: dict[str, _RestartBudget] = {}
         for slot in slots:
-            role = slot.role
-            of_role = shared.setdefault(role.name, _RestartBudget(role))
-            self.slots[slot.name] = SlotState(
-                slot, of_role if role.on_failure == RESTART_ROLE else _RestartBudget(role)
-            )
+            budget = _RestartBudget(slot.role)
+            if slot.role.on_failure == RESTART_ROLE:
+                budget = shared.setdefault(slot.role.name, budget)
+            self.slots[slot.name] = SlotState(slot, budget)
         self._grace = grace
         # By name of the role, while it restarts together: when its workers may start. Set by the failure that restarts
         # the role, removed once all of its workers have ended.
@@ -413,9 +401,8 @@ class Policy:
     def _end_if_done(self, now: float) -> list[Action]:
         living = self._in(WAITS, RUNS, ENDING)
         # If all roles serve, no other worker decides the end of the group: it ends when all of them have ended.
-        if any(not one.role.serves for one in living) or (
-            living and all(one.role.serves for one in self.slots.values())
-        ):
+        all_serve = all(one.role.serves for one in self.slots.values())
+        if any(all_serve or not one.role.serves for one in living):
             return []
         self._begin_to_end(0, now)
         names = ", ".join(one.name for one in living)

@@ -53,8 +53,7 @@ class Starter:
         self.socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
-            return
-        self.process.kill()
+        self.process.kill()  # does nothing if it has ended
         self.process.wait()
 
 

@@ -57,7 +57,6 @@ CROWD = 1024  # connections that wait until the store is served
 # workers, so the workers do not inherit them.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 PIECE = 1 << 16  # bytes
-_RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Source = tuple[str, str]  # a process and one of its streams
 
@@ -346,15 +345,9 @@ class Supervisor:
             theirs.setblocking(False)
             self._selector.register(ours, selectors.EVENT_READ, "signals")
             waker = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-            wanted = (*ENDING, STATUS, FORWARDED, signal.SIGCHLD)
-            ignored = [
-                number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN
-            ]
-            before = {
-                number: signal.signal(number, lambda caught, _: self._signals.append(caught))
-                for number in wanted
-                if number not in ignored
-            }
+            wanted = {*ENDING, STATUS, FORWARDED, signal.SIGCHLD}
+            wanted -= {each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_IGN}
+            before = {each: signal.signal(each, lambda caught, _: self._signals.append(caught)) for each in wanted}
             try:
                 yield
             finally:
@@ -411,7 +404,7 @@ def _before(parent: int) -> Callable[[], None]:
     def prepare() -> None:
         # Ignored and blocked signals are inherited through exec. A shell that starts this process in the background
         # makes it ignore SIGINT, and the worker could then not be interrupted.
-        for number in _RESET:
+        for number in (*ENDING, STATUS, FORWARDED):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal_at_parents_end(signal.SIGKILL)

@@ -204,9 +204,8 @@ class _Comparison:
                     *(f"the gradient of input {number}" for number in range(len(led))),
                     *(f"the gradient of {self._names.get(name, name)!r}" for name, _ in trained),
                 ]
-                for name, gradient in zip(
-                    names, _gradients(outputs, [*led, *(each for _, each in trained)]), strict=True
-                ):
+                gradients = _gradients(outputs, [*led, *(each for _, each in trained)])
+                for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:  # stages that share a parameter each have a part of its gradient
                         results[name] = results[name] + gradient if name in results else gradient
             results["the random generator of torch"] = torch.get_rng_state()
@@ -387,7 +386,7 @@ def _no_saving() -> Iterator[None]:
     """Raise UsageError, on this thread, for hooks that change how tensors are saved for backward."""
     # A recording would drop the hooks in silence. They are used by activation checkpointing without reentrance. Other
     # threads, which may train at this moment, get the original method.
-    here, own = forks.thread(), saved_tensors_hooks.__enter__
+    here = forks.thread()
 
     def enter(hooks: saved_tensors_hooks) -> None:
         if forks.thread() == here:
@@ -398,6 +397,7 @@ def _no_saving() -> Iterator[None]:
         own(hooks)
 
     with _one_by_one:
+        own = saved_tensors_hooks.__enter__
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         try:
             yield

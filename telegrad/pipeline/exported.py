@@ -42,8 +42,7 @@ class GeneratedCode:
         self._compile()
 
     def _compile(self) -> None:
-        names = {name: importlib.import_module(path) for name, path in self._imported.items()}
-        defined: dict[str, Any] = {**self._names, **names}
+        defined = self._names | {name: importlib.import_module(path) for name, path in self._imported.items()}
         if self._device is not None:
             # The source writes a device as `device(type='cpu')`, and gets `device` from its globals.
             defined["device"] = lambda *_, **__: self._device
@@ -312,7 +311,7 @@ def build_stages(
                     found.update((name, held[name][0]) for name in here)
                     places[mode, number][node] = here[0]
                 else:
-                    own = _attribute(model, path)  # of the model, else of the recording
+                    own = attribute_of(model, path)  # of the model, else of the recording
                     name = path if isinstance(own, Tensor) else f"_constants.{mode}.{path}".lower()
                     found[name] = own if isinstance(own, Tensor) else constant
                     places[mode, number][node] = name
@@ -335,7 +334,8 @@ def build_stages(
     return made
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
+def attribute_of(model: nn.Module, path: str) -> Any:
+    """Return an attribute of a module by its qualified name, or None."""
     owner, _, name = path.rpartition(".")
     try:
         return getattr(model.get_submodule(owner), name, None)

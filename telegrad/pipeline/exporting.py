@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -126,15 +127,12 @@ class RecordedProgram:
                 crossing[place.get(node, -1) + 1] += 1
                 crossing[max(users) + 1] -= 1
         before, across = [0, *accumulate(sizes)], list(accumulate(crossing))
+        points = [CutPoint(name, before[at], across[at]) for name, at in self.first_operation.items()]
         best: dict[int, CutPoint] = {}
-        for name, at in self.first_operation.items():
-            level = CutPoint(name, before[at], across[at])
-            if (
-                0 < level.before < before[-1]
-                and (at_best := best.setdefault(level.before, level)).crossing > level.crossing
-            ):
-                best[at_best.before] = level
-        return [best[each] for each in sorted(best)], before[-1]
+        for point in sorted(points, key=attrgetter("before", "crossing")):
+            if 0 < point.before < before[-1]:
+                best.setdefault(point.before, point)
+        return [*best.values()], before[-1]
 
     def cut(self, starts: Sequence[int]) -> list[tuple[StageProgram, list[Use]]]:
         """Cut before these operations; raise UsageError if one piece writes to memory that another one reads."""
@@ -147,6 +145,7 @@ class RecordedProgram:
         # A stage takes what the stage before passes on, and passes on all that a later stage uses, also values of
         # earlier stages. Names are those of the nodes in the whole graph, so both sides need no further agreement.
         last = {node.name: max(map(stage_of.__getitem__, node.users), default=0) for node in self._graph.graph.nodes}
+        results = list(fx.node.map_arg(self.output.args[0], lambda node: Named(node.name)))
         made: list[tuple[StageProgram, list[Use]]] = []
         have = [Named(node.name) for node in self.inputs]
         for number in range(len(starts) + 1):
@@ -165,10 +164,8 @@ class RecordedProgram:
                 for node, path in self.state.items()
                 if node.name in needs
             ]
-            made.append((StageProgram(GeneratedCode(part), takes, needs, makes, have), uses))
-        last_piece, uses = made[-1]
-        results = fx.node.map_arg(self.output.args[0], lambda node: Named(node.name))
-        made[-1] = last_piece._replace(passes=list(results)), uses
+            passes = have if number < len(starts) else results
+            made.append((StageProgram(GeneratedCode(part), takes, needs, makes, passes), uses))
         return made
 
 

@@ -135,14 +135,12 @@ def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any
 
 def _is_of_torch(loss: Any) -> bool:
     """Return True for torch's own losses without options that replace `reduction`, or could be weights of samples."""
-    options = loss.keywords if isinstance(loss, partial) else {}
-    function = loss.func if isinstance(loss, partial) and not loss.args else loss
+    function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
     values = [*options.values(), *(function.buffers() if isinstance(function, nn.Module) else ())]
-    if {"size_average", "reduce"} & options.keys() or any(
-        isinstance(each, Tensor) and each.dim() > 1 for each in values
-    ):
-        return False  # weights of classes have one dimension
+    has_weights = any(isinstance(each, Tensor) and each.dim() > 1 for each in values)  # those of classes have one
+    if has_weights or {"size_average", "reduce"} & options.keys():
+        return False
     return home in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
@@ -256,10 +254,9 @@ def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
         summed = copy.copy(loss)
         summed.reduction = "sum"
     else:
-        is_partial = isinstance(loss, partial) and not loss.args
-        if (loss.func if is_partial else loss) not in _COUNTING_FUNCTIONS:
+        function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+        if function not in _COUNTING_FUNCTIONS:
             return None
-        options = loss.keywords if is_partial else {}
         ignored, weight = options.get("ignore_index", _IGNORED), options.get("weight")
         summed = partial(loss, reduction="sum")
     if not isinstance(targets, Tensor) or targets.is_floating_point():

@@ -36,6 +36,7 @@ from telegrad.ext.modules import moved
 from telegrad.ext.processes import in_child, renewed
 from telegrad.ext.references import RRef
 from telegrad.ext.values import decode, encode
+from telegrad.pipeline.exported import attribute_of
 
 Node = Any
 detach: Callable[[Tensor], Tensor] = methodcaller("detach")
@@ -52,7 +53,8 @@ class Stage:
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
         self._sample: Tensor | None = None  # a tensor of the module
-        self._replicas: dict[str, tuple[bool, bool]] = {}  # tied weights: do they, and the stage, require gradients?
+        self._replicas: dict[str, bool] = {}  # tied weights: do they require gradients?
+        self._trained = False  # the stage required gradients when its last weight was tied
         self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
         with _lock:
             self._turns = _turns.setdefault(self._module, FifoLock())
@@ -69,11 +71,7 @@ class Stage:
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter, or the buffer that replaces one of another worker."""
-        path, _, last = name.rpartition(".")
-        try:
-            found = getattr(self._module.get_submodule(path), last)
-        except AttributeError:
-            found = None
+        found = attribute_of(self._module, name)
         if not isinstance(found, Tensor):
             names = ", ".join(name for name, _ in self._module.named_parameters())
             raise UsageError(f"{self.name} has no parameter {name!r} that could be tied; it has {names}")
@@ -99,9 +97,8 @@ class Stage:
             elif last in holder._parameters:
                 del holder._parameters[last]
                 holder.register_buffer(last, replica)
-        self._replicas[name] = own.requires_grad, False
-        trains = self._trains()  # without this parameter, which may have been the last one
-        self._replicas = {each: (trained, trains) for each, (trained, _) in self._replicas.items()}
+        self._replicas[name] = own.requires_grad
+        self._trained = self._trains()  # without this parameter, which may have been the last one
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Copy the owner's value to a replica."""
@@ -115,14 +112,14 @@ class Stage:
     def follow(self, name: str, trains: bool, owner: str) -> None:
         """Make a replica require gradients if its owner does; raise UsageError if the replica or all parameters of its
         stage were frozen after it was tied, and the owner was not."""
-        weight, (trained, stage_trained) = self.weight(name), self._replicas[name]
-        if trains and ((trained and not weight.requires_grad) or (stage_trained and not self._trains())):
+        weight = self.weight(name)
+        if trains and ((self._replicas[name] and not weight.requires_grad) or (self._trained and not self._trains())):
             raise UsageError(
                 f"{self.name} was frozen after its weight {name!r} was tied to {owner!r}, which is not frozen: freeze "
                 "that one, or freeze only the rest of this stage, before the pipeline is made"
             )
         weight.requires_grad_(trains)
-        self._replicas[name] = trains, stage_trained
+        self._replicas[name] = trains
 
     def _trains(self) -> bool:
         return any(each.requires_grad for each in self._module.parameters())
@@ -322,22 +319,13 @@ class Backward:
             if not graph.is_plain:
                 self._run_distributed(root_of(outputs, self._entering))
             elif not (in_steps and self._run_first(graph)):
-                found = self._run(self._edges, self._entering, graph.leaves, inlet.edges if inlet is not None else [])
+                wanted = [GradientEdge(leaf, 0) for leaf in graph.leaves]
+                wanted += inlet.edges if inlet is not None else []
+                given = graphs.run_backward(self._edges, self._entering, wanted, False, False) if wanted else ()
+                self._add(graph.leaves, given)
                 if inlet is not None:
-                    inlet.gradients = found
+                    inlet.gradients = given[len(graph.leaves) :]
         return inlet.gradients if inlet is not None else ()
-
-    def _run(
-        self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
-    ) -> Sequence[Tensor | None]:
-        """Add the gradients of leaves; return those of the other edges."""
-        wanted = [GradientEdge(leaf, 0) for leaf in leaves]
-        wanted += others
-        if not wanted:
-            return ()
-        given = graphs.run_backward(edges, entering, wanted, False, False)
-        self._add(leaves, given)
-        return given[len(leaves) :]
 
     def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
         found = []

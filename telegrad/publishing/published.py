@@ -128,7 +128,8 @@ class PublishedTrail(NamedTuple):
     token: int = 0  # of the owner's claim
 
     def check(self) -> None:
-        if offers().is_over(self.name, self.token):
+        known = offers().registration.known_claim(self.name)
+        if known is not None and known.token > self.token:
             raise ClaimLost(f"the value {self.name!r} now has another owner, or none")
 
     def find(self, limit: float) -> RRef[Any]:
@@ -368,11 +369,6 @@ class Publications:
             sleep(PAUSE)
 
     # Finding values
-
-    def is_over(self, name: str, token: int) -> bool:
-        """Return True if the value is known to have another owner by now, or none."""
-        known = self.registration.known_claim(name)
-        return known is not None and known.token > token
 
     def find(self, name: str, limit: float) -> RRef[Any]:
         """Return a reference to the value at its owner. Raises one of NOT_YET if the caller may try again."""

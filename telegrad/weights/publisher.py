@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
-from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.weight_service import TICK, Closable, Endpoint, WeightsService
 
 PIECE = 1 << 20  # bytes per message between hosts
 KEEP = 8  # maximum number of versions for subscribers that read every one
 
 
 @folded
-class Publisher:
+class Publisher(Closable):
     """Publishes versions of a learner's weights under a name, to the `Subscriber`s of any worker.
 
     The source is read only by `publish`. `close()`, leaving `with publisher:` or garbage collection ends the publisher.
@@ -135,11 +135,10 @@ class Publisher:
     def subscribers(self) -> dict[str, int]:
         """The subscribers, with the version that the user of each has read last; 0 for none."""
         with self._endpoint.changed:
-            taken = [*self._endpoint.machine.taken.items()]
-        return {
-            party.worker if party.number == 1 else f"{party.worker} ({party.number})": read.number
-            for party, read in taken
-        }
+            return {
+                party.worker if party.number == 1 else f"{party.worker} ({party.number})": read.number
+                for party, read in self._endpoint.machine.taken.items()
+            }
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
         endpoint = self._endpoint
@@ -166,12 +165,6 @@ class Publisher:
         """End publishing. Subscribers keep the versions that they have."""
         if self._end.detach() and not forks.is_inherited(self._service):
             self._endpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Publisher {self.name!r}: {self._endpoint if self._end.alive else 'closed'}>"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from math import prod
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.shards import Box, Part, ShardCopy, is_within, plan, slices
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.tree_layout import Rounding, place_of
+from telegrad.weights.weight_service import Closable
 from telegrad.weights.weight_version import Version
 
 KEEP = 4  # versions kept per owner: a reader that takes longer than this many publications may find none complete
@@ -59,7 +60,7 @@ class Content(NamedTuple):
 
 
 @folded
-class ShardedPublisher:
+class ShardedPublisher(Closable):
     """Publishes versions of weights that several workers own, under one name. This worker is the driver.
 
     Args:
@@ -142,12 +143,6 @@ class ShardedPublisher:
             with suppress(PeerError):  # the owner was lost, and its part ended with it
                 owner._call_async("close", DEFAULT, (), {}, "ShardedPublisher.close").wait()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, {self._publisher._endpoint}>"
 
@@ -175,16 +170,12 @@ class ShardOwner:
             found = checks.mapping("the result of a function in source", share(), "a dictionary of tensors by names")
         else:
             found = {name: each for part in share for name, each in state_of(part).items()}
-        contents: list[Content] = []
-        state: dict[str, Tensor] = {}
-        for name, value in found.items():
-            content, tensor = _described(name, value)
-            contents.append(content)
-            state[str(len(state))] = tensor
+        described = [_described(name, value) for name, value in found.items()]
+        contents = [content for content, _ in described]
         # A call that the driver has given up may still run when the next one arrives.
         with self._publishing:
             self._state.clear()
-            self._state.update(state)
+            self._state.update({str(number): tensor for number, (_, tensor) in enumerate(described)})
             number = self._publisher.publish()
             # The contents have an entry for each tensor and rarely change. So the driver names the edition that it has,
             # and gets the contents only if they differ.
@@ -238,7 +229,7 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
 
 
 @folded
-class ShardedSubscriber:
+class ShardedSubscriber(Closable):
     """Reads the versions of a `ShardedPublisher`.
 
     Args:
@@ -376,12 +367,6 @@ class ShardedSubscriber:
         for subscriber in (self._manifest, *self._owners.values()):
             subscriber.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<ShardedSubscriber to {self._name!r} on {self._manifest.worker!r}: at version {self.version}>"
 
@@ -402,8 +387,7 @@ class Plan:
         for name, box in boxes.items():
             if box is not None and not is_within(box, shapes[name]):
                 raise UsageError(f"the wanted part of {name!r}, {box}, is not within its shape {shapes[name]}")
-        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
-        self._parts = [Part(name, box or whole[name]) for name, box in boxes.items()]
+        self._parts = [Part(name, box or Box((0,) * len(shapes[name]), shapes[name])) for name, box in boxes.items()]
         self._copies: list[list[ShardCopy]] = [[] for _ in self._parts]
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from telegrad.weights.publisher import join, lost_error
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
-from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.weight_service import TICK, Closable, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version, check_module
 
 # Seconds that the joining call waits longer than the publisher's worker does. So the caller gets that worker's error,
@@ -32,7 +32,7 @@ MARGIN = 5.0
 
 
 @folded
-class Subscriber:
+class Subscriber(Closable):
     """Reads the versions of a `Publisher` on this or another worker; `for version in subscriber` yields each.
 
     Args:
@@ -253,12 +253,6 @@ class Subscriber:
         # `detach` succeeds once, so either this call or the finalizer closes the endpoint.
         if self._end.detach() and not forks.is_inherited(self._agent):
             self._endpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Subscriber to {self.name!r} on {self.worker!r}: {self._endpoint if self._end.alive else 'closed'}>"

@@ -39,10 +39,6 @@ class VersionInfo(NamedTuple):
     def pieces(self) -> int:
         return -(-self.size // self.piece)
 
-    def without_known(self, layout: int) -> VersionInfo:
-        """Return the info without the description, if the reader's layout has the same number."""
-        return self._replace(description=b"") if layout == self.layout else self
-
 
 # From a subscriber to its publisher
 
@@ -287,7 +283,10 @@ class VersionStore:
             del self._requests[reader]
             if not request.whole:
                 self._reads[reader] = number, {}
-            yield VersionOpened(number, self.info[number].without_known(request.layout), request.whole)
+            info = self.info[number]
+            if info.layout == request.layout:
+                info = info._replace(description=b"")
+            yield VersionOpened(number, info, request.whole)
         # Refuse even a patient reader if the exact version is not here and is older than `oldest`: it will not arrive
         # any more. A version that is here but incomplete will, and its reader waits.
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):

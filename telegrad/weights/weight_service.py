@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +35,19 @@ T = TypeVar("T")
 M = TypeVar("M", bound=PublisherProtocol | SubscriberProtocol)
 
 
+class Closable:
+    """An object that can be closed, also by the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Envelope(NamedTuple):
     """A message between two endpoints."""
 
@@ -44,7 +57,7 @@ class Envelope(NamedTuple):
     tensors: Sequence[Tensor] = ()
 
 
-class Endpoint(Generic[M]):
+class Endpoint(Closable, Generic[M]):
     def __init__(self, service: WeightsService, me: EndpointAddress, machine: M) -> None:
         self.me = me
         self.machine = machine
@@ -88,9 +101,6 @@ class Endpoint(Generic[M]):
     def on_tick(self) -> None:
         """Repeat requests that may have been lost; called each second."""
         self.update(self.machine.on_tick)
-
-    def close(self) -> None:
-        """Close the endpoint."""
 
     def wait_until(self, check: Callable[[], T | None], wait: Wait, limit: float) -> T | None:
         """Call `check` now and after each change; return its first result that is not None.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import batch_norm, dropout
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.errors import UsageError
+from telegrad.pipeline import comparison
 from telegrad.pipeline.split import SplitModel, split_model
+from tests.cluster import PATIENCE
 
 WIDTH = 4
 
@@ -705,3 +709,29 @@ def test_random_programs_are_equal_or_refused(seed: int) -> None:
         assert "changed in place" in str(error) or "differ" in str(error), error  # noqa: PT017
     else:
         check_equal(model, made)
+
+
+def test_threads_that_refuse_saved_tensors_hooks_leave_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, at_lock, original = threading.RLock(), threading.Event(), saved_tensors_hooks.__enter__
+
+    class Watched:
+        def __enter__(self) -> None:
+            at_lock.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def enter_and_leave() -> None:
+        with comparison._no_saving():
+            pass
+
+    other = threading.Thread(target=enter_and_leave)
+    with lock:
+        with comparison._no_saving():
+            monkeypatch.setattr(comparison, "_one_by_one", Watched())
+            other.start()
+            assert at_lock.wait(PATIENCE)
+        assert saved_tensors_hooks.__enter__ is original
+    other.join(PATIENCE)
+    assert saved_tensors_hooks.__enter__ is original
