@@ -39,15 +39,13 @@ WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights", *OF_EXT
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.RLock()  # guards _mode and the environment variable; `installed` reads _mode.on without it
+_lock = threading.RLock()  # guards _Mode and the environment variable; `installed` reads _Mode.on without it
 
 
 class _Mode:
     on = False
     substitution: Substitution | None = None  # the modules that replace torch's; None before torch is imported
 
-
-_mode = _Mode()
 
 if hasattr(os, "register_at_fork"):  # a child must not be forked in the middle of a change
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -71,8 +69,13 @@ def install() -> None:
         >>> compat.uninstall()
     """
     with _lock:
-        was_on = _mode.on
-        _turn_on()
+        was_on = _Mode.on
+        if not was_on:
+            _check_free()
+            _Mode.on = programs.serves_torch = True
+            after_import("torch", _begin_with_torch)
+            import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
+        _set_paths([BOOT, *_other_paths(os.environ)])
     # This is not done under the lock, because it imports modules of Telegrad. Without torch and without other threads
     # there is nothing to do, and the hook of torch's import takes effect later. Another thread may be in the middle of
     # that import, which began without the hook: then this thread waits for its end.
@@ -100,12 +103,12 @@ def uninstall() -> None:
         False
     """
     with _lock:
-        if _mode.substitution is not None:
+        if _Mode.substitution is not None:
             _check_free()
-            _mode.substitution.undo()
+            _Mode.substitution.undo()
         forget_import("torch")
-        _mode.on = programs.serves_torch = False
-        _mode.substitution = None
+        _Mode.on = programs.serves_torch = False
+        _Mode.substitution = None
         _set_paths(_other_paths(os.environ))
 
 
@@ -117,7 +120,7 @@ def installed() -> bool:
         >>> compat.installed()
         False
     """
-    return _mode.on
+    return _Mode.on
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -126,21 +129,12 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     Each process that Telegrad starts gets its environment from here.
     """
     environment = dict(variables)
-    if _mode.on:
+    if _Mode.on:
         environment[VARIABLE] = os.pathsep.join([BOOT, *_other_paths(variables)])
     return environment
 
 
-def _turn_on() -> None:
-    if not _mode.on:
-        _check_free()
-        _mode.on = programs.serves_torch = True
-        after_import("torch", lambda _: _begin_with_torch())
-        import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
-    _set_paths([BOOT, *_other_paths(os.environ)])
-
-
-def _begin_with_torch() -> None:
+def _begin_with_torch(_: object) -> None:
     _take_effect()
     # torch's objects stay until the end. Without this, the collector would scan them again and again, also at exit:
     # that took a quarter of the processor time of a short program. This is done only if the mode was on before torch
@@ -155,10 +149,10 @@ def _take_effect() -> None:
     with _lock:
         # The imports above ran without the lock: meanwhile another thread may have taken effect, or turned the mode
         # off.
-        if _mode.on and _mode.substitution is None:
+        if _Mode.on and _Mode.substitution is None:
             _check_free()
             forget_import("torch")
-            _mode.substitution = substitution
+            _Mode.substitution = substitution
             substitution.take_effect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any, get_type_hints
 
@@ -55,11 +56,9 @@ def _run_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> N
 def _where(error: Exception) -> int:
     """Return the rank of the worker that raised the error, as named in its text; otherwise this worker's rank."""
     agent = current.agent()
-    workers = _ON_WORKER.findall(str(error))
-    try:
-        return agent.identify(workers[-1]).id if workers else agent.me.id
-    except TelegradError:
-        return agent.me.id
+    with contextlib.suppress(IndexError, TelegradError):  # it names no worker, or one that has left
+        return agent.identify(_ON_WORKER.findall(str(error))[-1]).id
+    return agent.me.id
 
 
 def _find_gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -81,20 +81,16 @@ def modules() -> dict[str, ModuleType]:
         if parent in made:
             setattr(made[parent], leaf, module)
     for place, module in made.items():
-        vars(module)["__getattr__"] = _refuse_names(place)
+        vars(module)["__getattr__"] = partial(_refuse, place)
     return made
 
 
-def _refuse_names(place: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` for a module that replaces `place`: it refuses what only torch's own module has."""
-
-    def look_up(name: str) -> NoReturn:
-        raise AttributeError(
-            f"module {place!r} has no attribute {name!r}: Telegrad serves this module, and the name belongs to the "
-            "inner workings of torch's own. What to use instead is in docs/migration.md of Telegrad"
-        )
-
-    return look_up
+def _refuse(place: str, name: str) -> NoReturn:
+    """Serve as the `__getattr__` of a module that replaces `place`: refuse what only torch's own module has."""
+    raise AttributeError(
+        f"module {place!r} has no attribute {name!r}: Telegrad serves this module, and the name belongs to the "
+        "inner workings of torch's own. What to use instead is in docs/migration.md of Telegrad"
+    )
 
 
 def substitution() -> Substitution:

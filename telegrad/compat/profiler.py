@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
 from time import perf_counter
@@ -24,6 +23,7 @@ from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import known_as, runs_as, user_name
 from telegrad._core.forks import renewed
+from telegrad._core.references import remember
 from telegrad._core.worker import current
 from telegrad.errors import TelegradError
 
@@ -141,14 +141,12 @@ def _by_time(event: Any) -> tuple[float, float]:
 
 
 _lock = renewed(threading.Lock())  # guards _reports, _running and `_gathered` of its members
-_reports: OrderedDict[str, list[Event]] = OrderedDict()  # of profiled calls, until their callers fetch them
+_reports: dict[str, list[Event]] = {}  # of profiled calls, until their callers fetch them
 
 
 def _keep_report(token: str, events: list[Event]) -> None:
     with _lock:
-        _reports[token] = events
-        while len(_reports) > MOST_KEPT:
-            _reports.popitem(last=False)
+        remember(_reports, token, events, MOST_KEPT)
 
 
 @known_as("torch.autograd.profiler.profile")

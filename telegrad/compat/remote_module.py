@@ -34,6 +34,7 @@ _REFUSED = (
     *("children", "named_children", "modules", "named_modules", "zero_grad", "share_memory", "extra_repr"),
     *("named_parameters", "buffers", "named_buffers", "register_buffer", "register_parameter", "add_module"),
 )
+_NOT_SUPPORTED = "Method ``{}`` not supported for RemoteModule. {}"
 
 
 class RemoteModule(remote_module.RemoteModule):
@@ -85,21 +86,24 @@ class RemoteModule(remote_module.RemoteModule):
         members["forward"] = partial(run, module, device, self.is_device_map_set)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that `torch.jit.script` compiles."""
+        """Return the module that `torch.jit.script` compiles, whose `forward` has the signature of the interface."""
         if not self.is_scriptable:
             raise TypeError("to be scripted, a RemoteModule needs the interface of its module: _module_interface_cls")
-        return _make_script_module(self.forward, vars(self)["_interface"])
+        number = next(_numbers)
+        held = torch.tensor(number, device="cpu")
+        _callables[number] = self.forward
+        weakref.finalize(held, _callables.pop, number)
+        made: nn.Module = _script_class(vars(self)["_interface"])(held)
+        return made
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        self._refuse("parameters", "Please use ``remote_parameters`` instead.")
-
-    def _refuse(self, method: str, instead: str = "") -> NoReturn:
-        raise ValueError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
+        raise ValueError(_NOT_SUPPORTED.format("parameters", "Please use ``remote_parameters`` instead."))
 
 
 def _refusing(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(method, f"telegrad.nn.RemoteModule may have it; see docs/migration.md of Telegrad on ``{method}``")
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        instead = f"telegrad.nn.RemoteModule may have it; see docs/migration.md of Telegrad on ``{method}``"
+        raise ValueError(_NOT_SUPPORTED.format(method, instead))
 
     return refuse
 
@@ -162,16 +166,6 @@ class ScriptedRemoteModule(torch.nn.Module):
 # the attributes that a script module may have, Python only sees the end of tensors. Script modules refuse to be copied.
 _callables: dict[int, Callable[..., Any]] = {}
 _numbers = itertools.count()
-
-
-def _make_script_module(forward: Callable[..., Any], interface: Any) -> nn.Module:
-    """Return a module for `torch.jit.script`, whose `forward` has the signature of `interface`."""
-    number = next(_numbers)
-    held = torch.tensor(number, device="cpu")
-    _callables[number] = forward
-    weakref.finalize(held, _callables.pop, number)
-    made: nn.Module = _script_class(interface)(held)
-    return made
 
 
 @functools.cache  # torch never frees what it has compiled, so there is one class for each interface

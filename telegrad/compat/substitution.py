@@ -32,10 +32,6 @@ class Export(NamedTuple):
     value: Any
     home: str = ""  # the module that defines torch's own value, if torch imports it lazily
 
-    @property
-    def holder(self) -> Any:
-        return sys.modules[self.place]
-
 
 class Substitution:
     """A replacement of modules and of names in other modules."""
@@ -72,9 +68,9 @@ class Substitution:
         """Set the new names of a module."""
         before = self._before.setdefault(module.__name__, {})
         for export in self._exports[module.__name__]:
-            was = vars(export.holder).get(export.name, _ABSENT)
+            was = vars(module).get(export.name, _ABSENT)
             before.setdefault(export.name, _ABSENT if was is export.value else was)
-            setattr(export.holder, export.name, export.value)
+            setattr(module, export.name, export.value)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return the pairs of old and new values, for everything that the old modules define."""
@@ -99,9 +95,9 @@ class Substitution:
                 if value is _ABSENT and export.home:
                     value = getattr(_imported(export.home), export.name, _ABSENT)
                 if value is _ABSENT:
-                    delattr(export.holder, export.name)
+                    delattr(sys.modules[place], export.name)
                 else:
-                    setattr(export.holder, export.name, value)
+                    setattr(sys.modules[place], export.name, value)
         _rebind([(new, old) for old, new in self._pairs()])
 
 

@@ -239,32 +239,19 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
         # A worker may know only some of the participants. So they are found in rounds: each answer may name further
         # ones.
         while wave := sorted(ahead - parts.keys() - silent.keys()):
-            for name, found in _asked(wave, context_id, elsewhere).items():
-                if isinstance(found, str):
-                    silent[name] = found
-                else:
-                    parts[name], known = found
+            calls: dict[str, Future[tuple[WorkerPart, set[str]]]] = {}
+            for name in wave:
+                try:
+                    calls[name] = rpc_async(name, look, (context_id, elsewhere.get(name, [])), timeout=PATIENCE)
+                except (PeerError, UnknownWorker) as error:
+                    silent[name] = str(error).partition("\n")[0]
+            for name, call in calls.items():
+                try:
+                    parts[name], known = call.wait()
                     ahead |= known
+                except (PeerError, CallTimeout) as error:
+                    silent[name] = str(error).partition("\n")[0]
     return GradientGraph(context_id, parts, silent)
-
-
-def _asked(
-    workers: Sequence[str], context_id: int, roots: Mapping[str, list[Root]]
-) -> dict[str, tuple[WorkerPart, set[str]] | str]:
-    """Return the parts of workers with the workers they know, or why a worker did not answer."""
-    found: dict[str, tuple[WorkerPart, set[str]] | str] = {}
-    calls: dict[str, Future[tuple[WorkerPart, set[str]]]] = {}
-    for name in workers:
-        try:
-            calls[name] = rpc_async(name, look, (context_id, roots.get(name, [])), timeout=PATIENCE)
-        except (PeerError, UnknownWorker) as error:
-            found[name] = str(error).partition("\n")[0]
-    for name, call in calls.items():
-        try:
-            found[name] = call.wait()
-        except (PeerError, CallTimeout) as error:
-            found[name] = str(error).partition("\n")[0]
-    return found
 
 
 @known_as("telegrad.insight.graph")
@@ -277,7 +264,6 @@ def look(context_id: int, roots: Sequence[Root]) -> tuple[WorkerPart, set[str]]:
     if context is not None:
         for number, send in context.sends.items():
             walk.send(number, send)
-    walk.go()
     known = {who.name for who in context.known} if context is not None else set()
     return limited(walk.part()), known
 
@@ -307,16 +293,14 @@ class GraphWalk:
         for edge in send.edges:
             self._lead(edge_of(edge).node if isinstance(edge, Tensor) else edge.node, end)
 
-    def go(self) -> None:
-        """Walk back to all nodes that the added ones depend on."""
+    def part(self) -> WorkerPart:
+        """Walk back to all nodes that the added ones depend on; return them all."""
         while self._ahead:
             node = self._ahead.popleft()
             # A receive is the limit of this worker's part: the nodes before it are the sender's.
             for before, _ in node.next_functions if _origin(node) is None else ():
                 if before is not None:
                     self._lead(before, self._places[node])
-
-    def part(self) -> WorkerPart:
         return WorkerPart(self._nodes, list(self._edges), self._sends, self._receives)
 
     def _add(self, node: GraphNode) -> int:

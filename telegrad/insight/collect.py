@@ -36,9 +36,6 @@ PATIENCE = 10.0  # seconds for a worker's answer; profiles have 60
 MARKS = 20  # markers at each end of a profile, which relate the profiler's clock to perf_counter
 
 
-Names = Iterable[str]
-
-
 # Clocks
 
 
@@ -101,7 +98,7 @@ class ClockComparison:
         return ClockOffset(0.0, 0.0, how=chrome_trace.SAME if clock == _which_clock() else chrome_trace.UNKNOWN)
 
 
-def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
+def _from_all(names: Iterable[str], function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
     calls = {}
     for name in names:
         with contextlib.suppress(TelegradError):

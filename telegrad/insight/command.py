@@ -27,6 +27,10 @@ LONGEST = 20.0  # seconds, after which no further group is queried
 NONE_HERE = 2  # the exit code if there is no worker
 
 
+class _NoWorker(Exception):
+    """No worker of this user was found on this host."""
+
+
 def main(arguments: list[str]) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -41,6 +45,9 @@ def main(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         raise
+    except _NoWorker as error:
+        print(error, file=sys.stderr)
+        return NONE_HERE
     except (UsageError, OSError) as error:
         print(f"telegrad: {error}", file=sys.stderr)
         return NONE_HERE
@@ -96,8 +103,6 @@ def _why(given: argparse.Namespace) -> int:
     from telegrad.insight.report import Report
 
     groups: dict[str, Source] = {"": DumpFiles(given.files)} if given.files else dict(_groups(given.group))
-    if not groups:
-        return _nobody()
     told, worst, until = {}, 0, time.monotonic() + LONGEST
     for name, group in groups.items():
         if time.monotonic() > until:
@@ -121,8 +126,6 @@ def _top(given: argparse.Namespace) -> int:
     from telegrad.insight import top
 
     group = _one_group(given.group)
-    if group is None:
-        return NONE_HERE
     view = top.TopView(given.sort, given.filter, given.worker, given.stacks)
     if given.once:
         print(top.once(group, view=view))
@@ -136,8 +139,6 @@ def _dashboard(given: argparse.Namespace) -> int:
     from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
-    if group is None:
-        return NONE_HERE
     with contextlib.closing(Dashboard(group, report.told, given.host, given.port)) as dashboard:
         print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
         while True:
@@ -147,34 +148,34 @@ def _dashboard(given: argparse.Namespace) -> int:
 def _trace(given: argparse.Namespace) -> int:
     from telegrad.insight import collect
 
-    source: Source | None = DumpFiles(given.files) if given.files else _one_group(given.group)
-    if source is None:
-        return NONE_HERE
+    source: Source = DumpFiles(given.files) if given.files else _one_group(given.group)
     print(collect.trace_from_outside(given.file, source, given.seconds))
     return 0
 
 
 def _dump(given: argparse.Namespace) -> int:
-    groups = _groups(given.group)
-    for group in groups.values():
+    for group in _groups(given.group).values():
         for worker, path in group.dump().items():
             print(f"{worker}: {path}")
-    return 0 if groups else _nobody()
+    return 0
 
 
 def _groups(wanted: str) -> dict[str, HostGroup]:
     there = groups_here()
+    if not there:
+        where = "run the command on a worker's host, as the same user and in the same container"
+        if not HAS_UNIX:
+            where = "workers can be queried from outside on Linux only; "
+            where += "in a program, telegrad.insight queries its own group"
+        raise _NoWorker(f"no worker of this user was found on this host: {where}")
     found = {name: group for name, group in there.items() if name.startswith(wanted) or group.is_called(wanted)}
-    if there and not found:
+    if not found:
         raise UsageError(f"no group {wanted!r} was found here; the groups are: {_listed(there)}")
     return found
 
 
-def _one_group(wanted: str) -> HostGroup | None:
+def _one_group(wanted: str) -> HostGroup:
     groups = _groups(wanted)
-    if not groups:
-        _nobody()
-        return None
     if len(groups) > 1:
         raise UsageError(f"there are several groups: {_listed(groups)}. Choose one with --group")
     return next(iter(groups.values()))
@@ -182,13 +183,3 @@ def _one_group(wanted: str) -> HostGroup | None:
 
 def _listed(groups: Mapping[str, HostGroup]) -> str:
     return "; ".join(f"{name or 'unknown group'} ({group})" for name, group in groups.items())
-
-
-def _nobody() -> int:
-    where = "run the command on a worker's host, as the same user and in the same container"
-    if not HAS_UNIX:
-        where = (
-            "workers can be queried from outside on Linux only; in a program, telegrad.insight queries its own group"
-        )
-    print(f"no worker of this user was found on this host: {where}", file=sys.stderr)
-    return NONE_HERE

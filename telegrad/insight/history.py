@@ -127,8 +127,8 @@ class GroupHistory:
                 self._shifts[name] = process, account["time"] - account["clock"] - self.epoch
                 self._after[name] = account["clock"] - SECONDS
             rate = rates.get(name, Rate(0, 0, 0))
-            point: Point = [self.now, rate.calls, 0.0, rate.sent + rate.received, account["memory"]]
-            self._series[name].add([*point, rate.processor or 0.0])
+            traffic = rate.sent + rate.received
+            self._series[name].add([self.now, rate.calls, 0.0, traffic, account["memory"], rate.processor or 0.0])
         for name in [name for name, own in self._series.items() if not own.after(self.now - LONGEST)]:
             for known in (self._series, self._events, self._shifts, self._after, self._seen):
                 known.pop(name, None)

@@ -219,10 +219,3 @@ class Finding(NamedTuple):
     title: str
     details: list[str]
     stacks: dict[str, list[str]]  # of the threads concerned, innermost last
-
-
-def status(findings: list[Finding]) -> int:
-    """Return the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer."""
-    if any(finding.kind in ("silent", "nobody") for finding in findings):
-        return 2
-    return int(any(finding.weight > NOTE for finding in findings))

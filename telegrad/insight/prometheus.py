@@ -203,7 +203,6 @@ class RegisteredCollector(Collector):
         else:
             yield _phase(account["phase"])
             yield from _of_account(account)
-            yield from _of_calls(account)
         yield from families
 
     def _of_events(self) -> Iterator[Metric]:
@@ -240,13 +239,10 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
     yield _gauge("waits", "Threads that wait, by what they wait for", waits, "what")
     yield _counter("sent_bytes", "Bytes that were sent", account["bytes_out"], ["peer"])
     yield _counter("received_bytes", "Bytes that were received", account["bytes_in"], ["peer"])
-
-
-def _of_calls(account: WorkerState) -> Iterator[Metric]:
-    out, come = account["calls_out"], account["calls_in"]
-    yield _gauge("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
+    in_flight = counts(account["calls_out"], lambda call: call["to"])
+    yield _gauge("calls_in_flight", "Calls without an answer yet", in_flight, "peer")
     yield _gauge("oldest_call_seconds", "Age of the oldest call in flight, 0 if there is none", oldest_call(account))
-    states = counts(come, lambda call: call["state"])
+    states = counts(account["calls_in"], lambda call: call["state"])
     serving = {state: states[state] for state in (RUNNING, QUEUED, UNFINISHED)}
     yield _gauge("serving", "Calls of other workers that are not answered yet", serving, "state")
     yield _counter("answered", "Calls of other workers answered since the start", {(): account["calls_done"]}, [])

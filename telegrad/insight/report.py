@@ -15,19 +15,7 @@ from typing import Any
 from telegrad.ext.texts import plural
 from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import (
-    INDENT,
-    NOTE,
-    WEIGHTS,
-    Finding,
-    doing,
-    lasting,
-    lines_of,
-    seconds,
-    several,
-    stacks,
-    status,
-)
+from telegrad.insight.phrases import INDENT, NOTE, WEIGHTS, Finding, doing, lasting, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import Node, WaitGraph
 from telegrad.reporting import JOINING, LEAVING, QUEUED, RUNNING, WaitState, WorkerState, counts
 
@@ -151,6 +139,13 @@ class Report:
 
 def told(sight: GroupSnapshot) -> str:
     return Report(sight).text()
+
+
+def status(findings: list[Finding]) -> int:
+    """Return the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer."""
+    if any(finding.kind in ("silent", "nobody") for finding in findings):
+        return 2
+    return int(any(finding.weight > NOTE for finding in findings))
 
 
 def _told(finding: Finding, mark: str, stacks: bool) -> list[str]:

@@ -119,7 +119,7 @@ class BoundedServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class Dashboard:
+class Dashboard(contextlib.AbstractContextManager["Dashboard"]):
     """A dashboard, served at `url` by its own threads until `close()`.
 
     The group is queried when a page asks, at most once a second for any number of pages. `why` explains why the group
@@ -212,9 +212,6 @@ class Dashboard:
 
     def close(self) -> None:
         self._server.stop()
-
-    def __enter__(self) -> Dashboard:  # noqa: PYI034
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

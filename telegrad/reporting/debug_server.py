@@ -196,7 +196,7 @@ def ask_all(
     return told
 
 
-class _Questions:
+class _Questions(contextlib.AbstractContextManager["_Questions"]):
     """One question to many workers, asked by one thread. Use it in a `with`."""
 
     def __init__(self, question: bytes, most: int) -> None:
@@ -206,9 +206,6 @@ class _Questions:
         self._talks: dict[DebugAddress, tuple[socket.socket, bytearray]] = {}  # and the answers received so far
         self._told: dict[DebugAddress, bytes | Exception] = {}
         self._read: Counter[int] = Counter()  # bytes of all answers kept, by user
-
-    def __enter__(self) -> _Questions:  # noqa: PYI034
-        return self
 
     def __exit__(self, *_: object) -> None:
         for sock, _answer in self._talks.values():

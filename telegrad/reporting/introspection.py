@@ -19,22 +19,9 @@ from telegrad.ext.events import Event
 from telegrad.ext.processes import Thread, renewed
 from telegrad.ext.texts import safe
 from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
-from telegrad.reporting import (
-    ACCOUNT,
-    CALL,
-    DUMP,
-    EVENTS,
-    GROUP,
-    GROUP_EVENTS,
-    LEAVING,
-    Malformed,
-    WorkerState,
-    checked,
-    decode,
-    dump,
-)
+from telegrad.reporting import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, WorkerState, checked, decode
 from telegrad.reporting.debug_server import DebugServer
-from telegrad.reporting.dump import Dumper, Signalled, recorder
+from telegrad.reporting.dump import VARIABLE, Dumper, Signalled, recorder
 from telegrad.reporting.observer import Observer
 
 PATIENCE = 1.5  # seconds
@@ -211,19 +198,17 @@ class Introspection(WorkerExtension):
         # This worker's own state passes the same check, which sanitizes texts: names and lines of the user's program
         # may have control characters.
         own: WorkerState = checked(ACCOUNT, self.account())
-        others = [name for name in own["members"] if name != self.observer.name]
-        if self._inquiry is None or not others:
+        if self._inquiry is None:
             return [own], {}
-        answers, silent = self._inquiry.ask(others, ACCOUNT)
+        answers, silent = self._inquiry.ask([name for name in own["members"] if name != self.observer.name], ACCOUNT)
         return [own, *answers.values()], silent
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         """Return the events of each worker since the given time of its own clock."""
-        others = [member.name for member in self.observer.members() if member.name != self.observer.name]
-        answers: dict[str, Any] = {}
+        name, answers = self.observer.name, dict[str, Any]()
         if self._inquiry is not None:
+            others = [member.name for member in self.observer.members() if member.name != name]
             answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))
-        name = self.observer.name
         return {name: checked(EVENTS, recorder.events(after.get(name, 0.0))), **answers}
 
     def dump(self) -> pathlib.Path | None:
@@ -231,7 +216,7 @@ class Introspection(WorkerExtension):
         return self._dumper.write("a dump was requested")
 
     def on_leave(self, worker: Worker) -> None:
-        self.observer.enter(LEAVING, worker.parting.missing)
+        self.observer.leaving(worker.parting.missing)
 
     def close(self) -> None:
         if not self._closed:
@@ -258,7 +243,7 @@ class Introspection(WorkerExtension):
             return self.events(after or {})
         if topic == DUMP:
             path = self.dump()
-            why_not = self._dumper.failure or f"{dump.VARIABLE}=off"
+            why_not = self._dumper.failure or f"{VARIABLE}=off"
             return f"nothing was written: {why_not}" if path is None else os.fspath(path)
         return None
 

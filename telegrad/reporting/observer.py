@@ -28,6 +28,7 @@ from telegrad.reporting import (
     BEGIN,
     COROUTINE,
     JOINING,
+    LEAVING,
     MEETINGS,
     MEMBER,
     QUEUED,
@@ -83,14 +84,14 @@ class Observer:
         if process.isdecimal() and self._worker is not None and member.host == self._worker.me.host:
             self._processes[member.name] = int(process)
 
-    def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
-        """Set the phase of the worker's life."""
-        self.phase, self._since, self.missing = phase, perf_counter(), missing
-
     def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
         """Enter the phase MEMBER, with the worker's name and rank in its group."""
         self.name, self._rank, self.members = name, rank, members
-        self.enter(MEMBER)
+        self.phase, self._since, self.missing = MEMBER, perf_counter(), list
+
+    def leaving(self, missing: Callable[[], list[str]]) -> None:
+        """Enter the phase LEAVING."""
+        self.phase, self._since, self.missing = LEAVING, perf_counter(), missing
 
     def account(self) -> WorkerState:
         now, members = perf_counter(), self.members()

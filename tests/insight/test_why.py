@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import Finding, doing, seconds, several, status
-from telegrad.insight.report import Report
+from telegrad.insight.phrases import Finding, doing, seconds, several
+from telegrad.insight.report import Report, status
 from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WaitState, WorkerState
 from telegrad.reporting.observer import Observer
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait

@@ -169,16 +169,13 @@ def error_text(error: BaseException) -> str:
     )
 
 
-class translate_error:  # noqa: N801 - used as a function
+class translate_error(contextlib.AbstractContextManager[None]):  # noqa: N801 - used as a function
     """Replace an error that means that no memory, thread or descriptor is left by a `kind`, "`what`: ..."."""
 
     # A class: the frame of a generator would be in the error's traceback, and refer to the error, since Python 3.12.
 
     def __init__(self, what: str, kind: type[TelegradError]) -> None:
         self._what, self._kind = what, kind
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, Exception):

@@ -57,7 +57,7 @@ from telegrad._core.stores.find_directory import (
     write_pointer,
 )
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
-from telegrad._core.stores.stores import RendezvousStore, open_dynamic, open_store
+from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
 from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, TelegradError, UsageError, WorkerTaken
 
@@ -150,7 +150,7 @@ class DirectoryLease:
             place = meeting.place
             if place is None or not is_here(place[0]) or read_server_mark(meeting.store) != GONE:
                 return
-            store, serves = open_dynamic(place, -1, self.keys, SERVE_AGAIN)
+            store, serves = serve_or_join(place, -1, self.keys, SERVE_AGAIN)
             if serves:
                 write_pointer(store, found.pointer)
                 note(place[1], found.pointer)

@@ -46,8 +46,8 @@ class GenerationMonitor:
         self._steps = GenerationBarrier(me.id, [member.id for member in generation.members])
         # And the most workers; set before the thread begins.
         self._held: tuple[DirectoryLease, int, IsAlive] | None = None
-        self._greet: Callable[[], None] = lambda: None  # opens connections whose ends report lost workers; likewise
-        self._has_greeted = False
+        # Opens connections whose ends report lost workers; likewise. None once it was called.
+        self._greet: Callable[[], None] | None = None
         self._failed = ""  # the logged error of the last check; used by the thread
         self.went_on: Callable[[set[int]], None] = lambda _: None  # called with workers that move on as this one leaves
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
@@ -192,9 +192,9 @@ class GenerationMonitor:
                 log.exception("telegrad: checking the elastic group of worker %r failed", self._me.name)
 
     def _turn(self) -> None:
-        if self.leads and not self._has_greeted:
-            self._has_greeted = True
-            self._greet()
+        if self.leads and self._greet is not None:
+            greet, self._greet = self._greet, None
+            greet()
         try:
             member = self._gone.get(timeout=None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS)
         except queue.Empty:

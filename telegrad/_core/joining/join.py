@@ -23,20 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from telegrad._core.directory.directory import (
-    LONGEST_TTL,
-    SHORTEST_TTL,
-    Directory,
-    DirectoryLost,
-    DirectoryReset,
-    LeaseLost,
-)
+from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.host.private_files import create_once, state_folder
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.launchers import detect_launcher, one_of_several
 from telegrad._core.joining.quorum import Formed, lives_in
 from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
-from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
 from telegrad._core.pickling.remote_text import first_line
@@ -54,14 +47,8 @@ from telegrad._core.stores.find_directory import (
     noted,
     restore_pointer,
 )
-from telegrad._core.stores.sealed_store import (
-    KeyValueStore,
-    SealedDirectory,
-    SealedStore,
-    SealRenewal,
-    read_server_mark,
-)
-from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_dynamic, open_store
+from telegrad._core.stores.sealed_store import KeyValueStore, SealedDirectory, SealedStore, read_server_mark
+from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_store, serve_or_join
 from telegrad._core.stores.supervised import STORE
 from telegrad._core.threads import Thread
 from telegrad.errors import RendezvousError, StoreLost, StoreUnreachable, TelegradError, UsageError
@@ -211,7 +198,7 @@ class Joined(NamedTuple):
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
     generation: Formed | None = None  # of an elastic group
-    renewal: SealRenewal | None = None  # of a store that later workers read, if the key may be replaced
+    renew_seals: Callable[[], None] | None = None  # of a store that later workers read, if the key may be replaced
 
 
 def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -> Joined:
@@ -228,8 +215,8 @@ def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -
     roster = _join_static(meeting, me, meeting.world_size, timeout)
     formed = Formed(roster.round, tuple(roster.members)) if coming is not None else None
     lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
-    renewal = SealRenewal(meeting.store.renew) if lasts else None
-    return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
+    renew = meeting.store.renew if lasts else None
+    return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renew)
 
 
 def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -> Joined:
@@ -245,12 +232,12 @@ def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout:
             # that (`remove_pointer`). So it finds this worker, or this worker finds no pointer and restores it.
             restore_pointer(meeting.store, found)
             store = _kept(meeting)
-            renewal = _renewal(found.directory, store)
+            renew = _renewal(found.directory, store)
         except BaseException:
             group.leave()
             raise
         group.keeps(store, found.keeping)
-        return Joined(joined, group, meeting.keys.within(group.identity), renewal=renewal)
+        return Joined(joined, group, meeting.keys.within(group.identity), renew_seals=renew)
 
     return _enter_directory(meeting, me, timeout, enter)
 
@@ -302,23 +289,18 @@ def _kept(meeting: RendezvousStore) -> SealedStore | None:
     return meeting.store if meeting.serves or stays else None
 
 
-def _renewal(directory: Directory, store: SealedStore | None) -> SealRenewal | None:
-    """Return the renewal of seals that later workers of the group need, if its key may be replaced."""
+def _renewal(directory: Directory, store: SealedStore | None) -> Callable[[], None] | None:
+    """Return what renews the seals that later workers of the group need, if its key may be replaced."""
     if isinstance(directory, SealedDirectory):
-        return SealRenewal(directory.renew_seals)
-    return SealRenewal(store.renew) if store is not None and store.keys.may_change else None
-
-
-def ttl_of(silence: float) -> float:
-    """Return the ttl of a member's lease, for `silence` seconds after which a worker is lost; 0 means never."""
-    return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
+        return directory.renew_seals
+    return store.renew if store is not None and store.keys.may_change else None
 
 
 def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
     left = until - monotonic()
     if meeting.place is None or left <= 0:
         raise StoreLost(f"the store at {meeting.where} was lost before this worker had joined")
-    store, serves = open_dynamic(meeting.place, meeting.rank, meeting.keys, left)
+    store, serves = serve_or_join(meeting.place, meeting.rank, meeting.keys, left)
     return meeting._replace(store=store, serves=serves)
 
 
@@ -355,8 +337,8 @@ def _join_elastic(
     generation = coming.join(held, me, is_alive)
     members = Members(generation.members)
     mine = next(member for member in members if member.incarnation == me.incarnation)
-    renewal = _renewal(held.directory, _kept(held.meet(0)))
-    return Joined(mine, members, meeting.keys.within(generation.group), generation, renewal)
+    renew = _renewal(held.directory, _kept(held.meet(0)))
+    return Joined(mine, members, meeting.keys.within(generation.group), generation, renew)
 
 
 def _directory_is_used(store: SealedStore) -> bool:

@@ -163,16 +163,14 @@ class Quorum:
     def lacks(self) -> str:
         """Return what the generation waits for, as text."""
         awaited = self.awaited()
-        count = len(self.chosen()[0])
         if awaited:
             names = listed([repr(member.name) for member in awaited])
             number = self._running.number
             return f"generation {number} is running until {names} call rendezvous_again(), or one of them is lost"
         names = listed([repr(each.member.name or each.member.role) for each in self._here()])
-        workers = plural(count, "worker")
-        if count < self._limits.least:
-            return f"{workers} of {self._limits} joined: {names or 'nobody'}"
-        return f"{workers} of {self._limits} joined: {names}; more may join"
+        count = len(self.chosen()[0])
+        more = "" if count < self._limits.least else "; more may join"
+        return f"{plural(count, 'worker')} of {self._limits} joined: {names}{more}"
 
     def missing(self) -> list[str]:
         return [member.name for member in self.awaited()]

@@ -19,6 +19,8 @@ from time import monotonic
 
 from telegrad._core.directory.directory import (
     CLOCK_DRIFT,
+    LONGEST_TTL,
+    SHORTEST_TTL,
     Compacted,
     Directory,
     DirectoryLost,
@@ -54,6 +56,11 @@ HAS_LEFT = "this worker has left the group"
 PATIENCE = 2.0  # seconds to notify the directory of leaving, and for a thread to end
 
 log = logging.getLogger("telegrad")
+
+
+def ttl_of(silence: float) -> float:
+    """Return the ttl of a member's lease, for `silence` seconds after which a worker is lost; 0 means never."""
+    return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
 
 
 class DynamicGroup:

@@ -215,17 +215,21 @@ class GenerationBarrier:
         leaving = self._who(LEAVING)
         # Serving workers have no steps of their own, so no work is left.
         if leaving and not here:
-            return self._finish()
-        if self.broken or self._wanted or (leaving and here):
+            self.told = FINISH
+            return [(other, Finish()) for other in sorted(self.alive - {self._me})]
+        if self.broken or self._wanted or leaving:
             return self._move()
-        return self._let_stay(here) if here else []
+        if not here:
+            return []
+        step, self._led = self._led, self._led + 1
+        for who in here:
+            del self._stands[who]
+        if self._me in here:
+            self._stay()
+        return [(other, Stay(step)) for other in here if other != self._me]
 
     def _who(self, how: str) -> list[int]:
         return sorted(who for who, where in self._stands.items() if where == how)
-
-    def _finish(self) -> list[Letter]:
-        self.told = FINISH
-        return [(other, Finish()) for other in sorted(self.alive - {self._me})]
 
     def _move(self) -> list[Letter]:
         going = {*self._who(HERE), *self._who(SERVING)}
@@ -234,11 +238,3 @@ class GenerationBarrier:
 
     def _tell(self, message: Move) -> list[Letter]:
         return [(other, message) for other in sorted(self._stands) if other != self._me]
-
-    def _let_stay(self, here: list[int]) -> list[Letter]:
-        step, self._led = self._led, self._led + 1
-        for who in here:
-            del self._stands[who]
-        if self._me in here:
-            self._stay()
-        return [(other, Stay(step)) for other in here if other != self._me]

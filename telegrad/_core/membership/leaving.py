@@ -302,10 +302,14 @@ class LeavingTogether(Leaving):
 
     def lose(self, who: Identity, reason: PeerError) -> None:
         """Remove a worker that has died or left: the barrier does not wait for it."""
-        died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
-        if died:
-            early = isinstance(reason, LeftEarly)
-            self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
+        has_left_early = isinstance(reason, LeftEarly)
+        died = has_left_early or not isinstance(reason, ShutDown)
+        with self._lock:
+            waiting = self._farewell.state == WAITING
+        if died and waiting:
+            story = str(reason) if has_left_early else f"worker {who.name!r} was lost ({reason})"
+            self._stories.setdefault(who.id, story)
+            self._post.warn_lost(who, f"{story}. Its group continues, and will shut down, without it")
         self._act(lambda: self._farewell.lost(who.id, died))
         self._wake()
 
@@ -316,14 +320,6 @@ class LeavingTogether(Leaving):
     def remind(self, member: Member) -> None:
         """Resend what may have been lost with the connection of a worker that answers again."""
         self._act(lambda: self._farewell.remind(member.id))
-
-    def _tell_story(self, who: Identity, story: str) -> None:
-        """Record and log why a worker will not take part in the barrier."""
-        with self._lock:
-            waiting = self._farewell.state == WAITING
-        if waiting:
-            self._stories.setdefault(who.id, story)
-            self._post.warn_lost(who, f"{story}. Its group continues, and will shut down, without it")
 
     def _wake(self) -> None:
         """Wake the thread in `wait` if its condition may have changed."""

@@ -157,7 +157,10 @@ class ShutdownBarrier:
             self.lost_ones |= set(message.without)
             return [(sender, Left())]
         if isinstance(message, Who):
-            return self._on_who(sender)
+            if self.leader != self._me:
+                return [(sender, Entered() if self.inside else Missing((self._me,)))]
+            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
+            return [(sender, told), *(self._ask_again(sender) if self.inside else [])]
         if isinstance(message, Missing):
             if sender == self.leader:
                 self._told = message
@@ -173,12 +176,6 @@ class ShutdownBarrier:
         self._alive.add(other)
         self.lost_ones.discard(other)
         return self.remind(other)
-
-    def _on_who(self, sender: int) -> list[Letter]:
-        if self.leader == self._me:
-            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
-            return [(sender, told), *(self._ask_again(sender) if self.inside else [])]
-        return [(sender, Entered() if self.inside else Missing((self._me,)))]
 
     def quiet(self, begun: int) -> list[Letter]:
         """Report that this worker has no call in flight and runs none now."""

@@ -357,21 +357,19 @@ def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: 
 
     The value still exists if its creator alone has declared this worker dead.
     """
+
+    def make_anew() -> RRef[Any]:
+        call = convert(make, args, kwargs)
+        table = current.references()
+        made: RRef[Any] = table.create(table.agent.name, call, 0)
+        # Restored before the reference is returned, so no use can see the value as it was created.
+        value = made.to_here(0)
+        if callable(restore):
+            restore(value)
+        return made
+
     there = _another(first)
-    if there is not None:
-        return there
-    return current.here().attached(RestorableValues).value(first, lambda: _make_anew(make, args, kwargs, restore))
-
-
-def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
-    call = convert(make, args, kwargs)
-    table = current.references()
-    made: RRef[Any] = table.create(table.agent.name, call, 0)
-    # Restored before the reference is returned, so no use can see the value as it was created.
-    value = made.to_here(0)
-    if callable(restore):
-        restore(value)
-    return made
+    return current.here().attached(RestorableValues).value(first, make_anew) if there is None else there
 
 
 @known_as("asking for a restored value")

@@ -231,6 +231,17 @@ def spot_of(url: SplitResult) -> Spot:
     return host, port
 
 
+def far_host(url: str) -> str | None:
+    """Return the first host in the URL that is not this one: the route to it determines a worker's own address."""
+    for text in split(url).netloc.rpartition("@")[2].split(","):
+        host = split(f"//{text}").hostname
+        if host and not means_loopback(host):
+            with contextlib.suppress(UsageError):
+                check_resolves(host)
+                return host
+    return None
+
+
 def is_here(host: str) -> bool:
     """Return True if `host` is an address of this host."""
     try:

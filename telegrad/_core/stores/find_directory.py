@@ -94,9 +94,8 @@ class DirectoryMonitor:
         self._keys = keys
         self._host = listening_address(host)
         self._over = threading.Event()
-        self._keeper: ServerProcess | None = None
-        if before is None or not (watches or _probe(before, keys)[0]):
-            self._keeper = self._started(before)
+        is_used = before is not None and (watches or _probe(before, keys)[0])
+        self._keeper = None if is_used else self._started(before)
         if self._keeper is not None:
             self.pointer = Pointer(host, self._keeper.address[1], host_identity(), self._keeper.path)
         else:

@@ -133,7 +133,7 @@ class SealedStore:
         self._is_silent = False  # a call was not answered in time
         # The highest serial number seen, by group and place. No lock: if two threads write concurrently, the lower
         # number may remain, and one older value would be accepted.
-        self._seen: dict[tuple[str, str], int] = {}
+        self.seen: dict[tuple[str, str], int] = {}
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises StoreLost if the store is gone, or does not answer."""
@@ -159,15 +159,11 @@ class SealedStore:
         raw = _text(self.call("compare_set", place, absent, absent))
         return "" if raw == absent else raw
 
-    def has_seen(self, group: str, place: str) -> bool:
-        """Return True if this process has seen a value at this place."""
-        return (group, place) in self._seen
-
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return the values at places that must have one; raise StoreUntrusted if one of them has none."""
         if not self.call("check", places):  # torch would wait for it for minutes, and ignore Ctrl-C
             raise unauthenticated(next((each for each in places if not self.call("check", [each])), places[0]))
-        newest = [self._seen.get((group, place), 0) for place in places]
+        newest = [self.seen.get((group, place), 0) for place in places]
         found = self.call("multi_get", places)
         return [self._open(group, *each).value for each in zip(places, map(_text, found), newest, strict=True)]
 
@@ -203,16 +199,16 @@ class SealedStore:
         with contextlib.suppress(AttributeError, StoreLost, UnicodeDecodeError):
             if self.call("num_keys") <= _MOST_PLACES:
                 return [place for place in self.call("list_keys") if place.startswith(_OWN)]
-        return [place for _, place in list(self._seen)]
+        return [place for _, place in list(self.seen)]
 
     def look_up(self, group: str, place: str) -> tuple[Opened, str]:
-        newest = self._seen.get((group, place), 0)
+        newest = self.seen.get((group, place), 0)
         raw = self.ask(place)
         return self._open(group, place, raw, newest), raw
 
     def replace(self, group: str, place: str, raw: str, value: str, serial: int) -> tuple[bool, Opened, str]:
         """Write a value if the current sealed form is `raw`; return whether that was done, and the current value."""
-        newest = self._seen.get((group, place), 0)
+        newest = self.seen.get((group, place), 0)
         sealed = self._sealer.seal(group, place, value, serial)
         now = _text(self.call("compare_set", place, raw, sealed))
         return now == sealed, self._open(group, place, now, newest), now
@@ -225,8 +221,8 @@ class SealedStore:
                 f"the group's store has an older value at {place!r} than it had before, or none: a program without the "
                 "group's key writes to it, or it was restarted"
             )
-        if found.serial > self._seen.get((group, place), 0):
-            self._seen[group, place] = found.serial
+        if found.serial > self.seen.get((group, place), 0):
+            self.seen[group, place] = found.serial
         return found
 
 
@@ -269,7 +265,7 @@ class KeyValueStore:
             StoreUntrusted: the current value was not written with the group's key.
         """
         place = self._place(key)
-        if not expected and not self._store.has_seen(self.group, place):
+        if not expected and (self.group, place) not in self._store.seen:
             # Most claims are for places without a value, so try without reading first. If there is a value, `replace`
             # returns it.
             found, raw = NOTHING, ""
@@ -361,17 +357,10 @@ class SealedDirectory:
     def __init__(self, directory: Directory, keys: Keyring, place: str) -> None:
         """`place` distinguishes this directory from those of other groups on the same servers."""
         self._directory, self._place = directory, place
+        self.grant, self.renew, self.revoke = directory.grant, directory.renew, directory.revoke
+        self.close = directory.close
         self._sealer = Sealer(keys, secrets.token_hex(8))
         self._told: set[str] = set()  # keys with a logged warning; any thread adds to it
-
-    def grant(self, ttl: float) -> Lease:
-        return self._directory.grant(ttl)
-
-    def renew(self, lease: Lease) -> Lease:
-        return self._directory.renew(lease)
-
-    def revoke(self, lease: Lease) -> None:
-        self._directory.revoke(lease)
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
         sealed = value if value is None else self._sealer.seal(self._place, key, value.decode(), 0).encode()
@@ -407,9 +396,6 @@ class SealedDirectory:
                     sealed = self._sealer.seal(self._place, entry.key, opened.value, 0).encode()
                     lease = Lease(entry.lease, 0.0, 0.0) if entry.lease else None
                     self._directory.swap(entry.key, sealed, entry.revision, lease)
-
-    def close(self) -> None:
-        self._directory.close()
 
     def _opened(self, entry: Entry) -> Entry:
         return entry._replace(value=self._open(entry).value.encode())

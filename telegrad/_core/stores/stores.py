@@ -10,7 +10,6 @@ whose directory is etcd or Redis has no store.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib
 import os
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, parse_qs
+from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
@@ -27,16 +26,7 @@ from telegrad._core.directory.directory import Directory
 from telegrad._core.host.private_files import resolved
 from telegrad._core.progress import Wait, poll_intervals, report_in_background
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import (
-    Spot,
-    await_name,
-    check_resolves,
-    is_here,
-    knock,
-    means_loopback,
-    split,
-    spot_of,
-)
+from telegrad._core.stores.address import Spot, await_name, far_host, is_here, knock, split, spot_of
 from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, serve_tcp
 from telegrad._core.stores.sealed_store import (
     GONE,
@@ -152,18 +142,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
     name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
     # No store points to this directory: this one is local, and unused.
     store = SealedStore(dist.HashStore(), keys)
-    return RendezvousStore(store, _far_host(split(url)), rank, None, location=name, directory=connect)
-
-
-def _far_host(url: SplitResult) -> str | None:
-    """Return the first host in the URL that is not this one: the route to it determines a worker's own address."""
-    for text in url.netloc.rpartition("@")[2].split(","):
-        host = split(f"//{text}").hostname
-        if host and not means_loopback(host):
-            with contextlib.suppress(UsageError):
-                check_resolves(host)
-                return host
-    return None
+    return RendezvousStore(store, far_host(url), rank, None, location=name, directory=connect)
 
 
 def check_rank(rank: int, size: int | None) -> None:
@@ -234,27 +213,17 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float, k
 def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring) -> RendezvousStore:
     host, port = place
     await_name(host, timeout)
-    if size is None:
-        store, serves = open_dynamic(place, rank, keys, timeout)
-    elif rank == 0:
-        store, serves = _serve_or_share(place, rank, keys, timeout)
-    else:
-        store, serves = join_store(host, port, keys, timeout), False
+    store, serves = serve_or_join(place, rank, keys, timeout)
     return RendezvousStore(store, host, rank, size, port, serves)
 
 
-def open_dynamic(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
-    """Return the store of a dynamic group, and True if this process serves it: if it should, and no other does."""
-    if rank == 0 or (rank < 0 and is_here(place[0])):
-        return _serve_or_share(place, rank, keys, timeout)
-    return join_store(*place, keys, timeout), False
+def serve_or_join(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
+    """Return the store of a group, and True if this process serves it: if it should, and no other does.
 
-
-def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
-    """Serve a store and return it and True. If another process has the port, return its store and False.
-
-    Then the workers of both processes find each other in that store.
+    If another process on this host has the port, the workers of both processes find each other in its store.
     """
+    if rank > 0 or (rank < 0 and not is_here(place[0])):
+        return join_store(*place, keys, timeout), False
     taken: StorePortTaken | None = None
     rival = _Site(place, keys)
     text = f"port {place[1]}, where this worker should serve the store, is still in use"

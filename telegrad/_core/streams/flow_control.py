@@ -44,7 +44,6 @@ class SendWindow(Generic[W]):
         self._items: deque[Any] = deque()  # that were not sent
         self._weights: deque[int] = deque()  # of those that were not taken
         self._bytes = 0  # sum of `_weights`
-        self._yielded = 0
         self._taken = 0
         self._pulls: dict[int, W] = {}  # waiting pulls, by number
         self._next = 0  # number of the pull to answer next
@@ -56,8 +55,7 @@ class SendWindow(Generic[W]):
     @property
     def may_go_on(self) -> bool:
         """Return True if the function may yield its next item, or be closed; the producer reads it without a lock."""
-        ahead = self._yielded - self._taken
-        return self.closed or (ahead < self.window and self._bytes < self._most)
+        return self.closed or (len(self._weights) < self.window and self._bytes < self._most)
 
     @property
     def is_drained(self) -> bool:
@@ -72,7 +70,6 @@ class SendWindow(Generic[W]):
     # Each of these returns the answers that are due
 
     def put(self, item: Any, weight: int) -> list[Answer]:
-        self._yielded += 1
         if self.closed:
             return []
         self._items.append(item)
@@ -95,7 +92,7 @@ class SendWindow(Generic[W]):
         """Record that the reader has taken `taken` items, at most as many as were sent."""
         # The reader is another process, perhaps with an error. A number above this would remove the weights of items
         # that are still here, and let the function run ahead of the limits.
-        taken = min(taken, self._yielded - len(self._items))
+        taken = min(taken, self._taken + len(self._weights) - len(self._items))
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()
             self._taken += 1
@@ -131,7 +128,7 @@ class ReceiveWindow:
         self._window = window
         self._most = most
         self._items: deque[tuple[Any, int]] = deque()  # with their weights
-        self._taken_bytes = self._told = self._told_bytes = 0
+        self._untold = self._untold_bytes = 0  # taken items of which the callee was not notified
         self._pulls = 0
         self.taken = 0
         self.over = False  # no more items will arrive
@@ -151,18 +148,18 @@ class ReceiveWindow:
         """Return the next item; raise IndexError if there is none."""
         item, weight = self._items.popleft()
         self.taken += 1
-        self._taken_bytes += weight
+        self._untold += 1
+        self._untold_bytes += weight
         return item
 
     @property
     def must_tell(self) -> bool:
         """Return True if the callee must now be notified of taken items."""
-        items, weight = self.taken - self._told, self._taken_bytes - self._told_bytes
-        return not self.over and (2 * items >= self._window or 2 * weight >= self._most)
+        return not self.over and (2 * self._untold >= self._window or 2 * self._untold_bytes >= self._most)
 
     def tell(self) -> int:
         """Return the number of taken items, to be sent to the callee."""
-        self._told, self._told_bytes = self.taken, self._taken_bytes
+        self._untold = self._untold_bytes = 0
         return self.taken
 
     def pull(self) -> tuple[int, int]:

@@ -80,7 +80,6 @@ class Reader:
 
     def __init__(self, agent: Agent, who: Identity) -> None:
         self.agent = agent
-        self.who = who
         self.name = who.name
         # Guards all fields below, and the state of this reader's feeds if they say so. It is one lock for all feeds,
         # since an item of one feed may let the function of another continue.

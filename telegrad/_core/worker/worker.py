@@ -23,6 +23,7 @@ from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.membership import Membership
 from telegrad._core.references.handles import Handle
 from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.stores.sealed_store import SealRenewal
 from telegrad._core.wire.messages import OVER
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import PeerError, PeerLost, UsageError
@@ -78,7 +79,7 @@ class Worker:
 
     def join(self, joined: Joined, used: Iterable[int]) -> None:
         """Join a group; calls may use the accelerators in `used`."""
-        self.me, self.directory, keys, generation, renewal = joined
+        self.me, self.directory, keys, generation, renew_seals = joined
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins: from then on the others may send messages of the shutdown barrier.
@@ -99,7 +100,8 @@ class Worker:
                 self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, keys, directory, used)
         self.membership.begin()
-        if renewal is not None:
+        if renew_seals is not None:
+            renewal = SealRenewal(renew_seals)
             renewal.begin()
             self.at_end.append(renewal.close)
         self.extensions.each(lambda extension: extension.on_join(self))

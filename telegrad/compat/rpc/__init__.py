@@ -83,7 +83,8 @@ def init_rpc(
     meet = partial(open_store, rpc_backend_options.init_method, rank, world_size, keys)
     dist_autograd._init(rank)
     if backend is BackendType.TENSORPIPE:
-        _begin(backend, None, name, rank, world_size, rpc_backend_options, meet=meet)
+        given = {"store": None, "name": name, "rank": rank, "world_size": world_size, "meet": meet}
+        _begin(backend, rpc_backend_options=rpc_backend_options, **given)
         return
     meeting = meet(rpc_backend_options.rpc_timeout or float("inf"))
     store = meeting.store.raw
@@ -126,25 +127,15 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
-    _begin(backend, store, name, rank, world_size, rpc_backend_options)
+    given = {"store": store, "name": name, "rank": rank, "world_size": world_size}
+    _begin(backend, rpc_backend_options=rpc_backend_options, **given)
 
 
-def _begin(
-    backend: Any, store: Any, name: Any, rank: int, world_size: int | None, rpc_backend_options: Any, **more: Any
-) -> None:
+def _begin(backend: Any, **given: Any) -> None:
     # torch's workers warn of an error that a caller gets. Telegrad's log it at level DEBUG.
     Answers.level = logging.WARNING
     api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
-    agent = init_backend(
-        backend,
-        store=store,
-        name=name,
-        rank=rank,
-        world_size=world_size,
-        rpc_backend_options=rpc_backend_options,
-        **more,
-    )
-    api._init_rpc_states(agent)
+    api._init_rpc_states(init_backend(backend, **given))
 
 
 def _validate_rpc_args(

@@ -79,8 +79,7 @@ class RpcAgent:
             info["agent.gil_average_wait_time_us"] = f"{_gil_wait():.1f}"
         return info
 
-    def get_metrics(self) -> dict[str, str]:
-        return self.get_debug_info()
+    get_metrics = get_debug_info
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until no call is in flight in the whole group, then leave it."""

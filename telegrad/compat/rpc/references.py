@@ -107,9 +107,6 @@ class RRef(references.RRef[T]):
             time.sleep(LOOK)
         return True
 
-    def _get_future(self) -> Future[None]:
-        return self.future()
-
     def _get_profiling_future(self) -> Future[Any]:
         return self._profiled
 
