@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_213,
-    "lines of the core": 38_736,
-    "lines of the tests": 87_659,
-    "files of the package": 266,
+    "lines of the package": 62_207,
+    "lines of the core": 38_721,
+    "lines of the tests": 87_822,
+    "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
     "sleeps in tests": 31,
