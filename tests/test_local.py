@@ -263,24 +263,32 @@ from telegrad import rpc
 from telegrad._core import forks
 
 def draw():
-    return numpy.random.random(), random.random()
+    with open("/proc/self/comm") as file:
+        assert file.read() == rpc.get_worker_info().name + "\\n"
+    return torch.rand(()).item(), numpy.random.random(), random.random()
 
 def describe():
     opened = {os.readlink(f"/proc/self/fd/{number}").partition(":")[0] for number in range(3)}
     with os.scandir("/proc/self/fd") as descriptors:
         count = len(list(descriptors))
-    pid = os.fork()
-    if not pid:
-        os._exit(torch.ones(300, 300).mm(torch.ones(300, 300)).ne(300).any())
-    assert os.waitpid(pid, 0)[1] == 0 == forks.process.depth
+    result, end = os.pipe()
+    if not os.fork():
+        os.write(end, bytes([torch.ones(300, 300).mm(torch.ones(300, 300)).eq(300).all()]))
+        os._exit(0)
+    assert os.read(result, 1) == b"\\x01"
+    assert (forks.process.depth, signal.getsignal(signal.SIGCHLD)) == (0, signal.SIG_IGN)  # as in the program
+    os.close(result)
+    os.close(end)
     return count, opened, os.getsid(0) == os.getpid(), {threading.get_ident() == threading.main_thread().ident}
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     group = telegrad.local(3)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     told = [rpc.rpc_sync(name, describe) for name in group]
     assert told[0] == told[1] == told[2], told
-    assert len({number for name in group for number in rpc.rpc_sync(name, draw)}) == 6
+    assert len({number for name in group for number in rpc.rpc_sync(name, draw)}) == 9
     assert os.fork() or os._exit(group._starter.socket.fileno() + 1) is None
     assert os.wait()[1] == 0
     os.kill(group._starter.process.pid, signal.SIGKILL)
@@ -296,7 +304,25 @@ def test_forked_workers_are_as_those_with_a_start_of_their_own(tmp_path: pathlib
     ran = run(FORKED, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "[-9, -9, -9]" in ran.stdout
-    assert "worker 'worker2' was lost: its process ended with signal SIGKILL" in ran.stderr
+    assert "'worker2' was lost: its process ended with signal SIGKILL, as the process that had started" in ran.stderr
+
+
+FAILS_AND_IS_INTERRUPTED = """
+import os, signal, threading, telegrad
+if __name__ == "__main__":
+    with telegrad.local(2) as group:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()  # during the end of the workers
+        raise ValueError("mine")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
+def test_an_interrupt_during_the_end_of_a_failed_program_leaves_its_traceback(tmp_path: pathlib.Path) -> None:
+    ran = run(FAILS_AND_IS_INTERRUPTED, tmp_path)
+    assert ran.returncode != 0
+    assert "ValueError: mine\n" in ran.stderr
+    assert "lost sys.stderr" not in ran.stderr
 
 
 # The action of a worker instead of its import of torch, the text for its end, and its last line.

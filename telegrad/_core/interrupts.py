@@ -373,6 +373,16 @@ def waiting_loop(function: F) -> F:
     return function
 
 
+@waiting_loop
+def run_deferred() -> None:
+    """Run the handlers of deferred signals where no code of the user follows: where an exception leaves this package.
+
+    The interpreter prints an exception that ends the program, and a handler that raised there would end the printing.
+    """
+    while _deferred:
+        sleep(KICK)
+
+
 def releases_before_handler(function: F) -> F:
     """Mark a waiting function whose local variable `held` has the links that it may read at the moment, or is empty.
 

@@ -15,7 +15,7 @@ from typing import Any
 # Before `-m`, which otherwise searches the current folder for modules first, where other users may have planted some.
 SAFE_PATH = ["-P"]
 
-_AT_PARENTS_END = 1  # PR_SET_PDEATHSIG
+_AT_PARENTS_END, _NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
@@ -23,6 +23,12 @@ def signal_at_parents_end(number: int) -> None:
     """Make Linux send a signal to this process when the thread that started it has ended."""
     if _prctl is not None:
         _prctl(_AT_PARENTS_END, number)
+
+
+def name_process(name: str) -> None:
+    """Have `ps -o comm` and `top` show the first 15 bytes of a name for this process, on Linux."""
+    if _prctl is not None:
+        _prctl(_NAME, name.encode())
 
 
 def processors() -> int:

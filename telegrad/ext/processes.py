@@ -8,6 +8,7 @@ from telegrad._core.processes import (
     SAFE_PATH,
     STOPPED,
     describe_exit,
+    name_process,
     new_session_options,
     quoted,
     shared_cores,
@@ -22,7 +23,7 @@ from telegrad._core.threads import Background, Thread, end_threads, run_in_threa
 __all__ = [
     "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "check_open_files", "credentials",
     "describe_exit", "end_threads", "error_text", "family_of", "forks", "in_child", "install", "instances",
-    "interrupts", "is_address", "knock", "listening_address", "loopback", "new_session_options", "quoted",
-    "raised_by_handler", "renewed", "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "socket_address",
-    "state_of", "stopped", "translate_error", "tune_tcp", "uninterrupted",
+    "interrupts", "is_address", "knock", "listening_address", "loopback", "name_process", "new_session_options",
+    "quoted", "raised_by_handler", "renewed", "run_in_thread", "shared_cores", "shut", "signal_at_parents_end",
+    "socket_address", "state_of", "stopped", "translate_error", "tune_tcp", "uninterrupted",
 ]  # fmt: skip

@@ -39,6 +39,7 @@ from telegrad.ext.processes import (
     family_of,
     in_child,
     install,
+    interrupts,
     loopback,
     new_session_options,
     quoted,
@@ -61,6 +62,7 @@ MOMENT = 0.05  # seconds after the end of its connections for a process to end
 # after which a worker whose input was closed ends itself. Only a worker whose interpreter is blocked, or that takes
 # long to end, gets a signal.
 GRACE = 5.0
+FILES = 7  # descriptors for each worker, with those for a moment
 
 log = logging.getLogger("telegrad")
 
@@ -100,7 +102,7 @@ class LocalGroup:
             socket.create_server((host, 0), family=family_of(host)) as listener,
         ):
             # With too few descriptors left torch's store would hang or end the process.
-            check_open_files()
+            check_open_files(FILES * len(roles))
             host, port = listener.getsockname()[:2]
             options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
             options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]
@@ -176,7 +178,7 @@ class LocalGroup:
         worker, code = self._early[0]
         lines = "".join(f"\n    {line}" for line in worker.unprinted)
         said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
-        why = f"worker {worker.name!r} ended with {describe_exit(code)} before the group had formed. {said}"
+        why = f"worker {worker.name!r} ended with {worker.end(code)} before the group had formed. {said}"
         call_off(self._store, 1 + len(self.names), why)
 
     def _ended(self, worker: _Worker, code: int) -> None:
@@ -192,7 +194,7 @@ class LocalGroup:
                     self._call_off()
                 return
         if not self._agent.closed:
-            why = f"worker {worker.name!r} ended with {describe_exit(code)}"
+            why = f"worker {worker.name!r} ended with {worker.end(code)}"
             self._agent.warn_lost(self._agent.find(worker.name).identity, why)
 
     def _loss(self, who: Any, why: str) -> str:
@@ -203,7 +205,8 @@ class LocalGroup:
             return ""
         worker = self._workers[self.names.index(who.name)]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"worker {who.name!r} was lost: its process ended with {describe_exit(worker.process.wait(MOMENT))}"
+            end = worker.end(worker.process.wait(MOMENT))
+            return f"worker {who.name!r} was lost: its process ended with {end}"
         return why
 
     def shutdown(self, graceful: bool = True) -> None:
@@ -234,6 +237,10 @@ class LocalGroup:
     def _ask_to_end(self) -> None:
         for worker in self._workers:
             worker.begin_end()
+        if self._starter is not None:
+            forked = [worker for worker in self._workers if worker.process.pid]
+            # It has begun to import torch, or waits for workers that are not ordered any more. Or it may be stopped.
+            self._starter.process.send_signal(signal.SIGCONT if len(forked) == len(self.names) else signal.SIGKILL)
 
     @uninterrupted
     def _end_workers(self) -> None:
@@ -271,7 +278,11 @@ class LocalGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.shutdown(graceful=kind is None)
+        try:
+            self.shutdown(graceful=kind is None)
+        finally:
+            if kind is not None:
+                interrupts.run_deferred()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -347,6 +358,9 @@ class _Worker:
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+
+    def end(self, code: int) -> str:
+        return describe_exit(code) + getattr(self.process, "blame", "")
 
     def begin_end(self) -> None:
         """Ask the process to end, and resume it if it is stopped."""

@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 
-from telegrad.ext.processes import SAFE_PATH, forks, new_session_options
+from telegrad.ext.processes import SAFE_PATH, forks, name_process, new_session_options, signal_at_parents_end
 
 POSSIBLE = sys.platform == "linux"
 LONGEST = 1 << 16  # bytes of the arguments of a worker
@@ -66,6 +66,7 @@ class ForkedProcess:
     def __init__(self, starter: Starter, arguments: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid = 0  # until it has been forked
         self.returncode: int | None = None
+        self.blame = ""  # for its end
         self._starter = starter
         self._over = threading.Event()
         given, end = os.pipe()
@@ -94,6 +95,7 @@ class ForkedProcess:
             (self.returncode,) = _NUMBER.unpack(code)
         else:
             self.returncode = self._starter.process.wait()
+            self.blame = ", as the process that had started it" if self.pid else ""
             self._signal(signal.SIGKILL)
         self._over.set()
 
@@ -117,7 +119,9 @@ class ForkedProcess:
 
 def fork_workers(count: int, orders: socket.socket) -> list[str]:
     """Fork a process for each worker, and return there, with the worker's arguments. This process ends with them."""
-    import torch  # noqa: F401
+    signal_at_parents_end(signal.SIGCONT)  # a stopped process would not notice that the program has ended
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel keeps no exit code
+    import torch
 
     import telegrad.rpc  # noqa: F401
 
@@ -135,6 +139,8 @@ def fork_workers(count: int, orders: socket.socket) -> list[str]:
             for inherited in reports.values():
                 os.close(inherited)
             orders.close()
+            signal.signal(signal.SIGCHLD, handler)
+            torch.default_generator.seed()  # else all workers would draw the same numbers; `random` does it by itself
             return _become_worker(arguments, given)
         *_, reports[pid] = given
         for descriptor in given[:3]:
@@ -159,8 +165,10 @@ def _become_worker(arguments: bytes, given: list[int]) -> list[str]:
         os.close(descriptor)
     forks.process.depth, forks.process.origin = 0, None  # not a child of a worker
     if generator := sys.modules.get("numpy.random"):
-        generator.seed()  # else all workers would draw the same numbers; `random` does it by itself
-    return list(json.loads(arguments))
+        generator.seed()
+    own: list[str] = json.loads(arguments)
+    name_process(own[0])
+    return own
 
 
 def _end_with_program(orders: socket.socket) -> None:

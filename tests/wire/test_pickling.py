@@ -427,18 +427,27 @@ def test_enumerations_arrive_with_all_parts_of_their_members(monkeypatch: pytest
     class Action(enum.Enum, metaclass=Meta):
         RUN = enum.member(print)
 
-    for kind in (Planet, Labelled, Mode, Day, Data, Action):
+    class Base(enum.Enum):
+        pass
+
+    class Same(Base):
+        ITSELF = object()  # equal to itself alone
+
+    Base.__module__ = Same.__module__ = "__main__"
+    assert abroad([Same, Same.ITSELF], monkeypatch)[1].name == "ITSELF"
+    for kind in (Planet, Labelled, Mode, Day, Data, Action, Same):
         made = abroad(kind, monkeypatch)
         assert made is not kind
         assert vars(made).keys() ^ vars(kind).keys() <= {"__static_attributes__"}
         assert [*made.__members__] == [*kind.__members__]
         assert [member.name for member in made] == [member.name for member in kind]
         assert type(made).__name__ == type(kind).__name__
+        assert (made.__module__, made.__qualname__) == (kind.__module__, kind.__qualname__)
         for name, member in kind.__members__.items():
             parts = {**vars(made[name]), "__objclass__": kind}
-            assert sorted(map(str, parts.items())) == sorted(map(str, vars(member).items()))
-            assert str(made[name].value) == str(member.value)
-            assert kind in (Planet, Mode, Data, Action) or made[name] == member
+            assert kind is Same or sorted(map(str, parts.items())) == sorted(map(str, vars(member).items()))
+            assert kind is Same or str(made[name].value) == str(member.value)
+            assert kind in (Planet, Mode, Data, Action, Same) or made[name] == member
         assert journey([made])[0] is kind
     assert abroad(Mode, monkeypatch)(17).name == Mode(17).name
     assert abroad(Labelled, monkeypatch)("one") + 1 == 2
@@ -929,3 +938,32 @@ def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
         deep = [deep]
     with pytest.raises(errors.CannotEncode, match="recursion"):
         journey(deep)
+
+
+def test_globals_are_freed_with_their_program(main: ModuleType) -> None:
+    class Thing:
+        pass
+
+    for sent in (False, True):  # the function reads the global
+        for kept in (lambda thing: thing, lambda thing: [thing]):
+            exec("def reads(): return thing" if sent else "def reads(): return 1", vars(main))
+            thing = Thing()
+            vars(main)["thing"] = kept(thing)
+            encode(main.reads, same_program=False)
+            freed = weakref.ref(thing)
+            del main.thing, thing
+            encode(main.factorial, same_program=False)
+            assert freed() is None
+
+
+def test_a_changed_attribute_of_a_sent_class_is_reported(main: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    exec("class Counted:\n    count = 1", vars(main))
+    for _ in range(2):
+        encode(main.Counted(), same_program=False)
+    assert not caplog.messages
+    for _ in range(2):
+        main.Counted.count = 2
+        encode(main.Counted(), same_program=False)
+    (said,) = caplog.messages
+    assert "the global 'Counted' of the main program was changed in place" in said
+    assert said.endswith("Define the class anew")

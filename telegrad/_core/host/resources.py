@@ -192,13 +192,16 @@ class translate_error(contextlib.AbstractContextManager[None]):  # noqa: N801 - 
         raise self._kind(f"{self._what}: {lack}") from error
 
 
-def check_open_files() -> None:
-    """Raise OSError if fewer descriptors are left than a worker needs to join: torch would then hang or exit."""
+def check_open_files(others: int = 0) -> None:
+    """Raise OSError if fewer descriptors are left than a worker needs to join, besides `others`.
+
+    Torch would then hang or exit.
+    """
     try:
         used = len(os.listdir(FOLDER)) - 1  # without the descriptor of this listing
     except FileNotFoundError:
         used = 3  # assume stdin, stdout and stderr if the system does not tell
-    if _file_limit() and _file_limit() - used < TO_JOIN:
+    if _file_limit() and _file_limit() - used < TO_JOIN + others:
         raise OSError(EMFILE, os.strerror(EMFILE))
 
 

@@ -84,6 +84,11 @@ class _Reducers(ChainMap[type, Any]):
             return lambda module: (importlib.import_module, (module.__name__,))
         if kind in (ParamSpec, TypeVarTuple, NewType):  # the pickler below sends a TypeVar
             return _reduce_type
+        if issubclass(kind, enum.Enum) and kind.__module__ in MAINS:
+            # By its name: a value may be equal to itself alone. A combination of flags may have no name.
+            return lambda member: (
+                (getattr, (kind, member._name_)) if member._name_ in kind.__members__ else member.__reduce_ex__(5)
+            )
         raise KeyError(kind)
 
 
@@ -133,7 +138,7 @@ def _reduce_enum(kind: Any) -> Any:
             raise CannotEncode(f"members of {kind.__qualname__} have a __reduce__: define the class in a module")
         data[name] = member._value_, arguments if make is kind else arguments[1:]
         more[name] = {key: part for key, part in vars(member).items() if key not in _OF_ENUM}
-    given = kind.__bases__, kind.__name__, data, getattr(kind, "_boundary_", None)
+    given = kind.__bases__, (kind.__module__, kind.__qualname__), data, getattr(kind, "_boundary_", None)
     contents, _ = _own._enum_getstate(kind)
     state = {name: value for name, value in contents.items() if name not in members}
     tracker = _own._get_or_create_tracker_id(kind)
@@ -154,7 +159,9 @@ def _reduce_wrapper(pickler: Any, wrapper: Any, make: Any, *arguments: Any) -> A
     return _keep, (*home, make, arguments), (*home, items, own), None, None, _set
 
 
-def make_enum(meta: Any, bases: Any, name: str, members: dict[str, Any], boundary: Any, tracker: Any) -> Any:
+def make_enum(
+    meta: Any, bases: Any, names: tuple[str, str], members: dict[str, Any], boundary: Any, tracker: Any
+) -> Any:
     """Create an enumeration whose members have these values and data, without a call of their own constructors."""
     coming = iter(members.values())
 
@@ -164,7 +171,10 @@ def make_enum(meta: Any, bases: Any, name: str, members: dict[str, Any], boundar
         member._value_ = value
         return member
 
+    module, path = names
+    name = path.rpartition(".")[2]
     contents = meta.__prepare__(name, bases)
+    contents["__module__"], contents["__qualname__"] = module, path
     for each, (value, _) in members.items():
         contents[each] = enum.member(value)  # a function, too, can be the value of a member
     contents["__new__"], contents["__init__"] = new, lambda *_: None
@@ -345,7 +355,8 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         advice = "To send its items, call its function by rpc.rpc_stream"
     advice = error.advice if isinstance(error, BoundToProcess) else advice
     where = where.lstrip(".") or "a value"
-    return CannotEncode(f"{where}{within} ({kind_of(value)}) cannot be sent: {first_line(error)}. {advice}")
+    why = first_line(error) or type(error).__name__
+    return CannotEncode(f"{where}{within} ({kind_of(value)}) cannot be sent: {why}. {advice}")
 
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:

@@ -161,13 +161,22 @@ def lacks(thing: Any) -> bool:
         if len(_known) >= _CACHED:
             _known.clear()
         other = frozenset(name for name in absent | again if not name.startswith("__"))
-        ref = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
-        known = _known[id(thing)] = ref, other, bool(other & again & source.top)
+        known = _known[id(thing)] = ref_to(thing), other, bool(other & again & source.top)
     # A name in `again` that the top level binds, too, may have another value at workers. Any other name makes a
     # difference only while it is bound here. This runs for each call, and the second set is mostly empty.
     return known[2] or (bool(known[1]) and any(name in names for name in known[1]))
 
 
+def ref_to(thing: Any) -> Callable[[], Any]:
+    """Return a function that returns the object; once it is freed, FREED. Objects of some types are never freed."""
+    if not type(thing).__weakrefoffset__:
+        return lambda: thing
+    ref = weakref.ref(thing)
+    return lambda: FREED if (found := ref()) is None else found
+
+
+FREED = object()
+_PASS_IT = "Pass it as an argument, or assign a new object to the name"
 _LOOKS = 64  # buffers of a global whose content is compared
 _SAMPLE = 1 << 16  # bytes of each
 _OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__getnewargs_ex__", "__getnewargs__")}
@@ -191,9 +200,10 @@ class SentGlobals:
     def __init__(self) -> None:
         # Guards all attributes below. No user code runs under it, since that may send a function, which takes it.
         self._lock = renewed(threading.Lock())
-        self._last: dict[str, Any] = {}  # by name: the value of the current version
+        self._last: dict[str, Callable[[], Any]] = {}  # by name: the value of the current version
         self.versions: dict[str, int] = {}  # by name; its keys are read without the lock
-        self._looked: dict[str, Any] = {}  # values whose objects were examined; also read without the lock
+        # Values whose objects were examined; also read without the lock. The program may free them.
+        self._looked: dict[str, Callable[[], Any]] = {}
         # by id of an object: the first global that contains it; also copied without the lock
         self._owners: dict[int, str] = {}
         self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
@@ -207,33 +217,33 @@ class SentGlobals:
     def version(self, name: str, value: Any) -> int:
         """Return the version of a global to be sent."""
         with self._lock:
-            if not _is_same(self._last.get(name, self), value):
+            if not _is_same(self._last.get(name, object)(), value):
                 self._replaced.discard(name)
                 self._warned.discard(name)
-                self._last[name] = value
+                self._last[name] = ref_to(value)
                 self.versions[name] = self.versions.get(name, 0) + 1
             return self.versions[name]
 
     def note_sent(self, items: Iterable[tuple[str, int, Any]]) -> None:
         """Record names, versions and values that were sent. Warn once of each that was changed in place since then."""
-        changed = []
+        changed = {}
         # Without the lock, since it may call methods of the values.
-        states = [(name, isinstance(value, NO_DATA), (version, _state_of(value))) for name, version, value in items]
+        states = [(name, value, (version, _state_of(value))) for name, version, value in items]
         with self._lock:
-            for name, is_code, state in states:
-                if not is_code:
+            for name, value, state in states:
+                if not isinstance(value, NO_DATA):
                     self._sent.add(name)
                 before = self._states.setdefault(name, state)
                 if before[0] < state[0]:
                     self._states[name] = state
                 elif before != state and name not in self._warned:
                     self._warned.add(name)
-                    changed.append(name)
-        for name in changed:
+                    changed[name] = value
+        for name, value in changed.items():
             log.warning(
                 "telegrad: the global %r of the main program was changed in place after it was sent: workers that "
-                "have it keep their own copy. Pass it as an argument, or assign a new object to the name",
-                name,
+                "have it keep their own copy. %s",
+                *(name, "Define the class anew" if isinstance(value, type) else _PASS_IT),
             )
 
     def note_class(self, names: frozenset[str]) -> None:
@@ -247,7 +257,7 @@ class SentGlobals:
             found = [
                 name
                 for name in self.read_by_classes & self._last.keys() - self._replaced
-                if not _is_same(self._last[name], scope.get(name, DELETED))
+                if not _is_same(self._last[name](), scope.get(name, DELETED))
             ]
             self._replaced.update(found)
         for name in found:
@@ -290,7 +300,7 @@ class SentGlobals:
         return [
             (name, value, _shared_parts(value, scope))
             for name, value in list(scope.items())
-            if self._looked.get(name, self) is not value
+            if self._looked.get(name, object)() is not value
             and type(value) not in ATOMS
             and not isinstance(value, NO_DATA)
             and not name.startswith("_")
@@ -301,24 +311,33 @@ class SentGlobals:
         """Return the entries of `_owners` for objects that were freed: one of `parts` may have such an object's id."""
         owners, found = self._owners.copy(), set[tuple[int, str]]()
         for name in {owners[id(part)] for part in parts if id(part) in owners}:
-            now = set(map(id, _parts(self._looked[name])))
+            now = set(map(id, _parts(self._looked.get(name, object)())))
             found |= {(key, owner) for key, owner in owners.items() if owner == name and key not in now}
         return found
 
     def _note_parts(self, found: list[tuple[str, Any, list[Any]]], scope: dict[str, Any], has: frozenset[str]) -> None:
         """Record which globals share objects."""
         # Another thread may have bound or recorded some meanwhile.
-        fresh = [each for each in found if scope.get(each[0]) is each[1] and self._looked.get(each[0]) is not each[1]]
+        fresh = [
+            (name, value, parts)
+            for name, value, parts in found
+            if scope.get(name) is value and self._looked.get(name, object)() is not value
+        ]
         # The first global with an object becomes its owner. Those that receivers have come first: in the other order, a
         # global to be sent would own the shared object, and the conflict with a global that receivers already have
         # would not be found.
         fresh.sort(key=lambda each: each[0] not in has)
-        # A name that was bound to another object gives up the objects that it owned, and no longer counts as sent.
-        again = {name for name, _, _ in fresh}
-        if again & self._looked.keys():
-            self._owners = {key: name for key, name in self._owners.items() if name not in again}
+        # A name that was bound to another object, or deleted, gives up the objects that it owned, and no longer counts
+        # as sent. Its value is not kept here either: dictionaries and lists have no weak references.
+        over = {name for name, value in self._looked.items() if value() is not scope.get(name, DELETED)}
+        if over:
+            self._owners = {key: name for key, name in self._owners.items() if name not in over}
+        for name in over:
+            del self._looked[name]
+            if name in self._last:
+                self._last[name] = object
         for name, value, _ in fresh:
-            self._looked[name] = value
+            self._looked[name] = ref_to(value)
             self._group[name] = {name}
             self._conflicts.pop(name, None)
             self._sent.discard(name)

@@ -359,7 +359,10 @@ def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: s
         if name not in has and type(value) not in ATOMS and not isinstance(value, ModuleType):
             pickler.globals_sent.append(item)
     if home and home not in names:
-        items.append(Item(home, _sent.version(home, scope.names[home]), scope.names[home]))
+        value = scope.names[home]
+        items.append(Item(home, _sent.version(home, value), value))
+        if home not in has and isinstance(value, type):
+            pickler.globals_sent.append(items[-1])
     return items
 
 
