@@ -241,7 +241,7 @@ sys.exit(5)
     ],
     ids=["killed", "fails", "loses a worker", "ends", "reads"],
 )
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_workers_end_with_their_program_in_any_case(
     tmp_path: pathlib.Path, workers: int, busy: int, end: str, code: int, said: str
 ) -> None:

@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_278,
+    "lines of the package": 62_279,
     "lines of the core": 38_770,
     "lines of the tests": 87_886,
     "files of the package": 267,

@@ -238,9 +238,10 @@ class LocalGroup:
         for worker in self._workers:
             worker.begin_end()
         if self._starter is not None:
-            forked = [worker for worker in self._workers if worker.process.pid]
-            # It has begun to import torch, or waits for workers that are not ordered any more. Or it may be stopped.
-            self._starter.process.send_signal(signal.SIGCONT if len(forked) == len(self.names) else signal.SIGKILL)
+            # Before all are forked, it imports torch, or waits for workers that are not ordered any more. Later it may
+            # have been stopped.
+            forked = self._formed or sum(worker.process.pid > 0 for worker in self._workers) == len(self.names)
+            self._starter.process.send_signal(signal.SIGCONT if forked else signal.SIGKILL)
 
     @uninterrupted
     def _end_workers(self) -> None:

@@ -33,6 +33,7 @@ class Starter:
 
     def __init__(self, workers: int, stdout: int, stderr: int, environment: Mapping[str, str]) -> None:
         self.socket, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(60)  # it has room for about 200 workers, until the process has imported torch
         try:
             self.process = subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", "--forks", str(workers)],
