@@ -158,10 +158,10 @@ def _adopt(program: str, name: str) -> None:
 
     try:
         main_program.adopt(program, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fold(error)
         traceback.print_exception(error)
-        sys.exit(1)
+        sys.exit(error.code if isinstance(error, SystemExit) else 1)
 
 
 def _key_from_parent() -> bytes:

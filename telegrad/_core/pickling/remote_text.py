@@ -178,7 +178,7 @@ _INTERNALS = (
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")  # frames of each call of a `torch.nn.Module`
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
-_LEFT_OUT = "[earlier exceptions are left out]\n"
+_LEFT_OUT = "[further exceptions are left out]\n"
 _EXPLAINED = (SyntaxError, ImportError, AttributeError)  # Python prints more than the text of these
 
 
