@@ -470,7 +470,7 @@ def warn_of_change(name: str, value: Any) -> None:
     if programs.digest_of(value) != programs.own_data[name]:
         return
     log.warning(
-        "telegrad: the global %r of the main program was changed at the caller under `%s`, and this worker uses its "
-        "value of the top level: pass it as an argument, or change it at the top level",
+        "telegrad: the global %r of the main program is another at the caller, changed under `%s` or random, and this "
+        "worker uses its own of the top level: pass it as an argument, or make it equal at the top level",
         *(name, GUARD),
     )
