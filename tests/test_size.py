@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_279,
-    "lines of the core": 38_770,
-    "lines of the tests": 87_886,
+    "lines of the package": 62_284,
+    "lines of the core": 38_775,
+    "lines of the tests": 87_895,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -65,6 +65,15 @@ def test_a_thread_that_could_not_start_starts_at_the_next_request(monkeypatch: p
     assert runs == [True]
 
 
+def test_the_end_of_threads_at_exit_calls_no_hook_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    thread = threads.Thread(sys.exit, "ends")
+    thread.start()
+    thread.join(PATIENCE)
+    assert not failed
+
+
 def test_a_thread_does_not_wait_for_itself() -> None:
     ended = threading.Event()
 

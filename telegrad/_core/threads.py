@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import threading
@@ -54,12 +55,16 @@ class Thread(threading.Thread):
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._started = _Started()  # attribute of CPython 3.10 to 3.13; under another name, there is no limit
 
+    def run(self) -> None:
+        with contextlib.suppress(SystemExit):  # of `end_threads`, which a `threading.excepthook` would report
+            super().run()
+
 
 @atexit.register
 def end_threads() -> None:
     """End the running threads at the end of the program: a thread that later leaves code of torch would abort it."""
     # They run user code or torch, since all others end with their worker.
-    running = [each for each in threading.enumerate() if isinstance(each, Thread)]
+    running = [each for each in threading.enumerate() if isinstance(each, Thread) and each.is_alive()]
     for each in running:  # between two instructions of Python
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(each.ident or 0), ctypes.py_object(SystemExit))
     until = monotonic() + LAST_WAIT
