@@ -175,7 +175,7 @@ def test_ctrl_c_prints_only_the_traceback_of_the_program(when: str, tmp_path: pa
 
 
 FORGETFUL = """
-import atexit, sys, threading
+import atexit, os, signal, sys, threading
 import telegrad
 import telegrad.rpc as rpc
 
@@ -186,6 +186,8 @@ if __name__ == "__main__":
     group = telegrad.local(3)
     print(rpc.rpc_sync("worker1", int))  # and the others not at all
     atexit.register(lambda: print(rpc.rpc_sync("worker0", len, ([1, 2],)), "at the end"))
+    if {loses}:
+        atexit.register(os.kill, group._workers[2].process.pid, signal.SIGKILL)
     if sys.version_info < (3, 12):  # as it is since then
         atexit.register(setattr, threading, "_start_new_thread", refuse)
 """
@@ -193,8 +195,9 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
-def test_a_program_that_does_not_end_its_group_ends_it_at_exit(tmp_path: pathlib.Path) -> None:
-    ran = run(FORGETFUL, tmp_path)
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_program_that_does_not_end_its_group_ends_it_at_exit(loses: bool, tmp_path: pathlib.Path) -> None:
+    ran = run(FORGETFUL.replace("{loses}", str(loses)), tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "0\n2 at the end\n"), ran.stdout + ran.stderr
     assert not re.search("Traceback|left without", ran.stderr), ran.stderr
 

@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_284,
     "lines of the core": 38_775,
-    "lines of the tests": 87_895,
+    "lines of the tests": 87_898,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -37,7 +37,7 @@ from telegrad._core.membership.members import (
 from telegrad._core.membership.registry import LEFT, LOST, Change, MemberGone, MemberJoined
 from telegrad._core.membership.suspects import Probes, Suspect, is_broken, remember
 from telegrad._core.progress import Wait
-from telegrad._core.threads import Background, results
+from telegrad._core.threads import Background, program_has_ended, results
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 
 LOOK = 0.25  # seconds between two polls while waiting
@@ -275,7 +275,7 @@ class Membership:
             elif self._group is None:
                 # In a dynamic group, the directory reports the departure.
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
-        if not parted:
+        if not (parted or program_has_ended()):  # no thread can begin then
             self._watch.want()
         self._wake.set()
 
