@@ -305,7 +305,7 @@ def test_refused_renewals_are_reported_once_while_the_watch_goes_on(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that now asks new connections for a login refuses renewals in this way."""
-    worker, asked = make("w", ttl=0.6).join(), list[float]()
+    worker, asked = make("w", ttl=1.5).join(), list[float]()
 
     def refuse(_: object) -> None:
         asked.append(time.monotonic())
