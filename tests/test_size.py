@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_284,
-    "lines of the core": 38_775,
+    "lines of the package": 62_282,
+    "lines of the core": 38_773,
     "lines of the tests": 87_898,
     "files of the package": 267,
     "words of the glossary": 80,

@@ -86,7 +86,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def _refuse(place: str, name: str) -> NoReturn:
-    """Serve as the `__getattr__` of a module that replaces `place`: refuse what only torch's own module has."""
+    """Serve as the `__getattr__` of a module that replaces `place`: refuse names that only torch's own module has."""
     raise AttributeError(
         f"module {place!r} has no attribute {name!r}: Telegrad serves this module, and the name belongs to the "
         "inner workings of torch's own. What to use instead is in docs/migration.md of Telegrad"

@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from time import monotonic, sleep
 from typing import Any, NoReturn, Self
 
@@ -62,7 +63,7 @@ MOMENT = 0.05  # seconds after the end of its connections for a process to end
 # after which a worker whose input was closed ends itself. Only a worker whose interpreter is blocked, or that takes
 # long to end, gets a signal.
 GRACE = 5.0
-FILES = 7  # descriptors for each worker, with those for a moment
+FILES = 7  # descriptors of this process for each worker, with those that are open only during its start
 
 log = logging.getLogger("telegrad")
 
@@ -121,18 +122,17 @@ class LocalGroup:
 
     def _start(self, arguments: list[str], stdout: int, stderr: int) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process of a worker; by a starter if there are several."""
-        environment = _environment(len(self.names))
         if not starter.POSSIBLE or len(self.names) == 1:
             return subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment,
+                env=_environment(len(self.names)),
                 **new_session_options(),
             )
-        if self._starter is None:  # what it prints while it imports torch is forwarded as the first worker's
-            self._starter = Starter(len(self.names), stdout, stderr, environment)
+        if self._starter is None:  # its output during the import of torch is forwarded as the first worker's
+            self._starter = Starter(len(self.names), stdout, stderr, _environment(len(self.names)))
         return ForkedProcess(self._starter, arguments, stdout, stderr)
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
@@ -250,10 +250,11 @@ class LocalGroup:
         self._ask_to_end()
         with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
             # All workers share the time of each step, so the end takes limited time whatever their number.
-            for ask in ("", "terminate", "kill"):  # first the workers may end by themselves
+            for ask in (None, methodcaller("terminate"), methodcaller("kill")):
                 until = monotonic() + GRACE
-                for worker in self._workers if ask else ():
-                    getattr(worker.process, ask)()
+                if ask is not None:  # first the workers may end by themselves
+                    for worker in self._workers:
+                        ask(worker.process)
                 for worker in self._workers:
                     worker.await_end(until, wait)
             until = monotonic() + GRACE
@@ -361,7 +362,7 @@ class _Worker:
             self.process.stdin.close()
 
     def end(self, code: int) -> str:
-        return describe_exit(code) + getattr(self.process, "blame", "")
+        return describe_exit(code) + getattr(self.process, "reason", "")
 
     def begin_end(self) -> None:
         """Ask the process to end, and resume it if it is stopped."""

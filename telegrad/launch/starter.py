@@ -2,8 +2,8 @@
 
 An import of torch takes more than a second of processor time, and its memory is shared by the forks. Only a process
 that has never computed anything can be forked safely, and the program may have computed, so a process of its own is
-started: the starter. It receives the arguments and the descriptors of each worker by a socket, and reports its number
-and its exit code by a pipe. It ends with its last worker, or as soon as the socket is closed.
+started: the starter. It receives the arguments and the descriptors of each worker by a socket, and reports the number
+and the exit code of each process by a pipe. It ends with the last worker, or as soon as the socket is closed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ForkedProcess:
     def __init__(self, starter: Starter, arguments: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid = 0  # until it has been forked
         self.returncode: int | None = None
-        self.blame = ""  # for its end
+        self.reason = ""  # of an end with the starter, for messages
         self._starter = starter
         self._over = threading.Event()
         given, end = os.pipe()
@@ -96,7 +96,7 @@ class ForkedProcess:
             (self.returncode,) = _NUMBER.unpack(code)
         else:
             self.returncode = self._starter.process.wait()
-            self.blame = ", as the process that had started it" if self.pid else ""
+            self.reason = ", as the process that had started it" if self.pid else ""
             self._signal(signal.SIGKILL)
         self._over.set()
 
@@ -122,7 +122,7 @@ def fork_workers(count: int, orders: socket.socket) -> list[str]:
     """Fork a process for each worker, and return there, with the worker's arguments. This process ends with them."""
     signal_at_parents_end(signal.SIGCONT)  # a stopped process would not notice that the program has ended
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel keeps no exit code
-    import torch
+    import torch  # noqa: F401
 
     import telegrad.rpc  # noqa: F401
 
@@ -141,7 +141,6 @@ def fork_workers(count: int, orders: socket.socket) -> list[str]:
                 os.close(inherited)
             orders.close()
             signal.signal(signal.SIGCHLD, handler)
-            torch.default_generator.seed()  # else all workers would draw the same numbers; `random` does it by itself
             return _become_worker(arguments, given)
         *_, reports[pid] = given
         for descriptor in given[:3]:
@@ -165,6 +164,8 @@ def _become_worker(arguments: bytes, given: list[int]) -> list[str]:
             os.dup2(descriptor, number)
         os.close(descriptor)
     forks.process.depth, forks.process.origin = 0, None  # not a child of a worker
+    # Else all workers would draw the same numbers. The generator of `random` is seeded by Python.
+    sys.modules["torch"].default_generator.seed()
     if generator := sys.modules.get("numpy.random"):
         generator.seed()
     own: list[str] = json.loads(arguments)

@@ -193,10 +193,7 @@ class translate_error(contextlib.AbstractContextManager[None]):  # noqa: N801 - 
 
 
 def check_open_files(others: int = 0) -> None:
-    """Raise OSError if fewer descriptors are left than a worker needs to join, besides `others`.
-
-    Torch would then hang or exit.
-    """
+    """Raise OSError if fewer descriptors are left than `others` and those to join: torch would then hang or exit."""
     try:
         used = len(os.listdir(FOLDER)) - 1  # without the descriptor of this listing
     except FileNotFoundError:

@@ -290,7 +290,7 @@ def _kept(meeting: RendezvousStore) -> SealedStore | None:
 
 
 def _renewal(directory: Directory, store: SealedStore | None) -> Callable[[], None] | None:
-    """Return what renews the seals that later workers of the group need, if its key may be replaced."""
+    """Return a function that renews the seals that later workers of the group need, if its key may be replaced."""
     if isinstance(directory, SealedDirectory):
         return directory.renew_seals
     return store.renew if store is not None and store.keys.may_change else None

@@ -200,7 +200,7 @@ class SentGlobals:
     def __init__(self) -> None:
         # Guards all attributes below. No user code runs under it, since that may send a function, which takes it.
         self._lock = renewed(threading.Lock())
-        self._last: dict[str, Callable[[], Any]] = {}  # by name: the value of the current version
+        self._last: dict[str, Callable[[], Any]] = {}  # by name: the value of the current version; `object`: none
         self.versions: dict[str, int] = {}  # by name; its keys are read without the lock
         # Values whose objects were examined; also read without the lock. The program may free them.
         self._looked: dict[str, Callable[[], Any]] = {}

@@ -368,8 +368,9 @@ def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: 
             restore(value)
         return made
 
-    there = _another(first)
-    return current.here().attached(RestorableValues).value(first, make_anew) if there is None else there
+    if (there := _another(first)) is not None:
+        return there
+    return current.here().attached(RestorableValues).value(first, make_anew)
 
 
 @known_as("asking for a restored value")

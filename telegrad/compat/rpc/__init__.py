@@ -83,8 +83,8 @@ def init_rpc(
     meet = partial(open_store, rpc_backend_options.init_method, rank, world_size, keys)
     dist_autograd._init(rank)
     if backend is BackendType.TENSORPIPE:
-        given = {"store": None, "name": name, "rank": rank, "world_size": world_size, "meet": meet}
-        _begin(backend, rpc_backend_options=rpc_backend_options, **given)
+        options = rpc_backend_options
+        _begin(backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options, meet=meet)
         return
     meeting = meet(rpc_backend_options.rpc_timeout or float("inf"))
     store = meeting.store.raw
@@ -127,8 +127,7 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
-    given = {"store": store, "name": name, "rank": rank, "world_size": world_size}
-    _begin(backend, rpc_backend_options=rpc_backend_options, **given)
+    _begin(backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options)
 
 
 def _begin(backend: Any, **given: Any) -> None:
