@@ -107,8 +107,8 @@ def encode(value: Any, same_program: bool) -> Encoded:
         extent = _extent_of(value)
         if extent == _SMALL:
             return Encoded(pickle.dumps(value, 5), [])
-        if extent == _BIG:
-            (value,), texts = _held_still([value])
+        if extent != _OTHER:
+            (value,), texts = _held_still([value], extent == _TEXTS)
     try:
         return _dump(_Pickler, value, same_program, texts)
     except CodecError:
@@ -151,16 +151,22 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
 # The usual cases, without a Python pickler
 
 
-_SMALL, _BIG, _OTHER = range(3)
+_SMALL, _BIG, _TEXTS, _OTHER = range(4)
 
 
 def _extent_of(value: Any) -> int:
-    """Return _SMALL or _BIG (to be pickled in pieces) for strings and containers of atoms, else _OTHER."""
+    """Return for strings and containers of atoms: _SMALL, or _BIG (to be pickled in pieces), or _TEXTS if texts are
+    among these. Return _OTHER for all other values."""
     kind = type(value)
     if kind in _STRINGS:
-        return _SMALL if len(value) < OWN_FROM else _BIG
+        return _SMALL if len(value) < OWN_FROM else _TEXTS
     if len(value) > MANY:
-        return _BIG if all(_ATOMS.issuperset(map(type, piece)) for piece in _pieces(value)) else _OTHER
+        kinds: set[type] = set()
+        for piece in _pieces(value):
+            kinds.update(map(type, piece))
+            if not kinds <= _ATOMS:
+                return _OTHER
+        return _TEXTS if str in kinds else _BIG
     if kind is not dict:
         return _extent_of_all(value)
     return _extent_of_all(value.values()) if _ATOMS.issuperset(map(type, value)) else _OTHER
@@ -171,7 +177,7 @@ def _extent_of_all(values: Collection[Any]) -> int:
         if _NUMBERS.issuperset(map(type, values)):
             return _SMALL
         if _STRINGS.issuperset(map(type, values)):
-            return _SMALL if sum(map(len, values)) < OWN_FROM else _BIG
+            return _SMALL if sum(map(len, values)) < OWN_FROM else _TEXTS
     size = 0
     for value in values:
         kind = type(value)
@@ -179,31 +185,27 @@ def _extent_of_all(values: Collection[Any]) -> int:
             size += len(value)
         elif kind not in _NUMBERS:
             return _OTHER
-    return _SMALL if size < OWN_FROM else _BIG
+    return _SMALL if size < OWN_FROM else _TEXTS
 
 
-def _pieces(container: Any) -> Iterator[list[Any]]:
+def _pieces(container: Any) -> Iterator[Iterator[Any]]:
     """Yield the elements of a container in pieces. Other threads can run in between, and may change it."""
     for elements in (container, container.values()) if type(container) is dict else (container,):
         # An iterator of a list stays valid when the list changes. That of a dict raises, so keys and values are copied
         # first, each in one step of C.
         rest = iter(elements if type(container) in (list, tuple) else list(elements))
-        while piece := list(islice(rest, MANY)):
-            yield piece
+        for _ in range(0, len(elements), MANY):
+            yield islice(rest, MANY)
 
 
-def _held_still(values: Sequence[Any]) -> tuple[list[Any], bool]:
+def _held_still(values: Sequence[Any], texts: bool) -> tuple[list[Any], bool]:
     """Copy containers of atoms, because other threads run while large ones are pickled.
 
-    Return the values, and True if a text among them is large.
+    Return the values, and True if a text among them is large. `texts`: there may be one.
     """
-    copies: dict[int, Any] = {}  # an object that occurs twice stays one object
-    texts = False
-    for value in values:
-        if type(value) in _CONTAINERS and id(value) not in copies:
-            still = copies[id(value)] = copy(value)
-            texts = texts or any(_has_large_text(piece) for piece in _pieces(still))
-    return [copies.get(id(value), value) for value in values], texts or _has_large_text(values)
+    copies = {id(value): copy(value) for value in values if type(value) in _CONTAINERS}  # one for each object
+    texts = texts and any(_has_large_text(piece) for each in (values, *copies.values()) for piece in _pieces(each))
+    return [copies.get(id(value), value) for value in values], texts
 
 
 def _has_large_text(values: Iterable[Any]) -> bool:
@@ -220,7 +222,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
     values = [*args, *kwargs.values()] if kwargs else list(args)
     tensors: list[Tensor] = []
     places: list[int] = []
-    is_big = len(values) > MANY
+    is_big, texts = len(values) > MANY, False
     for place, value in enumerate(values):
         kind = type(value)
         if kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
@@ -229,7 +231,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
             extent = _extent_of(value)
             if extent == _OTHER:
                 return None
-            is_big = is_big or extent == _BIG
+            is_big, texts = is_big or extent != _SMALL, texts or extent == _TEXTS
             continue
         if kind is not Tensor or value.__dict__:
             return None
@@ -240,7 +242,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
     if is_big:
         if tensors:
             return None
-        values, texts = _held_still(values)
+        values, texts = _held_still(values, texts)
         return (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))), texts
     if not tensors:
         return _new(Encoded, (pickle.dumps((args, kwargs), 5), (), (), 0))
