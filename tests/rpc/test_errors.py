@@ -111,9 +111,10 @@ def told_by(function: Callable[..., Any], hops: int) -> str:
 def test_each_hop_adds_one_block_with_lines_of_the_users_code_only(function: Callable[..., Any]) -> None:
     texts = {hops: told_by(function, hops) for hops in (1, 2, 3, 7)}
     longest = len(texts[2]) - len(texts[1]) + 16
+    assert function is not nested or texts[2].count("\n") <= 11  # of three workers; printed, it is 3 or 4 more
     for hops, text in texts.items():
         assert text.count("On worker") == hops + 1
-        assert text.count("Traceback") <= (hops + 1) * (2 if function is retold else 1)
+        assert text.count("most recent call last") <= (hops + 1) * (2 if function is retold else 1)
         assert len(text) <= len(texts[1]) + (hops - 1) * longest
         assert 'raise ValueError("boom")' in text
         assert set(re.findall(r'File "([^"]+)"', text)) == {__file__}
@@ -198,15 +199,15 @@ def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest
 
 
 def test_the_users_function_and_the_worker_are_named() -> None:
-    first, *_ = told_by(nested, 2).partition("Traceback")
-    assert first == f"boom\nOn worker 'w1', in {__name__}.nested:\n"
+    first, *_ = told_by(nested, 2).partition(" (most recent")
+    assert first == f"boom\nOn worker 'w1', in {__name__}.nested"
     with pytest.raises(RuntimeError, match=r"\nOn worker 'w1', in view\(\) of the value of a reference"):
         remote("w1", torch.ones, (2,)).view(5).to_here()
-    assert "On worker 'w1', in Relay.go:" in told_by(by_proxy, 2)
+    assert "On worker 'w1', in Relay.go (most recent call last):" in told_by(by_proxy, 2)
 
 
 def test_a_lambda_is_named(here: None) -> None:
-    with pytest.raises(ZeroDivisionError, match=r"in test_a_lambda_is_named\.<locals>\.<lambda>:"):
+    with pytest.raises(ZeroDivisionError, match=r"in test_a_lambda_is_named\.<locals>\.<lambda> \(most"):
         rpc_sync("w1", lambda: 1 / 0)
 
 
@@ -222,9 +223,9 @@ def test_errors_name_modules_and_optimizers() -> None:
     with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\)"):
         RemoteModule("w1", nn.Linear, (3,))
     module = RemoteModule("w1", nn.Linear, (3, 2))
-    with pytest.raises(RuntimeError, match=r"On worker 'w1', in Linear.forward:"):
+    with pytest.raises(RuntimeError, match=r"On worker 'w1', in Linear.forward \(most"):
         module(torch.ones(1, 7))
-    with pytest.raises(ValueError, match=r"On worker 'w1', in DistributedOptimizer\(\):"):
+    with pytest.raises(ValueError, match=r"On worker 'w1', in DistributedOptimizer\(\) \(most"):
         DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=-1.0)
 
 
@@ -239,9 +240,9 @@ def test_the_stage_of_a_pipeline_is_named(stages: int) -> None:
     with pytest.raises(ArithmeticError) as raised, autograd.context() as context:
         Pipeline(modules, chunks=1).forward_backward(context, torch.ones(2, 1), torch.ones(2, 1), nn.MSELoss())
     text = str(raised.value)
-    assert f"On worker 'w3', in stage {stages} of {stages} of a Pipeline (Wrong):" in text
+    assert f"On worker 'w3', in stage {stages} of {stages} of a Pipeline (Wrong) (most recent call last):" in text
     assert text.count("On worker") == 1
-    assert text.count("Traceback") == 1
+    assert text.count("most recent call last") == 1
     assert len(text) < 2000
 
 
@@ -296,7 +297,7 @@ def test_the_error_of_an_awaited_callback_has_a_single_traceback() -> None:
 
     with pytest.raises(ValueError, match="boom") as raised:
         asyncio.run(wait())
-    assert str(raised.value).count("Traceback") == 1
+    assert str(raised.value).count("most recent call last") == 1
 
 
 begun, may_fail = threading.Event(), threading.Event()

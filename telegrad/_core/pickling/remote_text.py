@@ -1,11 +1,9 @@
 """Remote tracebacks in the texts of exceptions: for each worker its name, the function, and the user's lines.
 
-    On worker 'w1', in __main__.step:
-    Traceback (most recent call last):
+    On worker 'w1', in __main__.step (most recent call last):
       File "train.py", line 9, in step
         return rpc.rpc_sync("w2", loss, (x,))
-    On worker 'w2', in __main__.loss:
-    Traceback (most recent call last):
+    On worker 'w2', in __main__.loss (most recent call last):
       File "train.py", line 5, in loss
         raise ValueError("no data")
     ValueError: no data
@@ -225,13 +223,18 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     """Return the remote traceback of an exception: of this worker, and of the workers before it."""
     before = remote_traceback_of(error)
     # This worker has described the error before, and it has not been raised since: it would get a block without lines.
-    if before.startswith((f"On worker {worker!r}:", f"On worker {worker!r}, ")) and not _all_lines(error):
+    head = f"On worker {worker!r}"
+    if before.startswith(head) and not _all_lines(error):
         return before
     try:
         told = _told(error, Room())
     except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be formatted)\n"
-    return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{as_main(told)}")
+    if function:
+        head += f", in {function}"
+    if told.startswith(TRACEBACK):  # without a line of its own, as one follows for each worker
+        head, told = head + TRACEBACK.removeprefix("Traceback").rstrip(":\n"), told.removeprefix(TRACEBACK)
+    return cut(f"{head}:\n{as_main(told)}")
 
 
 def as_main(text: str) -> str:
