@@ -20,6 +20,7 @@ _COSTS = {  # the first words that are in "transport: name" count
     "in the time of a": "the copy into a fresh object at the receiver: docs/performance.md",
     "timeout": "the timer, which may be some milliseconds late",
     "recorded": "Python for each recorded event",
+    "OpenTelemetry": "its SDK, which is Python: two spans, and the context that is sent with the call",
     "idle worker": "modules and threads of Python",
     "of one": "readers that share two cores",
     "16 MB in": "Python for each tensor",

@@ -1,8 +1,9 @@
-"""Benchmark of the event recorder of each worker."""
+"""Benchmarks of the observation of calls: by the event recorder of each worker, and by OpenTelemetry."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.calls import nothing
@@ -10,7 +11,7 @@ from benchmarks.measuring import OTHER, TELEGRAD, Row, times
 from benchmarks.targets import Absolute
 
 ROUNDS = 10
-CALLS = 1000  # per round, with and without the recorder
+CALLS = 1000  # per round, with and without observation
 
 
 def record(on: bool) -> None:
@@ -20,25 +21,46 @@ def record(on: bool) -> None:
     (recorder.begin if on else recorder.end)()
 
 
-def recorded_call(rpc: Any) -> float:
-    """Return the time of an empty call that both ends record, relative to one without recording."""
+def trace(on: bool) -> None:
+    """Turn spans and metrics of this worker on or off. The SDK in Python makes them; nothing exports them."""
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
 
-    def call() -> None:
-        rpc.rpc_sync(OTHER, nothing)
+    from telegrad.insight import opentelemetry
 
-    ratios = []
+    if on:
+        opentelemetry.instrument(TracerProvider(), MeterProvider())
+    else:
+        opentelemetry.uninstrument()
+
+
+def turn_both(rpc: Any, turn: Callable[[bool], None], on: bool) -> None:
+    rpc.rpc_sync(OTHER, turn, (on,))
+    turn(on)
+
+
+def without_and_with(rpc: Any, turn: Callable[[bool], None]) -> Iterator[tuple[float, float]]:
+    """Yield for each round the time of an empty call that nothing observes, and of one that both ends observe."""
+
+    def median(on: bool) -> float:
+        turn_both(rpc, turn, on)
+        return statistics.median(times(CALLS, lambda: rpc.rpc_sync(OTHER, nothing)))
+
     for _ in range(ROUNDS):
-        with_it = statistics.median(times(CALLS, call))
-        _on_both(rpc, False)
-        without = statistics.median(times(CALLS, call))
-        _on_both(rpc, True)
-        ratios.append(with_it / without)
-    return statistics.median(ratios)
+        yield median(False), median(True)
 
 
-def _on_both(rpc: Any, on: bool) -> None:
-    rpc.rpc_sync(OTHER, record, (on,))
-    record(on)
+def recorded_call(rpc: Any) -> float:
+    """Return the time of an empty call that both ends record, as they do by default, relative to one without."""
+    return statistics.median(with_it / without for without, with_it in without_and_with(rpc, record))
+
+
+def traced_call(rpc: Any) -> float:
+    """Return the µs that OpenTelemetry adds to an empty call, at both ends together."""
+    try:
+        return statistics.median(with_it - without for without, with_it in without_and_with(rpc, trace)) * 1e6
+    finally:
+        turn_both(rpc, trace, False)
 
 
 RECORDING = [
@@ -49,5 +71,13 @@ RECORDING = [
         recorded_call,
         targets=(Absolute(1.03),),
         libraries=(TELEGRAD,),
-    )
+    ),
+    Row(
+        "empty rpc_sync, added by OpenTelemetry",
+        "µs",
+        False,
+        traced_call,
+        targets=(Absolute(60.0),),
+        libraries=(TELEGRAD,),
+    ),
 ]
