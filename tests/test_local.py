@@ -334,11 +334,14 @@ DEATHS: dict[str, tuple[str, str, str]] = {
     "exits with a code": ("import sys; print('oh', file=sys.stderr); sys.exit(3)", "exit code 3", "oh"),
     "ends": ("import os; print('done'); os._exit(0)", "exit code 0", "done"),
     "killed": ("import os; print('so far', flush=True); os.kill(os.getpid(), 9)", "signal SIGKILL", "so far"),
+    "silent": ("import os; os._exit(3)", "exit code 3", "It printed nothing"),
 }
 
 
 @pytest.mark.timeout(2 * PATIENT)
-@pytest.mark.parametrize(("how", "printed"), [*((how, True) for how in DEATHS), ("raises", False), ("ends", False)])
+@pytest.mark.parametrize(
+    ("how", "printed"), [*((how, how != "silent") for how in DEATHS), ("raises", False), ("ends", False)]
+)
 @pytest.mark.parametrize("forks", [starter.POSSIBLE, False])
 def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     forks: bool,

@@ -177,7 +177,8 @@ class LocalGroup:
 
         worker, code = self._early[0]
         lines = "".join(f"\n    {line}" for line in worker.unprinted)
-        said = f"Its last lines:{lines}" if lines else f"What it printed is above, after [{worker.name}]"
+        above = f"What it printed is above, after [{worker.name}]" if worker.has_printed else "It printed nothing"
+        said = f"Its last lines:{lines}" if lines else above
         why = f"worker {worker.name!r} ended with {worker.end(code)} before the group had formed. {said}"
         call_off(self._store, 1 + len(self.names), why)
 
@@ -327,6 +328,7 @@ class _Worker:
     @uninterrupted
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
+        self.has_printed = False
         self.unprinted: deque[str] = deque(maxlen=LAST_LINES)
         # The end of the output cannot be the end of the pipe: processes that the worker has started inherit the pipe,
         # and may live on. So this process keeps the writing ends, too, and writes this mark there once the worker has
@@ -402,6 +404,7 @@ class _Worker:
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
                 out.flush()
+                self.has_printed = True
             # The stream belongs to the program, which may have closed it or replaced it by any object. This thread must
             # continue to read: the worker would block in a write once its pipe is full.
             except Exception:
