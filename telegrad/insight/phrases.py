@@ -72,8 +72,8 @@ def lasting(age: float) -> str:
     return "" if isinf(age) or age <= 0 else f", for {seconds(age)}"
 
 
-def several(names: Iterable[str], most: int = 2 * FEW) -> str:
-    known = list(dict.fromkeys(names))
+def several(names: Iterable[str]) -> str:
+    known, most = list(dict.fromkeys(names)), 2 * FEW
     if len(known) > most:
         known = [*known[: most - 1], plural(len(known) - most + 1, "other")]
     return " and ".join([", ".join(known[:-1]), known[-1]] if len(known) > 1 else known)

@@ -56,7 +56,7 @@ class OwnGroup:
             return GroupSnapshot(accounts, silent)
         known = accounts[0].get("processes", {})  # this worker's own state is the first
         places = (place for place in debug_server.places() if place.worker in silent)
-        here = {place.worker: place for place in places if known.get(place.worker) == int(place.address.split("/")[2])}
+        here = {place.worker: place for place in places if known.get(place.worker) == place.own_pid}
         return _sight(accounts, silent | _states(here), here)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
@@ -221,12 +221,11 @@ def _group_of(place: DebugAddress, known: Mapping[tuple[int, str], list[WorkerSt
     # Programs often give their workers the same names, so the name shows the group only if its members do not know the
     # process, as with TLS, which has no Unix sockets.
     found = set()
-    number = int(place.address.split("/")[2])  # in the namespace of the process, as other workers know it
     for (user, name), accounts in known.items():
         processes = {account.get("processes", {}).get(place.worker) for account in accounts} - {None}
         hosts = [(each["members"].get(each["worker"]), each["members"].get(place.worker, "")) for each in accounts]
         misses = alone and place.worker in others_of(accounts) and any(own == host for own, host in hosts)
-        if user == place.user and (number in processes or (not processes and misses)):
+        if user == place.user and (place.own_pid in processes or (not processes and misses)):
             found.add(name)
     return found.pop() if len(found) == 1 else ""
 

@@ -300,7 +300,7 @@ def _fields(checks: dict[str, _Check], required: frozenset[str]) -> _Check:
     return checked
 
 
-_PLAIN: dict[Any, _Check] = {str: _text, int: _integer, float: _number, bool: _truth, type(None): _none}
+_PLAIN: dict[Any, _Check] = {str: _text, int: _integer, float: _number, bool: _truth}
 
 
 def _check_for(kind: Any) -> _Check:

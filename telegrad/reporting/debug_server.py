@@ -58,6 +58,11 @@ class DebugAddress(NamedTuple):
     worker: str
     user: int  # the user of the process
 
+    @property
+    def own_pid(self) -> int:
+        """The number of the process in its own namespace, as other workers know it."""
+        return int(self.address.split("/")[2])
+
 
 class DebugServer:
     """The debug server of one worker. It answers on its own thread, even if the worker's other threads are blocked."""
