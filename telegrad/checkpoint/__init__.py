@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,10 +40,9 @@ from telegrad.checkpoint.state import (
 from telegrad.errors import CannotEncode, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all, folded, known_as
-from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
+from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of, update_replicas
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
-from telegrad.nn import Pipeline
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.rpc.functions import async_execution
@@ -105,13 +103,9 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
 
 
 def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
-    for value in state.values():
-        # A pipeline has replicas of tied weights, which are as old as its last batch. torch's planner may save the
-        # values of a replica, so update them.
-        for part in value.modules() if isinstance(value, nn.Module) else ():
-            if isinstance(part, Pipeline):
-                part._lend()
     shares, own = shares_of(state)
+    # torch's planner may save the values of a replica in place of those of the tied weight.
+    update_replicas(share.branch for theirs in shares.values() for share in theirs)
     for key, value in own.items():
         try:
             check_tensors(key, packed(value))

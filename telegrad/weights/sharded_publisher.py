@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from telegrad.errors import CallTimeout, InvalidArgument, PeerError, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, Future, call_all, folded, known_as, limit_of
-from telegrad.ext.modules import RemotePart, branches, state_of
+from telegrad.ext.modules import RemotePart, branches, state_of, update_replicas
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
 from telegrad.weights.deltas import Deltas
@@ -84,9 +84,10 @@ class ShardedPublisher(Closable):
     def __init__(self, name: str, source: Any, dtype: Rounding = None, deltas: Deltas = "fast") -> None:
         check_published(name, dtype, deltas)
         self.name = name
+        shares = _shares(source)
+        self._spread = [part for share in shares.values() if not callable(share) for part in share if part.is_spread]
         self._owners = {
-            worker: remote(worker, ShardOwner, (name + PARTS, share, dtype, deltas))
-            for worker, share in _shares(source).items()
+            worker: remote(worker, ShardOwner, (name + PARTS, share, dtype, deltas)) for worker, share in shares.items()
         }
         self._contents: dict[str, list[Content]] = {}
         self._editions = dict.fromkeys(self._owners, 0)  # edition of each owner's contents that is known here
@@ -117,6 +118,7 @@ class ShardedPublisher(Closable):
                 stack.enter_context(self._publishing)
             # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails,
             # the others have a version that no contents name.
+            update_replicas(self._spread)
             published: dict[str, Any] = call_all(self._owners, self._ask)
             for worker, (_, edition, contents) in published.items():
                 if contents is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from telegrad import checkpoint
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.calls import call_all
-from telegrad.nn import RemoteModule
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.rpc import RRef, remote, rpc_sync
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, sharded_publisher
 from telegrad.weights.sharded_publisher import _described
 from tests.cluster import PATIENCE, agents
@@ -60,6 +63,26 @@ class Model(nn.Module):
         self.head = nn.Linear(3, 1)
 
 
+class Tied(nn.Module):
+    """A model whose pipeline has a weight on one worker, and a replica of it on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [RemoteModule(worker, nn.Linear, (3, 3, False)) for worker in ("w1", "w2")]
+        self.pipeline = Pipeline(stages, chunks=1, tied=[("0.weight", "1.weight")])
+
+    def change(self) -> None:
+        rpc_sync("w1", add_one, (self.pipeline.stages[0].get_module_rref(),))
+
+    def weights(self) -> list[Tensor]:
+        return [stage.state_dict()["weight"] for stage in self.pipeline.stages]
+
+
+def add_one(linear: RRef[nn.Linear]) -> None:
+    with torch.no_grad():
+        linear.local_value().weight.add_(1)
+
+
 @pytest.fixture
 def four() -> Iterator[list[Worker]]:
     moment["now"] = 0.0
@@ -68,6 +91,25 @@ def four() -> Iterator[list[Worker]]:
         current.enter(made[0])
         yield made
         current.enter(None)
+
+
+@pytest.mark.parametrize("place", ["w0", "w3"])
+def test_replicas_of_tied_weights_have_the_present_value(
+    place: str, four: list[Worker], tmp_path: pathlib.Path
+) -> None:
+    """In published versions and in checkpoints, also if the pipeline is a part of a model on another worker."""
+    model, loaded = (remote(place, Tied) for _ in range(2))
+    policy = ShardedPublisher("tied", model)
+    reader = ShardedSubscriber("w0", "tied")
+    for number in range(1, 6):
+        model.rpc_sync().change()
+        assert policy.publish() == number
+        state = reader.at_least(number).state
+        assert torch.equal(state["pipeline.stages.0.weight"], state["pipeline.stages.1.weight"])
+        model.rpc_sync().change()
+        checkpoint.load({"model": loaded}, checkpoint.save({"model": model}, tmp_path / str(number)).wait())
+        assert torch.equal(*loaded.rpc_sync().weights())
+        assert torch.equal(loaded.rpc_sync().weights()[0], state["pipeline.stages.0.weight"] + 1)
 
 
 def test_readers_get_the_parts_that_they_want(four: list[Worker]) -> None:

@@ -22,10 +22,14 @@ Model = nn.Module | RRef[Any]
 
 
 class Recoverable:
-    """A module of an extension with parts on other workers, which are recreated after a loss."""
+    """A module of an extension with parts on other workers, which it recreates after a loss."""
 
     def recover(self, timeout: float = DEFAULT) -> None:
         """Recreate lost parts, within `timeout` seconds for each."""
+        raise NotImplementedError
+
+    def _telegrad_update_replicas(self) -> None:
+        """Give the weights of parts that represent a weight of another part its value."""
         raise NotImplementedError
 
 
@@ -41,6 +45,7 @@ class RemotePart(NamedTuple):
     # In the order of the model's parameters. Each step down adds the number of the module that has the part, 0 for its
     # own parameters and 1 for its references, and a number among these.
     place: tuple[int, ...] = ()
+    is_spread: bool = False  # it contains a Recoverable
 
 
 def branches(model: Model) -> list[RemotePart]:
@@ -55,10 +60,26 @@ def branches(model: Model) -> list[RemotePart]:
         model = RRef(model)
     elif not isinstance(model, RRef):
         raise UsageError(f"a model must be an nn.Module, RemoteModule or RRef to a module, not {type(model).__name__}")
-    found = [branch for branch, is_part in _walk([RemotePart("", model)], _look) if is_part]
+    visited = _walk([RemotePart("", model)], _look)
+    found = [branch._replace(is_spread=is_spread) for branch, is_spread in visited if is_spread is not None]
     if not found:
         raise UsageError(f"the model {model!r} is not a module and does not refer to one")
     return found
+
+
+def update_replicas(parts: Iterable[RemotePart]) -> None:
+    """Update replicas of tied weights, so that the state of each part can then be read at its owner alone."""
+    call_all(
+        by_owner(part for part in parts if part.is_spread),
+        lambda owner, own: rpc_async(owner, _update_replicas, ([part.root for part in own],)),
+    )
+
+
+@known_as("updating replicas of tied weights")
+def _update_replicas(roots: list[RRef[nn.Module]]) -> None:
+    for module in (each for root in roots for each in root.local_value().modules()):
+        if isinstance(module, Recoverable):
+            module._telegrad_update_replicas()
 
 
 def by_owner(parts: Iterable[RemotePart]) -> dict[str, list[RemotePart]]:
@@ -109,14 +130,15 @@ def _walk(
 
 
 @known_as("looking for the parts of a model")
-def _look(branch: RemotePart) -> tuple[bool, list[RemotePart]]:
-    """Return True if a value of this worker is part of a model, and the branches to which the value leads."""
+def _look(branch: RemotePart) -> tuple[bool | None, list[RemotePart]]:
+    """Return for a part of a model whether it is spread, else None; and the branches to which the value leads."""
     value = branch.root.local_value()
     if isinstance(value, RRef):
-        return False, [branch._replace(root=value)]
+        return None, [branch._replace(root=value)]
     if isinstance(value, nn.Module):
-        return True, list(references_of(value, branch.name, branch.place))
-    return isinstance(value, nn.Parameter), []
+        is_spread = any(isinstance(each, Recoverable) for each in value.modules())
+        return is_spread, list(references_of(value, branch.name, branch.place))
+    return False if isinstance(value, nn.Parameter) else None, []
 
 
 @known_as("telegrad.recover")
