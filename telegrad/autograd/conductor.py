@@ -109,13 +109,15 @@ class Conductor:
 
     def received(
         self, data: bytes, tensors: list[Tensor], sender: Identity
-    ) -> tuple[AutogradContext | None, Sequence[Tensor]]:
-        """Record received tensors. Return their context, or None if it has ended, and replacements for the tensors."""
+    ) -> tuple[AutogradContext, Sequence[Tensor]]:
+        """Record received tensors. Return their context, and replacements for the tensors."""
         (id_,) = read_id(data)
         context = self.contexts.join(id_)
         if context is None:
+            # A gradient that comes to these tensors could not be sent on, and is an error, as if they had come before
+            # the end.
             self.contexts.check_kept(id_)
-            return None, tensors
+            context = self.contexts.ended(id_)
         return context, context.received(data, tensors, sender)
 
     def close(self, reason: PeerError) -> None:

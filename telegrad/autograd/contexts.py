@@ -138,6 +138,12 @@ class Contexts:
                 self._open[made.owner] = others + 1
             return self._contexts.setdefault(id_, made)
 
+    def ended(self, id_: int) -> AutogradContext:
+        """Return a context that has ended, for messages that come late: nothing keeps it but their tensors."""
+        context = AutogradContext(id_, self._numbers)
+        context.close()
+        return context
+
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
         """Count messages that began a pass, or came too early for it: they are kept until its context ends; raise
         LimitReached if more than MOST_PASSES would be counted for the owner of the context."""

@@ -347,6 +347,47 @@ def test_a_graph_of_another_context() -> None:
         autograd.backward(context, y.sum())
 
 
+gate = threading.Event()
+
+
+def doubled_at_last(x: torch.Tensor) -> torch.Tensor:
+    assert gate.wait(PATIENCE)
+    return x * 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_answer_refuses_gradients_after_its_context_also_if_it_comes_late(is_late: bool) -> None:
+    gate.clear()
+    x = leaf()
+    with autograd.context():
+        if not is_late:
+            gate.set()
+        future = rpc_async("w1", doubled_at_last, (x,))
+        if not is_late:
+            future.wait()
+    gate.set()
+    y = future.wait()
+    assert torch.equal(y, x * 2)
+    with pytest.raises(UsageError, match="came from worker 'w1' in context"):
+        y.sum().backward()
+    with autograd.context() as context, pytest.raises(UsageError, match="another context"):
+        autograd.backward(context, y.sum())
+
+
+def test_tensors_of_a_call_refuse_gradients_if_their_context_has_ended(five: list[Worker]) -> None:
+    caller, callee = five[0], five[1]
+    with autograd.context():
+        context = caller.conductor.current()
+        assert context is not None
+        data = context.sent([leaf()], callee.agent.me.identity, "f", True)
+    callee.conductor.contexts.release(context.id)
+    late, (tensor,) = callee.conductor.received(data, [leaf()], caller.agent.me.identity)
+    assert late.sent([tensor * 2], caller.agent.me.identity, "f", True)  # so does the result of the call, then
+    with pytest.raises(UsageError, match="came from worker 'w0' in context"):
+        tensor.sum().backward()
+    assert callee.conductor.contexts.get(context.id) is None
+
+
 def test_in_place_after_sending() -> None:
     x = leaf()
 

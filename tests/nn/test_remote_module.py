@@ -9,6 +9,7 @@ import io
 import linecache
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, NoReturn
 
 import pytest
@@ -308,6 +309,14 @@ def test_lost_gradients_are_warned_of_once_per_line_of_the_program() -> None:
     assert issubclass(only.category, TelegradWarning)
     assert "Linear on worker 'w1' was called outside of an autograd context" in str(only.message)
     assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
+
+
+def test_lost_gradients_are_warned_of_in_a_context_that_has_ended() -> None:
+    module = RemoteModule("w1", nn.Linear, (3, 4))
+    with autograd.context():
+        later = copy_context()
+    with pytest.warns(TelegradWarning, match="outside of an autograd context"):
+        later.run(module, torch.ones(2, 3))
 
 
 def test_lost_gradients_in_a_thread_pool_are_warned_of_at_the_program_or_by_the_function() -> None:

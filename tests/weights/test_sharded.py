@@ -72,7 +72,8 @@ class Tied(nn.Module):
         self.pipeline = Pipeline(stages, chunks=1, tied=[("0.weight", "1.weight")])
 
     def change(self) -> None:
-        rpc_sync("w1", add_one, (self.pipeline.stages[0].get_module_rref(),))
+        first: Any = self.pipeline.stages[0]
+        rpc_sync("w1", add_one, (first.module_rref,))
 
     def weights(self) -> list[Tensor]:
         return [stage.state_dict()["weight"] for stage in self.pipeline.stages]

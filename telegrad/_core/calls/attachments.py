@@ -66,10 +66,8 @@ class GraphLayer(Protocol):
     def current(self) -> GraphContext | None:
         """Return the context in which this thread's code runs."""
 
-    def received(
-        self, data: bytes, tensors: list[Tensor], sender: Identity
-    ) -> tuple[GraphContext | None, Sequence[Tensor]]:
-        """Return the context of received tensors, unless the context has ended, and the tensors that replace them."""
+    def received(self, data: bytes, tensors: list[Tensor], sender: Identity) -> tuple[GraphContext, Sequence[Tensor]]:
+        """Return the context of received tensors, which may have ended, and the tensors that replace them."""
 
     def close(self, reason: PeerError) -> None:
         """Release resources when the worker leaves the group."""

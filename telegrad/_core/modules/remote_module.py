@@ -28,6 +28,7 @@ from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
+from telegrad._core.worker import current
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 
@@ -432,11 +433,13 @@ def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
 
 
 def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
-    """Return True if a module on another worker should get or pass on gradients, but no context is entered.
+    """Return True if a module on another worker should get or pass on gradients, but no context is open.
 
     `trains`: it has parameters to be trained.
     """
-    if not torch.is_grad_enabled() or entered_id() is not None:
+    # The context that this code was entered in may have ended meanwhile.
+    is_open = entered_id() is not None and current.conductor().current() is not None
+    if not torch.is_grad_enabled() or is_open:
         return False
     return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
 
