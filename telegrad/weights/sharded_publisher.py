@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, PeerError, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Future, call_all, folded, known_as, limit_of
+from telegrad.ext.calls import DEFAULT, call_all, folded, known_as, limit_of
 from telegrad.ext.modules import RemotePart, branches, state_of, update_replicas
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
@@ -92,7 +92,8 @@ class ShardedPublisher(Closable):
         self._contents: dict[str, list[Content]] = {}
         self._editions = dict.fromkeys(self._owners, 0)  # edition of each owner's contents that is known here
         self._manifest: dict[str, Any] = {}
-        self._publishing = threading.Lock()  # guards the three above
+        self._attempts = 0  # calls of `publish`
+        self._publishing = threading.Lock()  # guards the four above
         self._publisher = Publisher(name, self._manifest)
 
     def publish(self, wait: float | None = None) -> int:
@@ -116,10 +117,12 @@ class ShardedPublisher(Closable):
             # before may need the slot of this one, if an owner is here.
             with agent.waiting():
                 stack.enter_context(self._publishing)
-            # First all owners, then the contents: a reader that sees the contents can get all parts. If an owner fails,
-            # the others have a version that no contents name.
+            # First all owners get their parts: if one fails, none publishes, and new readers find the version before.
+            # Then they publish, and then the driver the contents: a reader that sees the contents can get all parts.
+            self._attempts += 1
             update_replicas(self._spread)
-            published: dict[str, Any] = call_all(self._owners, self._ask)
+            self._ask_all("prepare", lambda at: (self._attempts,))
+            published = self._ask_all("publish", lambda at: (self._attempts, self._editions[at]))
             for worker, (_, edition, contents) in published.items():
                 if contents is not None:
                     self._editions[worker], self._contents[worker] = edition, contents
@@ -130,8 +133,11 @@ class ShardedPublisher(Closable):
             self._publisher._wait_for_readers(number, wait)
         return number
 
-    def _ask(self, at: str, owner: RRef[Any]) -> Future[Any]:
-        return owner._call_async("publish", DEFAULT, (self._editions[at],), {}, "ShardedPublisher.publish")
+    def _ask_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
+        return call_all(
+            self._owners,
+            lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, "ShardedPublisher.publish"),
+        )
 
     @property
     def version(self) -> int:
@@ -156,26 +162,36 @@ class ShardOwner:
         self._state: dict[str, Tensor] = {}
         self._contents: list[Content] = []
         self._edition = 0  # of the contents
-        self._publishing = threading.Lock()  # guards the three above
+        self._prepared: tuple[int, list[tuple[Content, Tensor]]] = 0, []  # the number of an attempt, and its parts
+        self._publishing = threading.Lock()  # guards the four above
         self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
 
     def _telegrad_runs(self, method: str) -> str:
-        return f"ShardedPublisher.{method}"
+        return f"ShardedPublisher.{'publish' if method == 'prepare' else method}"
 
-    def publish(self, known: int) -> tuple[int, int, list[Content] | None]:
-        """Publish.
-
-        Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
-        """
+    def prepare(self, attempt: int) -> None:
+        """Get the parts for an attempt to publish."""
         share = self._share
         if callable(share):
             found = checks.mapping("the result of a function in source", share(), "a dictionary of tensors by names")
         else:
             found = {name: each for part in share for name, each in state_of(part).items()}
         described = [_described(name, value) for name, value in found.items()]
-        contents = [content for content, _ in described]
         # A call that the driver has given up may still run when the next one arrives.
         with self._publishing:
+            if attempt > self._prepared[0]:
+                self._prepared = attempt, described
+
+    def publish(self, attempt: int, known: int) -> tuple[int, int, list[Content] | None]:
+        """Publish the parts of an attempt.
+
+        Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
+        """
+        with self._publishing:
+            latest, described = self._prepared
+            if attempt != latest:
+                raise UsageError("a later call of publish() has begun")
+            contents = [content for content, _ in described]
             self._state.clear()
             self._state.update({str(number): tensor for number, (_, tensor) in enumerate(described)})
             number = self._publisher.publish()

@@ -170,9 +170,10 @@ def test_a_version_is_available_once_all_owners_have_published(four: list[Worker
     moment["now"] = 100
     with pytest.raises(ValueError, match="no weights"):
         policy.publish()
-    version = on(four[3], reader.refresh)
-    assert version.number == 1
-    assert torch.equal(version.state["w"], WHOLE)
+    fresh = on(four[2], ShardedSubscriber, "w0", "policy")
+    for version in (on(four[3], reader.refresh), on(four[2], fresh.newest)):
+        assert version.number == 1
+        assert torch.equal(version.state["w"], WHOLE)
     broken.clear()
     moment["now"] = 200
     assert policy.publish() == 2
@@ -243,14 +244,18 @@ def test_an_owner_may_be_called_again_while_it_publishes(four: list[Worker], mon
         found = _described(name, value)
         if not later:
             later.append(True)
-            later.append(owner.publish(0))
+            moment["now"] = 7.0
+            owner.prepare(2)
         return found
 
     owner = on(four[1], sharded_publisher.ShardOwner, "parts", upper, None, "fast")
     monkeypatch.setattr(sharded_publisher, "_described", described)
-    assert [owner.publish(0)[0], later[1][0]] == [2, 1]
+    owner.prepare(1)
+    with pytest.raises(UsageError, match="a later call"):
+        owner.publish(1, 0)
+    assert owner.publish(2, 0)[0] == 1
     state = on(four[3], Subscriber, "w1", "parts").newest().state
-    assert {name: tuple(value.shape) for name, value in state.items()} == {"0": (2, 4), "1": (3,)}
+    assert state["1"].tolist() == [7.0] * 3
 
 
 def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
