@@ -9,9 +9,10 @@ import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from telegrad._core import threads
-from telegrad._core.threads import Background, Exclusive, results
+from telegrad._core.threads import Background, Exclusive, results, wait_for_torch
 from telegrad.errors import UsageError
 from tests.cluster import PATIENCE, in_threads
 
@@ -35,6 +36,23 @@ def test_a_thread_that_many_request_is_started_once() -> None:
     gate.set()
     thread.join(PATIENCE)
     assert runs == ["wanted"]
+
+
+def test_torch_prints_nothing_about_a_store_whose_server_has_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    threads._torchs_level.cache_clear()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2))
+    wait_for_torch(PATIENCE, first.set, "key", "value")
+    del server
+    with pytest.raises(RuntimeError):
+        wait_for_torch(PATIENCE, first.compare_set, "key", "", "other")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(RuntimeError):
+        second.compare_set("key", "", "other")
+    assert "TCPStore.cpp" in capfd.readouterr().err
 
 
 def test_a_lock_refuses_the_thread_that_holds_it_and_no_other() -> None:

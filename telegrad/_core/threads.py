@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import glob
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from functools import cache
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,6 +21,7 @@ from telegrad.errors import UsageError
 
 LONGEST_START = 60.0  # seconds for a new thread to begin
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+ERRORS = 2  # the level of errors in torch's C++ code
 LAST_WAIT = 1.0  # seconds for running threads to end, as the program ends
 
 log = logging.getLogger("telegrad")
@@ -94,6 +98,44 @@ def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: flo
         thread.join(patience)
 
 
+@cache
+def _torchs_level() -> Any:
+    """Return the variable of torch's C++ code with the least level of messages that it prints, or a new one."""
+    import torch
+
+    # A private variable: without it, more is printed. A user with torch's environment variable wants its messages.
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        with contextlib.suppress(OSError, ValueError):
+            (library,) = glob.glob(os.path.join(torch.__path__[0], "lib", "libc10.*"))
+            return ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
+    return ctypes.c_int()
+
+
+class _Quiet:
+    """In its blocks torch prints no warning, with a stack of C++, for a lost connection: the caller handles that."""
+
+    def __init__(self) -> None:
+        self._lock = forks.renewed(threading.Lock())  # guards all below
+        self._inside = 0  # threads in such a block
+        self._before = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                level = _torchs_level()
+                self._before, level.value = level.value, max(level.value, ERRORS)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                _torchs_level().value = self._before
+
+
+_quiet = _Quiet()
+
+
 def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a call to a store of torch, which for a stopped server waits forever, without Ctrl-C.
 
@@ -104,7 +146,8 @@ def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) ->
 
     def call() -> None:
         try:
-            answer.set_result(function(*args))
+            with _quiet:
+                answer.set_result(function(*args))
         except Exception as error:
             answer.set_exception(error)
 
