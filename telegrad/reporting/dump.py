@@ -107,7 +107,10 @@ class Dumper:
             path = write(self.worker, reason, self._tell())
         except OSError as error:
             level = logging.INFO if self.failure else logging.WARNING  # warn only once
-            self.failure = f"the state of worker {self.worker!r} could not be written ({VARIABLE}): {error_text(error)}"
+            self.failure = (
+                f"the state of worker {self.worker!r}, for `telegrad why`, could not be written: {error_text(error)}. "
+                f"The variable {VARIABLE} can name another folder, or be off"
+            )
             log.log(level, "telegrad: %s", self.failure)
             return None
         if path is not None:

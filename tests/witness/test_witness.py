@@ -442,7 +442,7 @@ def test_a_dump_that_cannot_be_written_is_logged_once(
     for _ in range(2):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
-    assert "the state of worker 'w0' could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
+    assert "the state of worker 'w0', for `telegrad why`, could not be written: [Errno 20]" in record.getMessage()
     assert "could not be written" in introspection_of(pair[0])._answer(DUMP, None)
 
 
@@ -456,7 +456,7 @@ def test_a_dump_without_descriptors_logs_advice(
     with caplog.at_level(logging.INFO, "telegrad"):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
-    assert "could not be written (TELEGRAD_DUMPS): [Errno 24] Too many open files: this process" in record.getMessage()
+    assert "could not be written: [Errno 24] Too many open files: this process" in record.getMessage()
     assert "ulimit -n 4096" in record.getMessage()
 
 
