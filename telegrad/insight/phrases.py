@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, NEXT, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -148,6 +148,7 @@ def doing(thread: ThreadState) -> str:
         ASKS: "asks for this report",
         "init_rpc": f"joins the group, and waits for {on or 'the others'}",
         "store": "joins the group, and waits for the store",
+        NEXT: f"waits for the next generation, while that of {on or 'others'} is running",
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",
         "backward": f"waits for a backward pass{' to which ' + on + ' must contribute' if on else ''}",
         "future": f"waits for {wait['about'] or 'a future'}",

@@ -17,7 +17,7 @@ from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import INDENT, NOTE, WEIGHTS, Finding, doing, lasting, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.reporting import JOINING, LEAVING, QUEUED, RUNNING, WaitState, WorkerState, counts
+from telegrad.reporting import JOINING, JOINS, LEAVING, NEXT, QUEUED, RUNNING, WaitState, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
 STARTING = 10.0  # seconds in which a worker may still import torch
@@ -182,41 +182,48 @@ _STORE = re.compile(r"the store at (\S+?),")
 
 def joining(graph: WaitGraph) -> Iterator[Finding]:
     """Find workers that join at the same store and have waited for long."""
-    places: dict[str, list[WorkerState]] = defaultdict(list)
+    places: dict[tuple[str, bool], list[WorkerState]] = defaultdict(list)
     for account in graph.accounts.values():
         if account["phase"] == JOINING:
             # Until the store is found, only the text of the wait has its address.
-            found = _STORE.search((_join_wait(account) or {"about": ""})["about"])
-            places[account["place"] or (found[1] if found else "")].append(account)
-    for place, accounts in places.items():
+            found = _STORE.search((wait := _join_wait(account))["about"])
+            places[account["place"] or (found[1] if found else ""), wait["what"] == NEXT].append(account)
+    for (place, _), accounts in places.items():
         ages = [account["phase_age"] for account in accounts]
         # If all are there, the group forms as soon as the last one has joined.
         if (min(ages) if len(ages) == accounts[0]["size"] else max(ages)) >= graph.long:
             yield _join(graph, place, sorted(accounts, key=lambda each: (each["rank"], each["worker"])))
 
 
-def _join_wait(account: WorkerState) -> WaitState | None:
-    waits = (thread["wait"] for thread in account["threads"])
-    return next((wait for wait in waits if wait is not None and wait["what"] in ("init_rpc", "store")), None)
+def _join_wait(account: WorkerState) -> WaitState:
+    waits = (wait for thread in account["threads"] if (wait := thread["wait"]) and wait["what"] in JOINS)
+    return next(waits, WaitState(what="", on=[], about=""))
 
 
 def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
     workers = names = [account["worker"] for account in accounts]
     oldest = max(accounts, key=lambda account: account["phase_age"])
-    main = graph.mains.get(oldest["worker"])
+    main, wait = graph.mains.get(oldest["worker"]), _join_wait(oldest)
+    known = stacks(graph, [main] if main is not None else [])
     at, verb = f" at {place}" if place else "", "wait" if len(names) > 1 else "waits"
     age = oldest["phase_age"]
     details = [
         f"{several(names)} {verb}{at}, for {seconds(age)}:",
         *lines_of(graph.threads[main] if main is not None else None),
-        *(["Perhaps others are starting still: importing torch takes seconds"] if age < STARTING else []),
     ]
+    if wait["what"] == NEXT:
+        title = f"{several(names)} {verb} for the next generation: {wait['about']}."
+        return Finding("wait", NOTE, names, names, age, title, details, known)
+    if age < STARTING:
+        details.append("Perhaps others are starting still: importing torch takes seconds")
     size, ranks = accounts[0]["size"], {f"rank {account['rank']}" for account in accounts}
-    told = {name for account in accounts for name in account["missing"]} - ranks - set(names)
-    # A worker that started the others knows their names; the others know ranks.
-    missing = sorted(name for name in told if not name.startswith("rank ")) or sorted(told)
+    told = [account["missing"] for account in accounts if account["missing"]]
+    # A worker that started the others knows their names. The others know ranks, and the names of workers that came and
+    # then stopped answering.
+    by_name = [each for each in told if not any(name.startswith("rank ") for name in each)]
+    missing = sorted({name for each in by_name or told for name in each} - ranks - set(names))
     missing = missing or [rank for number in range(size or 0) if (rank := f"rank {number}") not in ranks]
-    has_no_store = any((_join_wait(each) or {"what": ""})["what"] == "store" for each in accounts)
+    has_no_store = any(_join_wait(each)["what"] == "store" for each in accounts)
     if len({account["size"] for account in accounts if account["place"]}) > 1:
         sizes = {
             each["worker"]: "any number of workers" if each["size"] is None else plural(each["size"], "worker")
@@ -225,24 +232,23 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
         expected = several(f"{name} expects {wanted}" for name, wanted in sizes.items())
         kind, title = "sizes", f"The workers{at} do not agree on the size of the group: {expected}."
         details.append("Give all workers the same world_size, or each group an address of its own")
-    elif not missing and size is None and (wait := _join_wait(oldest)) is not None and wait["what"] != "store":
+    elif wait["what"] == "init_rpc" and wait["about"] and (size is None or not told):
         kind, title = "missing", f"{several(names)} cannot join yet: {wait['about']}."
-        details.append("Check whether enough workers were started, and were given the same address")
-    elif has_no_store or not missing:
-        seems = "" if has_no_store else ", it seems"
-        kind, title = "store", f"No store answers{at}{seems}: {several(names)} cannot join."
+        if size is None and not told:  # else the text names the workers
+            details.append("Check whether enough workers were started, and were given the same address")
+    elif has_no_store or not missing or size is None:
+        title = f"No store answers{at}{'' if has_no_store else ', it seems'}: {several(names)} cannot join."
+        kind = "store"
         details += [
             "The worker of rank 0 usually serves it: check whether it was started, and its log",
             "Check that host and port (MASTER_ADDR, MASTER_PORT or init_method) are right for all workers",
         ]
     else:
-        kind, workers, have = "missing", missing, "have" if len(missing) > 1 else "has"
-        seems = "" if any(account["missing"] for account in accounts) else ", it seems"
-        title = f"{several(missing)} {have} not joined{seems}: the group of {size} cannot form."
+        kind, workers, are = "missing", missing, "are" if len(missing) > 1 else "is"
+        title = f"{several(missing)} {are} missing{'' if told else ', it seems'}: the group of {size} cannot form."
         details.append("Check the logs of the missing workers, and whether they were given the same address")
-        if size is not None and missing == [f"rank {rank}" for rank in range(size - len(missing), size)]:
+        if missing == [f"rank {rank}" for rank in range(size - len(missing), size)]:
             details.append(f"If no more workers should join, world_size={size} is too large")
-    known = stacks(graph, [main] if main is not None else [])
     return Finding(kind, WEIGHTS[kind], workers, names, age, title, details, known)
 
 

@@ -30,7 +30,7 @@ WORKER = "worker"  # the wait until a worker joins, answers or leaves; its name 
 GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shutdown
 MOST_GUESSES = 16  # maximum number of guessed edges of one node
 # Waits in which a thread holds neither a lock nor a slot.
-AT_REST = ("shutdown", "serve", "init_rpc", "store", states.BEGIN)
+AT_REST = ("shutdown", "serve", *states.JOINS, states.BEGIN)
 _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 # The innermost frame of a thread that waits for a lock of Python's library.
@@ -150,7 +150,7 @@ class GroupIndex:
             return wait["age"]
         if node.kind == PASS or self.wait(node) == "backward":
             return max((each["age"] for each in account["passes"]), default=0.0)
-        if wait is not None and wait["what"] in ("shutdown", "init_rpc", "store"):
+        if wait is not None and wait["what"] in ("shutdown", *states.JOINS):
             return account["phase_age"]
         if wait is not None and wait["what"] == "room":
             return max((out["age"] for out in account["calls_out"] if out["to"] in wait["on"]), default=0.0)
@@ -253,7 +253,7 @@ class WaitGraph(GroupIndex):
             # A thread that serves, or that joins, is no start: the former waits for no worker, and `report.joining`
             # examines the workers that join.
             known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
-            return wait["what"] not in ("init_rpc", "store", "serve") and (age >= self.long or not known)
+            return wait["what"] not in ("serve", *states.JOINS) and (age >= self.long or not known)
         if node not in self.serves and any(
             edge.why == "future" and self.age(edge.to) >= self.long for edge in self.edges(node)
         ):

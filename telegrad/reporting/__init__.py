@@ -76,12 +76,14 @@ ASKS = "asks"  # the wait of a thread of the program that asks for the report
 
 # Functions that all workers of a group call, and that wait for each other.
 MEETINGS = ("barrier", "all_reduce", "process_group")
+NEXT = "next generation"  # the wait of a worker, such as a spare, for a generation that runs: no hang
+JOINS = ("init_rpc", "store", NEXT)  # waits of a worker that joins
 
 
 class WaitState(TypedDict):
     """A wait of this package that a thread is in, except waits for calls, which `CallOut` lists."""
 
-    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or the called function
+    what: str  # "shutdown", "serve", "backward", "future", "value", one of JOINS, "room", or the called function
     on: list[str]  # workers, by name; or "rank 2"
     about: str  # further text for the user
     age: NotRequired[float]  # seconds, if known

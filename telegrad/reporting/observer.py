@@ -70,6 +70,7 @@ class Observer:
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
+        # Not those for the next generation, which name members of the running one: these are not missing.
         return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self.name)]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:

@@ -28,6 +28,7 @@ from telegrad._core.joining.quorum import (
     look,
 )
 from telegrad._core.membership.members import Member
+from telegrad._core.progress import under_way
 from telegrad._core.stores.find_directory import Found
 from telegrad._core.stores.stores import RendezvousStore
 from tests.cluster import KEYS, PATIENCE, sealed, wait_until
@@ -199,6 +200,27 @@ def test_a_generation_of_dead_workers_is_followed_despite_other_limits(place: Pl
     formed = place.come("b", GroupSize(1, 2), timeout=1.0).result(WAIT)
     assert (formed.number, names(formed), formed.limits) == (2, ["b"], "1 to 2")
     assert formed.group == first.group
+
+
+def test_only_the_wait_of_a_spare_worker_is_no_sign_of_a_fault(place: Place) -> None:
+    limits = GroupSize(2, 2)
+
+    def kinds() -> dict[str, str]:
+        return {wait.worker: wait.what for wait in under_way() if wait.worker in ("early", "late", "spare")}
+
+    early = place.come("early", limits)
+    wait_until(lambda: kinds() == {"early": "init_rpc"})
+    formed = place.come("late", limits).result(WAIT)
+    assert early.result(WAIT) == formed
+    spare = place.come("spare", limits, timeout=1.0, client=place.engine.client(0.05))
+    survivor = place.come("early", limits, before(formed, "early"), 1)
+    wait_until(lambda: kinds() == {"spare": "next generation", "early": "init_rpc"})
+    assert place.come("late", limits, before(formed, "late"), 1).result(WAIT) == survivor.result(WAIT)
+    wait_until(lambda: kinds() == {"spare": "next generation"})
+    place.engine.kill()
+    wait_until(lambda: kinds() == {"spare": "init_rpc"})
+    with pytest.raises(DirectoryLost):
+        spare.result(WAIT)
 
 
 def test_a_worker_that_waits_for_a_group_that_ends_gets_an_error(place: Place) -> None:

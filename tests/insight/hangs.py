@@ -364,7 +364,7 @@ HANGS = {
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: held.wait", "autograd.backward(")),
     "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: held.wait", "futures.wait_all(")),
-    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not joined: the group of 3",), 3),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 is missing: the group of 3",), 3),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
     "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not arrived", "in load_data"), 4),

@@ -333,3 +333,10 @@ def leaving_early(rank: int, stage: Stage) -> None:
     if rank == 0:
         values.append(rpc.rpc_async("worker1", slumber))
     rpc.shutdown()
+
+
+def spare(_: int, stage: Stage) -> None:
+    options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{stage.port}")
+    rpc.init_rpc(role="w", min_workers=2, max_workers=2, rpc_backend_options=options)
+    stage.hangs()
+    rpc.serve()

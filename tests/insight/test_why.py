@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import Finding, doing, seconds, several
+from telegrad.insight.phrases import NOTE, Finding, doing, seconds, several
 from telegrad.insight.report import Report, status
 from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WaitState, WorkerState
 from telegrad.reporting.observer import Observer
@@ -97,8 +97,40 @@ def test_a_worker_that_waits_alone_for_an_elastic_group() -> None:
     assert "worker0 cannot join yet: 1 worker of 2 to 3 joined: 'worker0'." in told
 
 
+def test_workers_outside_of_the_running_generation_are_noted() -> None:
+    scene = joining("a", "b", size=None, missing=[])
+    about = "generation 2 is running until 't0', 't1' call rendezvous_again(), or one of them is lost"
+    for name in ("a", "b"):
+        scene[name]["threads"][0]["wait"] = wait("next generation", "t0", "t1", about=about, age=12.0)
+    finding, told = only(scene, "wait", "a", "b")
+    assert (finding.weight, status([finding])) == (NOTE, 0)
+    assert f"Note: a and b wait for the next generation: {about}." in told
+    assert "a and b: main thread waits for the next generation, while that of t0 and t1 is running, for 12 s" in told
+    assert not re.search("None|missing|joined|Check", told)
+    _tell(scene["b"], missing=["t1"])
+    scene["b"]["threads"][0]["wait"] = wait("init_rpc", "t1", about="the directory of the group does not answer")
+    assert {(each.kind, *each.workers) for each in Report(scene.sight).findings} == {("wait", "a"), ("missing", "b")}
+
+
+@pytest.mark.parametrize(
+    ("size", "missing", "about", "title"),
+    [
+        (None, ["rank 0"], "the name 'a' is not known yet", "worker0 cannot join yet: the name 'a' is not known yet."),
+        (None, ["rank 0"], "", "No store answers at tcp://127.0.0.1:29500, it seems: worker0 cannot join."),
+        (2, [], "all have joined", "worker0 cannot join yet: all have joined."),
+        (4, ["rank 2", "w1"], "", "rank 2 and w1 are missing: the group of 4 cannot form."),
+    ],
+)
+def test_only_what_a_worker_tells_is_missing(size: int | None, missing: list[str], about: str, title: str) -> None:
+    scene = joining("worker0", size=size, missing=missing)
+    scene["worker0"]["rank"] = 3
+    scene["worker0"]["threads"][0]["wait"] = wait("init_rpc", *missing, about=about)
+    assert [each.title for each in Report(scene.sight).findings] == [title]
+
+
 def test_workers_that_start() -> None:
-    scene = joining("driver", "worker1", size=3, missing=["worker0", "worker1", "rank 2"])
+    scene = joining("driver", "worker1", size=3, missing=["worker0", "worker1"])
+    _tell(scene["worker1"], missing=["rank 0", "rank 2"])
     assert "others are starting still" not in only(scene, "missing", "worker0")[1]
     _tell(scene["driver"], phase_age=2.0)
     _tell(scene["worker1"], phase_age=0.1)

@@ -23,7 +23,7 @@ from telegrad.insight.phrases import NOTE, Finding
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server
-from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 from tests.insight import more_hangs as more
 from tests.insight.hangs import HANGS, Hang, Stage, work
 
@@ -253,6 +253,15 @@ def test_a_working_group_has_no_findings(tmp_path: pathlib.Path) -> None:
             titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
     assert len(titles) < 2, titles  # on a busy machine, one step may be a long wait
+
+
+def test_a_spare_of_an_elastic_group_is_a_note(tmp_path: pathlib.Path) -> None:
+    with hanging(Hang(3, more.spare, "wait", (), (), 2), tmp_path) as group:
+        wait_until(lambda: [each.kind for each in Report(look_at(group), LONG).findings] == ["wait"])
+        report = Report(look_at(group), LONG)
+    (note,) = report.findings
+    assert (note.kind, note.weight, report.status) == ("wait", NOTE, 0)
+    assert "w waits for the next generation: generation 1 is running until 'w0', 'w1' call rendezv" in note.title
 
 
 # Other processes, which may imitate workers

@@ -244,7 +244,7 @@ class _Joining:
                     with contextlib.suppress(DirectoryLost):
                         self._held.renew()
                 except DirectoryLost as error:
-                    self._lost = f"the directory of the group does not answer: {error}"
+                    self._wait.what, self._lost = "init_rpc", f"the directory of the group does not answer: {error}"
                     if monotonic() > self._until:
                         raise
                     self._held.restart()
@@ -293,18 +293,19 @@ class _Joining:
         if max(self._state.came.values(), default=0) > max(known.came.values(), default=0):
             self._came = monotonic()
         running = self._state.running
-        self._quorum = Quorum(self._limits, running, self._state.arrivals, self._dead)
+        quorum = Quorum(self._limits, running, self._state.arrivals, self._dead)
         if running.has_ended and running.number >= self._waits_for > 0:
             raise GroupEnded(
                 f"the group that {self._me} waited for has ended normally, after generation {running.number}"
             )
-        for member in self._quorum.awaited():
-            self._lives(member)
-        if self._quorum.awaited():
+        awaited = [member for member in quorum.awaited() if self._lives(member)]
+        is_spare = bool(awaited) and self._coming.before.me not in running.lives
+        self._quorum, self._wait.what = quorum, "next generation" if is_spare else "init_rpc"
+        if awaited:
             self._waits_for = running.number
-            if self._coming.before.me not in running.lives:
-                # A spare worker waits as long as that generation lives; its timeout begins only after that.
-                self._until = monotonic() + self._coming.timeout
+        # A spare worker waits as long as that generation lives; its timeout begins only after that.
+        if is_spare:
+            self._until = monotonic() + self._coming.timeout
 
     def _check(self, mine: int, first: Arrival) -> None:
         """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
