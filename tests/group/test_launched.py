@@ -25,9 +25,9 @@ from telegrad._core.start.life import init_rpc
 from telegrad._core.stores import address
 from telegrad._core.stores.address import await_name
 from tests.cluster import free_port, processes, run_all
-from tests.group.test_surroundings import MPICH, OPEN_MPI, SLURM, SUBMITIT
+from tests.group.test_surroundings import BATCH, KUBERNETES, LONE, MPICH, OPEN_MPI, SLURM, SUBMITIT
 
-VARIABLES = {*SLURM, *OPEN_MPI, *MPICH, *SUBMITIT, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+VARIABLES = {*SLURM, *OPEN_MPI, *MPICH, *SUBMITIT, *KUBERNETES, "RANK", "MASTER_PORT"}
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +91,11 @@ def test_the_program_of_the_page_works() -> None:
         assert run_all(made, run_page, run_of("Slurm"), program) == ["['worker0', 'worker1']\n"] * 2
 
 
-def test_arguments_of_the_program_precede_the_launchers_variables(tcp: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SLURM.items():
+@pytest.mark.parametrize("variables", [SLURM, BATCH, *({given: "1"} for given, _ in LONE)], ids=min)
+def test_arguments_of_the_program_precede_the_launchers_variables(
+    tcp: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     met = open_meeting(tcp, -1, None, None, 30)
     assert (met.rank, met.world_size) == (-1, None)

@@ -8,18 +8,17 @@ import re
 import pytest
 
 import telegrad._core.joining.launchers
-from telegrad._core.joining.launchers import FIRST_PORT, PORT, PORTS, LauncherInfo, detect_launcher, first_host
+from telegrad._core.joining.launchers import FIRST_PORT, PAIRS, PORT, PORTS, LauncherInfo, detect_launcher, first_host
 from telegrad._core.stores.supervised import STORE, is_supervised, own_name, variables
 from telegrad.errors import UsageError
 
+PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "RANK": "5",
     "WORLD_SIZE": "8",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-}
+} | PLACE
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -46,6 +45,7 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_GLOBALID": "1",
 }
 KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "hello-0.hello"}
+LONE = [pair[::step] for pair in PAIRS for step in (1, -1)]  # a variable, and the missing one
 
 
 def port_of(found: LauncherInfo | None) -> int:
@@ -100,8 +100,8 @@ def test_the_innermost_launcher_is_used(outer: dict[str, str], inner: dict[str, 
 
 def test_our_supervisor_is_used_unless_a_launcher_runs_within_it() -> None:
     supervised = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000", STORE: "127.0.0.1:2000"}
-    assert detect_launcher(SLURM | supervised) is None
-    assert detect_launcher(TORCHRUN | supervised) is None
+    for outer in (SLURM, TORCHRUN, BATCH, {"JOB_COMPLETION_INDEX": "0"}):
+        assert detect_launcher(outer | supervised) is None
     assert told(supervised | TORCHRUN)[0] == "torchrun"
 
 
@@ -109,14 +109,24 @@ def test_our_supervisor_is_used_unless_a_launcher_runs_within_it() -> None:
     "variables",
     [
         {},
-        {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-        {"RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-        {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "train-learner-0-0.train", "MASTER_PORT": "29500"},
-        BATCH | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+        PLACE,
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"} | PLACE,  # the shell of salloc
+        BATCH | {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"} | PLACE,
     ],
 )
-def test_no_launcher_is_detected_without_a_size(variables: dict[str, str]) -> None:
+def test_no_launcher_is_detected_without_its_variables(variables: dict[str, str]) -> None:
     assert detect_launcher(variables) is None
+
+
+@pytest.mark.parametrize(("given", "missing"), LONE)
+def test_a_rank_without_a_size_or_the_reverse_is_refused(given: str, missing: str) -> None:
+    missing = "RANK" if given == "WORLD_SIZE" else missing
+    for place in ({}, PLACE):
+        with pytest.raises(UsageError, match=f"{given} is 1, but {missing} is not set: .* dynamic .*init_method"):
+            detect_launcher({given: "1"} | place)
+    assert detect_launcher({given: "1"} | PLACE, is_elastic=True) is None
+    assert told({given: "1"} | TORCHRUN)[0] == "torchrun"
+    assert set(told({given: "1", missing: "2"} | PLACE)[1:3]) == {1, 2}
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SLURM, SUBMITIT, KUBERNETES])
@@ -153,8 +163,9 @@ ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (SLURM | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm does not report.*export MASTER_ADDR"),
         (SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous Slurm jobs.*set RANK, WORLD_SIZE"),
         (BATCH, "job 4711 but is not one of its tasks: start it with `srun"),
+        (BATCH | PLACE, "job 4711 but is not one of its tasks: start it with `srun .* dynamic .*init_method"),
+        ({"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"} | PLACE, "is not one of its tasks"),
         ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "Kubernetes does not report.*JOB-0.SERVICE"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but neither RANK nor a launcher"),
         (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS of Slurm is 4: unset WORLD_SIZE"),
         (OPEN_MPI | {"RANK": "0"}, "RANK is 0, but OMPI_COMM_WORLD_RANK of Open MPI is 1"),
         (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x': it must be a number"),

@@ -97,7 +97,7 @@ def find_place(init_method: str, rank: int) -> tuple[str, int]:
     Raises:
         UsageError: the launcher gives invalid or insufficient data.
     """
-    found = detect_launcher(os.environ) if init_method == SAID_BY_ENVIRONMENT else None
+    found = detect_launcher(os.environ, is_elastic=True) if init_method == SAID_BY_ENVIRONMENT else None
     if found is None:
         return init_method, rank
     log.info("telegrad: %s", found)

@@ -1,11 +1,8 @@
 """Reads the rank, the group's size and the meeting place of this process from the variables of a launcher.
 
 This is a table: it starts no program and resolves no name. The innermost launcher has priority: MPI starts its
-processes by Slurm, torchrun runs under all others, and the variables of the outer ones are still set. The order is:
-
-    1. `telegrad run`: a dynamic group, which meets at the place given to its workers
-    2. RANK and WORLD_SIZE: of torchrun, Ray Train or Kubeflow, or set by hand
-    3. Open MPI, MPICH and its relatives, submitit on this host, Slurm, Kubernetes, in this order
+processes by Slurm, torchrun runs under all others, and the variables of the outer ones are still set. `telegrad run`
+comes first, then RANK and WORLD_SIZE (of torchrun, Ray Train or Kubeflow, or set by hand), then `_LAUNCHERS` in order.
 
 MASTER_ADDR and MASTER_PORT always have priority. Without them, the host of rank 0 is the first that the launcher names,
 or this one if it runs no others. The port is computed from the variables that differ between its runs.
@@ -26,6 +23,7 @@ LOOPBACK = "localhost"
 PORT = 29500  # if nothing distinguishes runs
 FIRST_PORT, PORTS = 20000, 10000  # ports computed from a run's id; the system never assigns them itself
 BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
+DYNAMIC = "for a dynamic group, pass an init_method such as tcp://HOST:PORT"
 
 Variables = Mapping[str, str]
 
@@ -52,11 +50,11 @@ class _Launcher(NamedTuple):
     run: tuple[str, ...] = ()  # identifies a run: those of these variables that are set
 
 
-def detect_launcher(variables: Variables) -> LauncherInfo | None:
-    """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT make a dynamic group.
+def detect_launcher(variables: Variables, is_elastic: bool = False) -> LauncherInfo | None:
+    """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT say where a group meets.
 
     Raises:
-        UsageError: it gives no host, contradicts itself or other variables, or a value is not a number.
+        UsageError: it gives no host, is incomplete, contradicts itself or other variables, or a value is not a number.
     """
     if is_supervised(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
         return None  # unless another launcher, started by `telegrad run`, gives another place
@@ -65,7 +63,7 @@ def detect_launcher(variables: Variables) -> LauncherInfo | None:
         return LauncherInfo(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
     launcher = _launcher(variables)
     if launcher is None:
-        _check_alone(variables)
+        _check_incomplete(variables, is_elastic)
         return None
     _check(launcher, variables)
     rank, size = _number(variables, launcher.rank), _number(variables, launcher.size)
@@ -85,17 +83,24 @@ def _launcher(variables: Variables) -> _Launcher | None:
     return next((each for each in set_here if not (by_srun and each.name == _MPICH)), None)
 
 
-def _check_alone(variables: Variables) -> None:
-    """Raise UsageError if required variables are missing."""
-    if "WORLD_SIZE" in variables:
-        raise UsageError(
-            f"WORLD_SIZE is {variables['WORLD_SIZE']}, but neither RANK nor a launcher gives this worker's rank: set "
-            "RANK as well, or unset WORLD_SIZE to join a dynamic group"
-        )
-    if "SLURM_JOB_ID" in variables and "MASTER_ADDR" not in variables:
+def _check_incomplete(variables: Variables, is_elastic: bool) -> None:
+    """Raise UsageError if variables are missing; an elastic group needs neither a rank nor a size."""
+    outside = "SLURM_JOB_ID" in variables and "SLURM_STEP_NUM_TASKS" not in variables
+    # A batch script has a rank, but is no task. If its job has one task on one node, any program may run in it.
+    several = any(variables.get(name, "1") != "1" for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
+    missed = "SLURM_PROCID" in variables and several and not is_elastic
+    if outside and (missed or "MASTER_ADDR" not in variables):
         raise UsageError(
             f"this process is in Slurm job {variables['SLURM_JOB_ID']} but is not one of its tasks: start it with "
-            f"`srun python ...`, or {BY_HAND}"
+            f"`srun python ...`, or {BY_HAND}; {DYNAMIC}"
+        )
+    for rank, size in () if is_elastic else PAIRS:
+        if (rank in variables) == (size in variables) or (outside and rank == "SLURM_PROCID"):
+            continue
+        given, missing = (rank, size) if rank in variables else (size, rank)
+        raise UsageError(
+            f"{given} is {variables[given]}, but {missing} is not set: set it as well, or pass rank and world_size; "
+            f"{DYNAMIC}, or unset {given}"
         )
 
 
@@ -194,3 +199,4 @@ _LAUNCHERS = (
         "in the manifest: JOB-0.SERVICE for a Job with a headless Service, JOBSET-JOB-0-0.JOBSET for a JobSet",
     ),
 )
+PAIRS = (("RANK", "WORLD_SIZE"), *((each.rank, each.size) for each in _LAUNCHERS))
