@@ -23,7 +23,6 @@ LOOPBACK = "localhost"
 PORT = 29500  # if nothing distinguishes runs
 FIRST_PORT, PORTS = 20000, 10000  # ports computed from a run's id; the system never assigns them itself
 BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
-DYNAMIC = "for a dynamic group, pass an init_method such as tcp://HOST:PORT"
 
 Variables = Mapping[str, str]
 
@@ -85,23 +84,18 @@ def _launcher(variables: Variables) -> _Launcher | None:
 
 def _check_incomplete(variables: Variables, is_elastic: bool) -> None:
     """Raise UsageError if variables are missing; an elastic group needs neither a rank nor a size."""
-    outside = "SLURM_JOB_ID" in variables and "SLURM_STEP_NUM_TASKS" not in variables
-    # A batch script has a rank, but is no task. If its job has one task on one node, any program may run in it.
-    several = any(variables.get(name, "1") != "1" for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
-    missed = "SLURM_PROCID" in variables and several and not is_elastic
-    if outside and (missed or "MASTER_ADDR" not in variables):
+    if "SLURM_JOB_ID" in variables and "MASTER_ADDR" not in variables:
         raise UsageError(
             f"this process is in Slurm job {variables['SLURM_JOB_ID']} but is not one of its tasks: start it with "
-            f"`srun python ...`, or {BY_HAND}; {DYNAMIC}"
+            f"`srun python ...`, or {BY_HAND}"
         )
     for rank, size in () if is_elastic else PAIRS:
-        if (rank in variables) == (size in variables) or (outside and rank == "SLURM_PROCID"):
-            continue
-        given, missing = (rank, size) if rank in variables else (size, rank)
-        raise UsageError(
-            f"{given} is {variables[given]}, but {missing} is not set: set it as well, or pass rank and world_size; "
-            f"{DYNAMIC}, or unset {given}"
-        )
+        if (rank in variables) != (size in variables):
+            given, missing = (rank, size) if rank in variables else (size, rank)
+            raise UsageError(
+                f"{given} is {variables[given]}, but {missing} is not set: set it as well, or pass rank and "
+                f"world_size; for a dynamic group pass an init_method such as tcp://HOST:PORT, or unset {given}"
+            )
 
 
 def _check(launcher: _Launcher, variables: Variables) -> None:
@@ -199,4 +193,6 @@ _LAUNCHERS = (
         "in the manifest: JOB-0.SERVICE for a Job with a headless Service, JOBSET-JOB-0-0.JOBSET for a JobSet",
     ),
 )
-PAIRS = (("RANK", "WORLD_SIZE"), *((each.rank, each.size) for each in _LAUNCHERS))
+# Batch scripts of Slurm and all pods of an indexed Job have a rank, also if they join a dynamic group.
+_ALWAYS = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
+PAIRS = (("RANK", "WORLD_SIZE"), *((each.rank, each.size) for each in _LAUNCHERS if each.rank not in _ALWAYS))
