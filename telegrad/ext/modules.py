@@ -10,17 +10,11 @@ from telegrad._core.modules.module_tree import (
     state_of,
     update_replicas,
 )
-from telegrad._core.modules.remote_module import (
-    RemoteModule,
-    gradients_are_lost,
-    has_remote_state,
-    hint_at_context,
-    without_remote_state,
-)
+from telegrad._core.modules.remote_module import RemoteModule, gradients_are_lost, hint_at_context, without_remote_state
 from telegrad.optim.owner import LocalOptimizer
 
 __all__ = [
     "LocalOptimizer", "Recoverable", "RemoteModule", "RemotePart", "branches", "device_of", "gradients_are_lost",
-    "has_remote_state", "hint_at_context", "joined", "moved", "parse_place", "restore_model", "state_of",
-    "update_replicas", "without_remote_state",
+    "hint_at_context", "joined", "moved", "parse_place", "restore_model", "state_of", "update_replicas",
+    "without_remote_state",
 ]  # fmt: skip

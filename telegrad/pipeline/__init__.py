@@ -15,14 +15,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, check_timeout, folded, known_as, not_compiled, remote
 from telegrad.ext.graphs import Inside, Step, check_step, entered_id
-from telegrad.ext.modules import (
-    Recoverable,
-    RemoteModule,
-    gradients_are_lost,
-    has_remote_state,
-    hint_at_context,
-    parse_place,
-)
+from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, hint_at_context, parse_place
 from telegrad.ext.references import Restore, RRef, check_restore
 from telegrad.ext.texts import Wait, hint, report_in_background
 from telegrad.ext.workers import WorkerInfo, current, listed
@@ -94,7 +87,7 @@ class Pipeline(nn.Module, Recoverable):
         self._tied = [tie for names in groups for tie in parse_tied(names, len(self.stages))]
         self._driver: PipelineDriver | None = None
         self._inputs: Inputs | None = None  # of a model whose forward was recorded
-        self.register_state_dict_pre_hook(Pipeline._before_state_dict)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(Pipeline._telegrad_update_replicas)  # type: ignore[no-untyped-call]
         self._drive()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -146,13 +139,9 @@ class Pipeline(nn.Module, Recoverable):
         self._driver = None
         self._drive()  # now, since new stages contain parameters that must be tied again
 
-    def _telegrad_update_replicas(self) -> None:
-        """Give replicas of tied weights, which have the values of the last batch, the present ones of the owner."""
+    def _telegrad_update_replicas(self, *_: Any) -> None:
+        """Update the replicas of tied weights, also before `state_dict`: they have the values of the last batch."""
         self._drive().send_tied_weights()
-
-    def _before_state_dict(self, *_: Any) -> None:
-        if has_remote_state():
-            self._telegrad_update_replicas()
 
     def _drive(self) -> PipelineDriver:
         if self._driver is None:

@@ -45,11 +45,6 @@ def without_remote_state() -> Iterator[None]:
         _apart.reset(token)
 
 
-def has_remote_state() -> bool:
-    """Return True outside of such blocks: the state of a module includes that of its parts on other workers."""
-    return not _apart.get()
-
-
 @folded
 class RemoteModule(nn.Module):
     """A handle of a module on another worker: `forward` runs there, and gradients flow back to the module.
@@ -274,7 +269,7 @@ class RemoteModule(nn.Module):
         if args or keep_vars:
             raise UsageError("a RemoteModule's state is a copy: keep_vars and positional arguments are not supported")
         # A checkpoint saves this module as a branch of its own, from its worker (module_tree.py).
-        if destination is not None and not has_remote_state():
+        if destination is not None and _apart.get():
             return destination
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
@@ -302,7 +297,7 @@ class RemoteModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Implement `load_state_dict` of this handle, or of a module that contains it."""
-        if not has_remote_state():
+        if _apart.get():
             return
         for before in self._load_state_dict_pre_hooks.values():
             before(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
