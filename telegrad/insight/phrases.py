@@ -118,7 +118,7 @@ def thread_state(thread: ThreadState) -> str:
 
 DOES = {
     LOCKED: "waits for a lock",
-    BUSY: "is busy all the time: it loops, it seems, or computes",
+    BUSY: "is busy now: it loops, it seems, or computes",
     SLEEPS: "sleeps",
     WAITS: "waits for something in its own process",
     AWAY: "waits for another process",

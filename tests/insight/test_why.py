@@ -569,7 +569,7 @@ def test_long_lists_are_cut() -> None:
         ("return await future", "/lib/asyncio/tasks.py:665 sleep", True, "sleeps"),
         ("", "", True, "sleeps, in a wait outside Telegrad"),
         ("", "", None, "has made no progress"),
-        ("", "", False, "is busy all the time: it loops, it seems, or computes"),
+        ("", "", False, "is busy now: it loops, it seems, or computes"),
         ("q.get()", "/lib/queue.py:3 get", True, "waits for something in its own process"),
         ("with lock:", "train.py:9 main", True, "waits for a lock (lock)"),
         ("async with lock: await f()", "train.py:9 main", True, "sleeps, in a wait outside Telegrad"),
@@ -849,7 +849,7 @@ What each worker does:
 2. worker2, worker3 and worker4 have not arrived at barrier of all, where worker0 and worker1 wait.
    worker0's main thread waits for barrier of all, of worker2, worker3 and worker4, for 9.0 s
        train.py:40 in step: everybody.barrier()
-   worker2's main thread is busy all the time: it loops, it seems, or computes
+   worker2's main thread is busy now: it loops, it seems, or computes
        train.py:50 in load: read(file)
    worker3 does not answer: stopped (SIGSTOP)
    worker4 is no longer in the group: left early
@@ -857,7 +857,7 @@ What each worker does:
 What each worker does:
   worker0 and worker1: main thread waits for barrier of all, of worker2, worker3 and worker4, for
     9.0 s, at train.py:40 in step
-  worker2: main thread is busy all the time: it loops, it seems, or computes, at train.py:50 in load
+  worker2: main thread is busy now: it loops, it seems, or computes, at train.py:50 in load
   worker3: no answer
 """,
     ),
