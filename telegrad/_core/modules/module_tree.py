@@ -29,8 +29,7 @@ class Recoverable:
         raise NotImplementedError
 
     def _telegrad_update_replicas(self) -> None:
-        """Give the weights of parts that represent a weight of another part its value."""
-        raise NotImplementedError
+        """Give the parts that have a replica of another part's weight its present value; most modules have none."""
 
 
 # The attributes that each module has, such as its parameters and hooks. References are looked for in all others.
