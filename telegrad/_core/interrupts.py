@@ -190,6 +190,10 @@ class _Handler:
     def __call__(self, signum: int, frame: FrameType | None) -> object:
         if self._discards:
             return None
+        # Python drops an exception of a weak reference's callback, such as that of a WeakSet, which ends at once. A
+        # deferred handler often meets one: objects of this package are freed as soon as its last function returns.
+        if frame is not None and frame.f_globals.get("__name__") in ("_weakrefset", "weakref"):
+            return self.again()
         deferred = _deferred.get(signum)
         is_ours = frame is not None and _is_ours(frame)
         if frame is not None and is_ours:

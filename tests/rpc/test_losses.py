@@ -17,6 +17,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
+from telegrad._core.rpc.idempotency import IdempotentCalls
 from telegrad._core.stores import find_directory
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, run_all, wait_until
@@ -156,7 +157,9 @@ def test_a_stopped_worker_of_a_fixed_group_is_lost_and_comes_back() -> None:
             stopped.kill(signal.SIGSTOP)
             wait_until(lambda: caller.run(error_of, call, "worker2")[0] is errors.PeerSilent)
             wait_for([caller], everyone[:2], PATIENCE)
+            wait_until(lambda: caller.run(refuses_calls) and other.run(refuses_calls))
             stopped.kill(signal.SIGCONT)
+            assert [stopped.run(call_once, worker) for worker in everyone[:2]] == [3, 3]
             wait_until(lambda: caller.run(error_of, call, "worker2")[0] is None)
             wait_for(made, everyone, PATIENCE)
         for process in (caller, other):
@@ -165,6 +168,17 @@ def test_a_stopped_worker_of_a_fixed_group_is_lost_and_comes_back() -> None:
         stopped.run(rpc.shutdown)
         for process in (caller, other):
             process.end()
+
+
+def refuses_calls() -> bool:
+    """Return True once idempotent calls of a lost worker would be refused."""
+    table = current.here().attached(IdempotentCalls)._table
+    return any(map(table.is_dead, table._callers))
+
+
+def call_once(to: str) -> int:
+    answer: int = rpc.rpc_sync(to, operator.add, (1, 2), idempotent=True)
+    return answer
 
 
 def repeated(function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -85,6 +85,13 @@ class Calls:
             self.table.died(name)
             assert not self.kept_for(name)
             assert self.table.enter(name, 1 << 40, 1.0, self.now) is None
+            if self.rng.random() < 0.5:  # it lives: calls that came before are refused, and others run
+                self.table.returned(name)
+                came = [key[1] for key in self.until if key[0] == name and key not in self.running]
+                assert all(self.table.enter(name, number, 1.0, self.now) is None for number in came[-1:])
+                assert self.table.enter(name, 1 << 41, 1.0, self.now) is not None
+                self.table.ended(name, 1 << 41)
+                self.table.died(name)
 
     def kept_for(self, name: str) -> list[int]:
         caller = self.table._callers.get(name)

@@ -105,7 +105,7 @@ class Membership:
         self.gone: list[Callable[[Member], None]] = []  # called under the lock with each gone member, to record it
         self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
         self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
-        self.on_return: Callable[[Member], None] = lambda *_: None  # called when such a worker answers again
+        self.returned: list[Callable[[Member], None]] = []  # called when such a worker answers again
         self._doubts: list[Suspect] = []
         self._knocks = Probes()  # used only by the probing thread
         # The last time, by incarnation, at which a connection to or from a present worker was made.
@@ -289,7 +289,7 @@ class Membership:
                 self._reached[who.incarnation] = monotonic()
         if member is not None:
             self._post.note_return(who)
-            self.on_return(member)
+            list(results(self.returned, member))
 
     def _has_parted(self, reason: PeerError) -> bool:
         """Return True if that worker announced its departure. In a dynamic group, one that leaves early is lost."""
@@ -409,7 +409,7 @@ class Membership:
             # It has answered since it was removed: `_on_reached`, on another thread, may have reported that first.
             if who.incarnation in self._present:
                 self._post.note_return(who.identity)
-                self.on_return(who)
+                list(results(self.returned, who))
 
     def _watch_next(self) -> None:
         """Keep a connection to the next member of a dynamic group by rank."""

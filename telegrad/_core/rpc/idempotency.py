@@ -9,7 +9,7 @@ not repeated, and no earlier repetition can be under way. A running call always 
 Answers take at most MOST_OF_CALLER bytes for one caller, and MOST in total, besides the newest of each caller, which
 may be larger. Above these limits the oldest answer is dropped, of the caller with most bytes. Its number becomes the
 caller's floor: an unknown call with that number or a lower one may have run, and is refused. If a caller has died or
-left, its answers are dropped and its calls no longer run.
+left, its answers are dropped and its calls no longer run. If it returns, calls that have not come before run again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
-from telegrad._core.agent.incoming import its_future
+from telegrad._core.agent.incoming import Incoming, its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishing
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.streams.producer import current_call
+from telegrad._core.threads import results
 from telegrad._core.worker import current
 from telegrad.errors import AnswerLost, CallCancelled
 
@@ -75,6 +76,7 @@ class _Caller:
         self.entries: dict[int, CallEntry] = {}  # by number; ended calls are in the order of their ends
         self.kept = 0  # bytes
         self.floor = 0.0  # unknown calls up to this number may have run
+        self.newest = 0  # the highest number that has come
 
 
 class IdempotencyTable:
@@ -99,6 +101,7 @@ class IdempotencyTable:
             if number <= caller.floor:
                 return None
             entry = caller.entries[number] = CallEntry()
+            caller.newest = max(caller.newest, number)
         entry.until = max(entry.until, now + (left or LONGEST) + LATE)
         return entry
 
@@ -169,6 +172,15 @@ class IdempotencyTable:
             del self._callers[gone[0]]
         return [self._take_out(caller, number) for number, entry in list(caller.entries.items()) if entry.ended]
 
+    def is_dead(self, name: str) -> bool:
+        caller = self._callers.get(name)
+        return caller is not None and caller.floor == inf
+
+    def returned(self, name: str) -> None:
+        """Record that a caller that had died lives: calls that have come before its return were dropped, others run."""
+        if self.is_dead(name):
+            self._callers[name].floor = self._callers[name].newest
+
 
 class IdempotentCalls:
     def __init__(self, agent: Agent) -> None:
@@ -224,6 +236,21 @@ class IdempotentCalls:
         # Only noted: this runs under the lock of the membership, and answers may hold objects whose end runs user code.
         self._dead.append(member.incarnation)
 
+    def returned(self, member: Member) -> None:
+        """Run calls of a lost worker that answers again."""
+        with self._lock:
+            with suppress(ValueError):  # it has been processed
+                self._dead.remove(member.incarnation)
+            self._table.returned(member.incarnation)
+
+    def called(self, call: Incoming) -> None:
+        """Take back a caller that was lost, if the connection of its call is still open."""
+        who = call.caller.identity
+        with self._lock:
+            is_dead = self._table.is_dead(who.incarnation)
+        if is_dead and call.link.closed is None:
+            list(results(self._agent.reached, who))
+
     def _on_settled(self, sender: Identity, settled: AnswerAcknowledged) -> None:
         with self._lock:
             over = self._table.settled(sender.incarnation, settled.number)
@@ -245,6 +272,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     call = current_call()
     call.name = user_name(function, args)
     calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
+    calls.called(call)
     outcome, is_first = calls.enter(caller, number, left)
     if not is_first:
         return Deferred(outcome, function)

@@ -367,7 +367,9 @@ def ping() -> None:
 def serve(worker: Worker) -> None:
     """Enable retries on a worker, as caller and as callee."""
     worker.agent.run_at_once(ping)
-    worker.at_gone.append(worker.attached(IdempotentCalls).gone)
+    calls = worker.attached(IdempotentCalls)
+    worker.at_gone.append(calls.gone)
+    worker.at_return.append(calls.returned)
     retries = worker.attached(Retries)
     retries.may_come = partial(_may_come, worker)
     worker.at_end.append(retries.close)

@@ -57,6 +57,7 @@ class Worker:
         # Called with each other worker that has left or was lost, under the lock of the membership: they must not wait.
         # Filled before the worker joins.
         self.at_gone: list[Callable[[Member], None]] = []
+        self.at_return: list[Callable[[Member], None]] = []
         self.at_end: list[Callable[[], None]] = []  # called when this worker leaves; any thread may `append`
         # Called by a graceful shutdown, with its timeout, before the worker announces it; each may block.
         self.before_end: list[Callable[[float], None]] = []
@@ -88,8 +89,10 @@ class Worker:
         if isinstance(directory, Members):
             self.parting = together = LeavingTogether(self.agent, self.me, directory)
             self.membership.answered.append(together.remind)
-            self.membership.on_dead, self.membership.on_return = together.lose, together.take_back
+            self.membership.on_dead = together.lose
+            self.membership.returned.append(together.take_back)
         self.membership.gone += self.at_gone
+        self.membership.returned += self.at_return
         self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
             self.turning = GenerationMonitor(self.agent, self.me, generation)
