@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -240,3 +242,29 @@ def test_waiting_for_a_call_sends_the_earlier_calls_too(caller: Worker) -> None:
     last = rpc_async("w1", meet, (ALL - 1,))
     assert last.wait() == ALL
     assert {future.wait() for future in futures} == {ALL}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chain_of_callbacks_may_be_longer_than_the_recursion_limit(fails: bool) -> None:
+    """They also run in order, if another chain begins at each link."""
+    ran: list[int] = []
+
+    def link(number: int, done: torch.futures.Future[int]) -> int:
+        ran.append(number)
+        return done.wait() + 1
+
+    head: Future[int] = Future()
+    last, ends = head, []
+    for number in range(2 * sys.getrecursionlimit()):
+        ends.append(last.then(lambda done: done.wait()))
+        last = last.then(partial(link, number))
+    if fails:
+        head.set_exception(ValueError("boom"))  # type: ignore[arg-type]
+        for each in (last, *ends):
+            with pytest.raises(ValueError, match="boom"):
+                each.wait()
+    else:
+        head.set_result(0)
+        assert last.wait() == len(ran)
+        assert [each.wait() for each in ends] == [*range(len(ran))]
+    assert ran == sorted(ran)

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from contextvars import copy_context
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -96,6 +98,35 @@ class Helper(Protocol):
 
     def cancel(self) -> bool:
         """Cancel the call and notify the callee; return False if the call is over."""
+
+
+DEEPEST = 16  # futures of a chain of `then` that are completed one within another
+
+
+class _Chain(threading.local):
+    """The completions on one thread: each callback completes the next future of its chain within that of the last."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.later: deque[Callable[[], None]] = deque()  # those that would be too deep, and exceed the recursion limit
+
+
+_chain = _Chain()
+
+
+def _complete(act: Callable[[], None]) -> None:
+    """Complete a future of `then`, at once or, deep in a chain, by the outermost completion of this thread."""
+    depth, later = _chain.depth, _chain.later
+    if depth >= DEEPEST:
+        later.append(act)
+        return
+    _chain.depth = depth + 1
+    try:
+        act()
+        while not depth and later:
+            later.popleft()()
+    finally:
+        _chain.depth = depth
 
 
 _OF_A_CALL = "the future of a call is completed by its call: use `then`, or a Future of your own"
@@ -247,11 +278,11 @@ class Future(torch.futures.Future[T]):
             except BaseException as error:
                 forks.exit_if_user_code_ended()
                 child.about = "a callback passed to `then`"
-                child.set_exception(error)  # type: ignore[arg-type]
+                _complete(partial(child.set_exception, error))  # type: ignore[arg-type]
                 if raised_by_handler(error):
                     raise
             else:
-                child.set_result(value)
+                _complete(partial(child.set_result, value))
 
         self.add_done_callback(run)
         return child
