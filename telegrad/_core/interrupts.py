@@ -190,11 +190,11 @@ class _Handler:
     def __call__(self, signum: int, frame: FrameType | None) -> object:
         if self._discards:
             return None
-        # Python drops an exception of a weak reference's callback, such as that of a WeakSet, which ends at once. A
-        # deferred handler often meets one: objects of this package are freed as soon as its last function returns.
-        if frame is not None and frame.f_globals.get("__name__") in ("_weakrefset", "weakref"):
-            return self.again()
         deferred = _deferred.get(signum)
+        # Python drops the exceptions of finalizers. A deferred handler often meets one, because objects of this package
+        # are freed as soon as its last function returns.
+        if deferred is not None and frame is not None and any(map(_is_finalizer, outwards(frame))):
+            return self.again()
         is_ours = frame is not None and _is_ours(frame)
         if frame is not None and is_ours:
             if deferred is None:
@@ -302,6 +302,11 @@ def _is_ours(at: FrameType) -> bool:
         # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
         of_user = of_user or (top not in _BETWEEN and name in sys.modules)
     return False
+
+
+def _is_finalizer(frame: FrameType) -> bool:
+    """Return True for `__del__`, and for a callback of a weak reference in the library, such as that of a WeakSet."""
+    return frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
 
 
 def _is_uninterrupted(at: FrameType) -> bool:
