@@ -697,7 +697,9 @@ def test_the_command_line_has_help_and_error_messages(arguments: list[str], code
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, telegrad
+import os, signal, subprocess, sys, threading, telegrad
+
+KILL = f"import os, threading; threading.Event().wait(0.05); os.kill({os.getpid()}, {signal.SIGTERM.value})"
 
 def end(*_):
     sys.exit(5)
@@ -705,7 +707,7 @@ def end(*_):
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, end)
     with telegrad.local(2):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        subprocess.Popen([sys.executable, "-c", KILL])
     threading.Event().wait(1)
     print("went on")
 """
