@@ -696,26 +696,27 @@ def test_the_command_line_has_help_and_error_messages(arguments: list[str], code
     assert words in out + err
 
 
-INTERRUPTED = """
-import os, signal, subprocess, sys, threading, telegrad
-
-KILL = f"import os, threading; threading.Event().wait(0.05); os.kill({os.getpid()}, {signal.SIGTERM.value})"
+HANDLED = """
+import os, signal, subprocess, sys, telegrad, telegrad.rpc
+from time import sleep as pause
 
 def end(*_):
     sys.exit(5)
 
+def kill():
+    wait = f"import os, threading; threading.Event().wait(0.05); os.kill({os.getpid()}, {signal.SIGTERM.value})"
+    subprocess.Popen([sys.executable, "-c", wait])
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, end)
     with telegrad.local(2):
-        subprocess.Popen([sys.executable, "-c", KILL])
-    threading.Event().wait(1)
+        kill()
+    pause(1)
     print("went on")
 """
 
 
 def test_a_signal_handler_that_raises_as_the_group_ends_ends_the_program(tmp_path: pathlib.Path) -> None:
     """Its exception is not raised in a finalizer, where Python drops it: the group's objects are freed just then."""
-    (tmp_path / "program.py").write_text(INTERRUPTED)
-    command = [sys.executable, "program.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENT, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (5, "", "")
+    ran = run(HANDLED, tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (5, "", "")
