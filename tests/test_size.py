@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_282,
-    "lines of the core": 38_773,
-    "lines of the tests": 87_898,
+    "lines of the package": 62_469,
+    "lines of the core": 38_920,
+    "lines of the tests": 88_176,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
