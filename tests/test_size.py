@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_469,
+    "lines of the package": 62_470,
     "lines of the core": 38_920,
     "lines of the tests": 88_176,
     "files of the package": 267,

@@ -142,7 +142,8 @@ class GroupFuture(Future[T]):
         super().__init__()
         self.version = version
         self.workers: list[str] = list(workers)
-        self.about, self.begun = f"{about} on a group", perf_counter()
+        self.about: str = f"{about} on a group"
+        self.begun: float = perf_counter()
         self._agent: Agent = agent  # its type is not part of the public API
         self._function = about
         self._slots = [ResultSlot(self, key) for key in keys]
