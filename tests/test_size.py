@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_470,
-    "lines of the core": 38_920,
+    "lines of the package": 62_466,
+    "lines of the core": 38_916,
     "lines of the tests": 88_176,
     "files of the package": 267,
     "words of the glossary": 80,

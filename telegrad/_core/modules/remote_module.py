@@ -432,9 +432,8 @@ def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
 
     `trains`: it has parameters to be trained.
     """
-    # The context that this code was entered in may have ended meanwhile.
-    is_open = entered_id() is not None and current.conductor().current() is not None
-    if not torch.is_grad_enabled() or is_open:
+    # The context in which this code was entered may have ended meanwhile.
+    if not torch.is_grad_enabled() or (entered_id() is not None and current.conductor().current() is not None):
         return False
     return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
-from telegrad._core.agent.incoming import Incoming, its_future
+from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishing
 from telegrad._core.calls.futures import Future, Signal
@@ -243,14 +243,6 @@ class IdempotentCalls:
                 self._dead.remove(member.incarnation)
             self._table.returned(member.incarnation)
 
-    def called(self, call: Incoming) -> None:
-        """Take back a caller that was lost, if the connection of its call is still open."""
-        who = call.caller.identity
-        with self._lock:
-            is_dead = self._table.is_dead(who.incarnation)
-        if is_dead and call.link.closed is None:
-            list(results(self._agent.reached, who))
-
     def _on_settled(self, sender: Identity, settled: AnswerAcknowledged) -> None:
         with self._lock:
             over = self._table.settled(sender.incarnation, settled.number)
@@ -272,8 +264,14 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     call = current_call()
     call.name = user_name(function, args)
     calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
-    calls.called(call)
-    outcome, is_first = calls.enter(caller, number, left)
+    try:
+        outcome, is_first = calls.enter(caller, number, left)
+    except AnswerLost:
+        if call.link.closed is not None:
+            raise
+        # The caller may have been lost. The connection of its call is open, so it lives, and is taken back.
+        list(results(current.agent().reached, call.caller.identity))
+        outcome, is_first = calls.enter(caller, number, left)
     if not is_first:
         return Deferred(outcome, function)
     tell = partial(calls.ended, caller, number, outcome)
