@@ -218,6 +218,8 @@ begun = threading.Event()
 squares = "__import__('__main__').begun.set() or [0 for _ in range(10**7) if (a @ a) is None]"
 rpc.rpc_async("driver", eval, (squares, {"a": torch.ones(500, 500)}))
 begun.wait(60)
+leave = rpc.shutdown
+rpc.shutdown = lambda graceful: [each.process.wait(60) for each in group._workers] and leave(graceful)  # they end first
 """
 READING = """
 import collections, itertools, threading

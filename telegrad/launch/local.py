@@ -225,8 +225,9 @@ class LocalGroup:
         from telegrad.ext.calls import fold
 
         try:
-            if not graceful:  # before they lose this process, whose end is the reason then
-                self._ask_to_end()
+            if not graceful:
+                self._agent.begin_close()
+                self._ask_to_end()  # before they lose this process, whose end is the reason then
             if not self._agent.closed:  # else the program has left itself
                 rpc.shutdown(graceful)
         except BaseException as error:

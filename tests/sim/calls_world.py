@@ -109,6 +109,7 @@ class World:
             layers=SimpleNamespace(last_word=lambda *_: ""),
             settings=SimpleNamespace(most_calls=40, most_bytes=1000),
             complete=self.complete,
+            over=None,
             connect_to=lambda _: self.connect(),
             peer_lost=lambda *_: self.lose(),
         )

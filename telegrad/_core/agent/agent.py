@@ -108,12 +108,16 @@ class Agent:
             self.streams.use(index)
         self._connections.join(me, keys, directory)
 
+    def begin_close(self) -> PeerError:
+        """Return why calls will fail after `close`. From now on, all that fail here do so for that reason."""
+        over = f"worker {self.name!r} shut down: calls and references of its group cannot be used after that"
+        self._connections.over = reason = self._connections.over or ShutDown(over)
+        return reason
+
     @uninterrupted
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
         """Leave the group. Calls in flight fail, here and at their callers. These get `how` if the end is irregular."""
-        reason = reason or ShutDown(
-            f"worker {self.name!r} shut down: calls and references of its group cannot be used after that"
-        )
+        reason = reason or self.begin_close()
         # First of all: from here on no call and no peer begins, and the ends of connections are not reported as losses.
         if not self._connections.begin_close(reason):
             return

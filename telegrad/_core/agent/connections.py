@@ -107,7 +107,7 @@ class Connections:
             lambda link, why: reactor.submit(Work(partial(part, link, how=SILENT), why)),
         )
         self.closed = False
-        self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
+        self.over: PeerError | None = None  # why calls fail from now on, whatever else ends them
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
         self._parks = False  # True once the program has ended, see `park_daemons`
@@ -139,7 +139,7 @@ class Connections:
     def check_open(self) -> None:
         """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
         if self.closed:
-            raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
+            raise fresh(self.over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
 
     # Outgoing
 
@@ -421,7 +421,7 @@ class Connections:
     def begin_close(self, reason: PeerError) -> bool:
         """Refuse new connections from now on; return False if this was called before."""
         with self._lock:
-            closed, self.closed, self._over = self.closed, True, self._over or reason
+            closed, self.closed, self.over = self.closed, True, self.over or reason
         return not closed
 
     def close(self, reason: PeerError, how: str) -> None:

@@ -43,6 +43,7 @@ class PeerHost(Protocol):
     layers: Layers
     settings: Settings
     complete: Callable[[PendingCall], None]  # called once for each asynchronous call
+    over: PeerError | None  # why all calls fail, once this worker ends
 
     def connect_to(self, peer: Peer) -> AnyLink: ...
 
@@ -257,7 +258,7 @@ class Peer:
                 call.abandoned = True
             self._capacity.notify_all()
         for call in failed:
-            call.error = call.connection_lost_error(reason)
+            call.error = self.host.over or call.connection_lost_error(reason)
             self._end(call)
         self.lost(reason)
 
@@ -404,7 +405,7 @@ class LazyLink:
         try:
             link = self._owner.host.connect_to(self._owner)
         except Exception as error:
-            self._abort((), advised(error))
+            self._abort((), self._owner.host.over or advised(error))
             self._owner.lost(error if isinstance(error, PeerError) else PeerError(str(error)))
             return
         if not self._drain(link):
