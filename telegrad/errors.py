@@ -136,7 +136,7 @@ class ProtocolViolation(HandshakeError):
 class ShutDown(PeerError):
     """The call was ended because this worker or the other one shut down."""
 
-    _ends_group = False  # True if the other worker's program had started this one
+    _how: str | None = None  # the other worker's message about its end
 
 
 class LeftEarly(ShutDown):

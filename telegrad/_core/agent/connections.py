@@ -33,7 +33,16 @@ from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, connect, lost, one_sided, part
+from telegrad._core.transport.connect import (
+    LoopEnd,
+    OpenedChannel,
+    Target,
+    connect,
+    departed_error,
+    lost,
+    one_sided,
+    part,
+)
 from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
@@ -91,8 +100,8 @@ class Connections:
         self._arena = ReceiveBufferPool(settings.shared_memory)
         self._heap = resources.Heap()
         self.staging = Staging(streams)
-        # Guards _peers, _gone, _accepted, _cut, _warned, `closed`, _left, and the replacement of `names`; single reads
-        # do not need it.
+        # Guards _peers, _gone, _accepted, _cut, _warned, _departed, `closed`, _left, and the replacement of `names`;
+        # single reads do not need it.
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._gone: set[str] = set()  # incarnations of peers that have left the group
@@ -100,6 +109,7 @@ class Connections:
         self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: dict[str, bool] = {}  # incarnations of workers whose loss was logged, or that left in order
+        self._departed: dict[str, str] = {}  # incarnations of workers that have left, and how
         self.news_of: Callable[[Identity, str], str] = lambda who, why: why  # text of a warning, or "" for none
         self.health = Health(
             settings.silence,
@@ -223,6 +233,8 @@ class Connections:
         try:
             channel = self._reach(target)
         except PeerUnreachable:
+            if (how := self._departed.get(member.incarnation)) is not None:
+                raise departed_error(member.name, how, "the call has not run") from None
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
                 raise one_sided(member.name) from None
             raise
@@ -377,9 +389,12 @@ class Connections:
                 note((events.LOST, now := perf_counter(), now, who.name, str(reason)))
             if isinstance(reason, PeerLost):
                 self.warn_lost(who, str(reason))
-            elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
+            elif isinstance(reason, ShutDown):
                 with self._lock:
-                    remember(self._warned, who.incarnation, True)  # in order: its other connection ends without a loss
+                    if reason._how is not None:
+                        remember(self._departed, who.incarnation, reason._how)
+                    if not isinstance(reason, LeftEarly):  # its other connection ends without a loss
+                        remember(self._warned, who.incarnation, True)
             list(results(self.lost, who, reason))
 
     def warn_lost(self, who: Identity, why: str) -> None:

@@ -20,6 +20,7 @@ from telegrad._core.membership.registry import LOST
 from telegrad._core.membership.shutdown_barrier import DONE, WAITING, Letter, Message, ShutdownBarrier
 from telegrad._core.membership.suspects import is_broken
 from telegrad._core.progress import Wait
+from telegrad._core.wire.messages import OVER
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
 
 BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
@@ -286,7 +287,7 @@ class LeavingTogether(Leaving):
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         if isinstance(reason.__cause__, PeerSilent):
             reason = reason.__cause__
-        if isinstance(reason, ShutDown) and reason._ends_group:
+        if isinstance(reason, ShutDown) and reason._how == OVER:
             self.over()
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
             inside = self._farewell.inside

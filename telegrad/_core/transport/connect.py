@@ -296,26 +296,26 @@ def advised(error: Exception) -> Exception:
     return advised
 
 
-def departed_error(peer: str, how: str) -> PeerError:
+def departed_error(peer: str, how: str, call: str = "calls in flight to it may or may not have run") -> PeerError:
     """Return the error for calls to a worker that announced the end of the connection; `how` says why."""
-    uncertain = "calls in flight to it may or may not have run"
-    if how == MOVED:
-        return GenerationOver(
-            f"worker {peer!r} has moved to the next generation of its group; {uncertain}. "
-            "Call it again after rendezvous_again()"
-        )
-    if how == OVER:
-        error = ShutDown(f"worker {peer!r} shut down together with its group; {uncertain}")
-        error._ends_group = True
-        return error
     if how == SILENT:
         return PeerLost(
             f"worker {peer!r} closed the connection, because this worker gave no sign of life for too long (options "
-            f"silence and heartbeat); {uncertain}. While this worker is in the group, the next call connects again"
+            f"silence and heartbeat); {call}. While this worker is in the group, the next call connects again"
         )
-    if how:
-        return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
-    return ShutDown(f"worker {peer!r} shut down; {uncertain}")
+    if how == MOVED:
+        error: ShutDown = GenerationOver(
+            f"worker {peer!r} has moved to the next generation of its group; {call}. "
+            "Call it again after rendezvous_again()"
+        )
+    elif how == OVER:
+        error = ShutDown(f"worker {peer!r} shut down together with its group; {call}")
+    elif how:
+        error = LeftEarly(f"worker {peer!r} left without the others: {how}; {call}")
+    else:
+        error = ShutDown(f"worker {peer!r} shut down; {call}")
+    error._how = how
+    return error
 
 
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
