@@ -14,7 +14,7 @@ import telegrad.autograd as autograd
 from telegrad._core.agent.agent import Agent
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import CallTimeout, LeftEarly, ShutDown
+from telegrad.errors import CallTimeout, PeerUnreachable, ShutDown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
@@ -131,7 +131,7 @@ def test_an_error_tells_that_its_worker_ended_without_shutdown() -> None:
         end.set()
         with pytest.raises(ShutDown, match=r"'w1' left without the others: its program ended without rpc.shutdown\(\)"):
             future.wait()
-        with pytest.raises(LeftEarly, match=r"'w1' left .* its program ended without.*; the call has not run$"):
+        with pytest.raises(PeerUnreachable, match=r"'w1' left .* its program ended without.*; the call has not run"):
             pair[0].agent.call("w1", hold, (), None)
 
 

@@ -232,9 +232,10 @@ class Connections:
         )
         try:
             channel = self._reach(target)
-        except PeerUnreachable:
+        except PeerUnreachable as error:
             if (how := self._departed.get(member.incarnation)) is not None:
-                raise departed_error(member.name, how, "the call has not run") from None
+                why = str(departed_error(member.name, how, "the call has not run"))
+                raise PeerUnreachable(why) from error.__cause__
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
                 raise one_sided(member.name) from None
             raise
