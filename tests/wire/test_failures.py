@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable, Iterator
 from time import process_time
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ import torch
 from telegrad import errors
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling import remote_text
-from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
+from telegrad._core.pickling.exceptions import as_runtime_error, describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.remote_text import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line, folded
 
@@ -212,13 +213,45 @@ def test_an_exception_that_forbids_new_attributes(error: Frozen | FrozenAndFinal
     assert ("'w2'" in str(back)) == (type(error) is Frozen)  # the worker is named by the cause of a final type
 
 
-def test_a_rebuilt_exception_can_be_copied_and_pickled() -> None:
-    for error in (ValueError("x"), OwnText(1, 2), OSError(2, "gone", "file"), Slotted(4)):
-        back = journey(error)
-        for twin in (copy.copy(back), pickle.loads(pickle.dumps(back))):
-            assert type(twin) is type(error)
-            assert twin.args == error.args
+def copies(error: Any) -> Iterator[Any]:
+    yield from (copy.copy(error), copy.deepcopy(error), fresh(error))
+    yield from (pickle.loads(pickle.dumps(error, protocol)) for protocol in (3, pickle.HIGHEST_PROTOCOL))
+
+
+@pytest.mark.parametrize("make", [lambda error: error, as_runtime_error])
+def test_a_rebuilt_exception_can_be_copied_and_pickled(make: Callable[[Any], Any]) -> None:
+    several = ExceptionGroup("several", (ExceptionGroup("inner", [KeywordOnly(code=3)]), KeyError("x")))
+    odd = (OwnText(1, 2), Slotted(4), Guarded(4), Odd(2, "x"), Frozen(3), ValueError(1, KeywordOnly(code=3)), several)
+    for error in (ValueError("x"), KeyError("x"), OSError(2, "gone", "file"), ImportError("none", name="n"), *odd):
+        back = make(journey(error))
+        for twin in copies(back):
+            assert type(twin) is type(back)
+            assert (str(twin), repr(twin)) == (str(back), repr(back))
             assert str(twin).startswith(str(error))
+            assert vars(twin) == vars(error)
+            for name in ("errno", "filename", "name", "code"):
+                assert getattr(twin, name, None) == getattr(error, name, None)
+            again = journey(twin, "w2")
+            assert type(again) is type(back)
+            assert str(again).count("'w1'") == str(back).count("'w1'")
+
+
+def test_a_rebuilt_exception_that_contains_itself_can_be_copied() -> None:
+    error: Any = ValueError(1, 2)
+    error.itself = error
+    for twin in copies(journey(error)):
+        assert isinstance(twin.itself, ValueError)
+        assert "'w1'" in str(twin)
+
+
+def test_an_error_that_is_also_a_runtime_error_is_sent_as_one() -> None:
+    for error in (KeyError("x"), OSError(2, "gone"), Unsendable("x"), OwnText(1, 2)):
+        back: Any = journey(as_runtime_error(journey(error)), "w2")
+        assert isinstance(back, RuntimeError)
+        assert isinstance(back, type(error))
+        assert str(back).index("'w2'") < str(back).index("'w1'")
+    final = journey(Final("x"))
+    assert as_runtime_error(final) is final
 
 
 def test_the_type_of_a_rebuilt_exception_is_made_once() -> None:

@@ -196,9 +196,8 @@ def _whole(error: Exception, same_program: bool) -> Exception:
     # makes it, because it can still send the parts instead.
     kind = type(error)
     has_notes = "__notes__" in vars(error)
-    changed = REMOTE_TRACEBACK in vars(error) or has_notes or _original(kind) is not kind
-    plain = _copy(error, _original(kind)) if changed else error
-    vars(plain).pop(REMOTE_TRACEBACK, None)
+    changed = remote_traceback_of(error) or has_notes or _original(kind) is not kind
+    plain = _plain(error, _original(kind)) if changed else error
     if has_notes:
         _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
@@ -226,19 +225,15 @@ def _in_parts(error: BaseException, same_program: bool, by_name: bool = False, r
     the globals that its methods read. `room` is common to all members of a group.
     """
     room = Room() if room is None else room
-    names = [*vars(error), *_slots_of(type(error))]
-    if len(names) > MOST_ARGUMENTS:
-        raise CannotEncode("it has too many attributes for an exception")
-    attributes = {name: getattr(error, name) for name in names if name != REMOTE_TRACEBACK and hasattr(error, name)}
+    args, attributes = _contents(error)
+    attributes.pop(REMOTE_TRACEBACK, None)
+    if max(len(args), len(attributes)) > MOST_ARGUMENTS:
+        raise CannotEncode("it has too many arguments or attributes for an exception")
     if "__notes__" in attributes:
         attributes["__notes__"] = own_notes(error)
     attributes = {name: value for name, value in attributes.items() if _travels(value, same_program)}
-    kind = _original(type(error))
-    args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
-    if len(args) > MOST_ARGUMENTS:
-        raise CannotEncode("it has too many arguments for an exception")
     args = tuple(_sendable(arg, same_program, by_name, room) for arg in args)
-    return _Call(_assemble, _named_class(kind) if by_name else kind, args, attributes)
+    return _Call(_assemble, _class_sent(_original(type(error)), by_name), args, attributes)
 
 
 def _sendable(value: Any, same_program: bool, by_name: bool, room: Room) -> Any:
@@ -257,8 +252,20 @@ def _sendable(value: Any, same_program: bool, by_name: bool, room: Room) -> Any:
                 break
         return type(value)(sent)
     if isinstance(value, str):
-        return cut(value)
+        return cut(_without_story(value))
     return value if _travels(value, same_program) else brief(value)
+
+
+def _without_story(value: Any) -> Any:
+    return str.__str__(value) if type(value) is Text else value
+
+
+def _class_sent(kind: type[BaseException], by_name: bool = False) -> Any:
+    """Return a class to be pickled, or the call that makes it if it is made here; `by_name`: see `_in_parts`."""
+    for name, make in ((ORIGINAL, _teller_of), (PLAIN, _also_runtime_error)):
+        if name in vars(kind):
+            return _Call(make, _class_sent(vars(kind)[name], by_name))
+    return _named_class(kind) if by_name else kind
 
 
 def _named_class(kind: type) -> _Call:
@@ -289,9 +296,13 @@ def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict
     builtin = _builtin_base(kind)
     error: BaseException = builtin.__new__(kind, *args)
     builtin.__init__(error, *args)
+    _set_all(error, attributes)
+    return error
+
+
+def _set_all(error: BaseException, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         _set(error, name, value)
-    return error
 
 
 _set = object.__setattr__  # a type may forbid changes, like a frozen dataclass
@@ -358,14 +369,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
     def tell(self: BaseException) -> str:
         return with_story(kind.__str__(self), preface + remote_traceback_of(self))
 
-    members = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__slots__": (REMOTE_TRACEBACK,),
-        "__str__": tell,
-        "__reduce_ex__": lambda self, protocol: _in_parts(self, False).__reduce__(),
-        ORIGINAL: kind,
-    }
+    members = {**_members(kind), "__slots__": (REMOTE_TRACEBACK,), "__str__": tell, ORIGINAL: kind}
     try:  # RemoteError is a RuntimeError
         return type(kind.__name__, (kind, RemoteError) if odd else (kind,), members)
     except TypeError:  # the layouts may conflict
@@ -390,13 +394,73 @@ _PLAIN = (BaseException.__init__, Exception.__init__)
 
 def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     """Return a copy of an exception as `kind`, which has the same layout, without a call of its own constructor."""
+    return _assemble(kind, *_contents(error))
+
+
+def _contents(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and attributes of an exception, for `_assemble`."""
     # The `__reduce__` of the built-in base returns also the state that is in neither `args` nor `__dict__`, such as the
     # file name of an OSError. A `__reduce__` or constructor of the class itself is user code, and is not called.
-    builtin = _builtin_base(kind)
-    _, args, *states = builtin.__reduce__(error)
-    made = builtin.__new__(kind, *args)
-    builtin.__init__(made, *args)
-    for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
-        for name, value in state.items():
-            _set(made, name, value)
-    return made
+    kind = type(error)
+    _, args, *states = _builtin_base(kind).__reduce__(error)
+    slots = {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}
+    attributes = dict(*states, **slots)
+    attributes.pop("args", None)  # of an AttributeError in Python 3.12
+    return args, attributes
+
+
+def _plain(error: BaseException, kind: type[BaseException]) -> Any:
+    """Return a copy of an exception as `kind`, without its remote traceback."""
+    args, attributes = _contents(error)
+    attributes.pop(REMOTE_TRACEBACK, None)
+    return _assemble(kind, tuple(map(_without_story, args)), attributes)
+
+
+# Copies and pickles that a program makes of the classes made here, which pickle does not find by their names
+
+
+def _members(kind: type[BaseException]) -> dict[str, Any]:
+    """Return the members of a subclass of `kind` that looks the same."""
+    return {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__copy__": lambda self: _copy(self, type(self)),
+        "__reduce_ex__": _reduce,
+        "__setstate__": _set_all,
+    }
+
+
+def _reduce(error: BaseException, _: Any) -> tuple[Any, ...]:
+    args, attributes = _contents(error)
+    return _assemble, (_class_sent(type(error)), tuple(map(_reducible, args)), {}), attributes
+
+
+def _reducible(arg: Any) -> Any:
+    """Return an argument with each exception in it as the call that makes it, since its constructor may be odd."""
+    if issubclass(type(arg), BaseException):
+        args, attributes = _contents(arg)
+        return _Call(_assemble, _class_sent(type(arg)), tuple(map(_reducible, args)), attributes)
+    if type(arg) in (list, tuple) and any(issubclass(type(each), BaseException) for each in arg):  # members of a group
+        return type(arg)(map(_reducible, arg))
+    return arg
+
+
+# At the caller of a program for torch.distributed.rpc
+
+
+PLAIN = "_telegrad_plain"  # attribute of a class that is also a RuntimeError: the class without that base
+
+
+@functools.lru_cache(maxsize=1024)
+def _also_runtime_error(kind: type[BaseException]) -> type[BaseException]:
+    """Return a subclass of `kind` that looks the same, and is a RuntimeError."""
+    return type(kind.__name__, (kind, RuntimeError), {**_members(kind), "__slots__": (), PLAIN: kind})
+
+
+def as_runtime_error(error: BaseException) -> BaseException:
+    """Return a copy of a rebuilt exception that is a RuntimeError, too; itself if there can be none. Never raise."""
+    try:
+        kind: Any = _original(type(error))
+        return _telling(_plain(error, _also_runtime_error(kind)), remote_traceback_of(error))
+    except BaseException:  # the class may raise anything as it is subclassed
+        return error

@@ -202,8 +202,8 @@ class Text(str):
     def __repr__(self) -> str:
         return with_story(str.__repr__(self), self.story)
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str.__str__(self),)
+    def __reduce__(self) -> tuple[type[Text], tuple[str], dict[str, str]]:
+        return Text, (str.__str__(self),), vars(self)
 
 
 def with_story(text: str, story: str) -> str:
