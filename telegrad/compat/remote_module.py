@@ -19,7 +19,8 @@ from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.modules import module_host, remote_module
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad.rpc import RRef, WorkerInfo, rpc_async
+from telegrad.compat.rpc.calls import rpc_async
+from telegrad.rpc import RRef, WorkerInfo
 
 __all__ = ["RemoteModule"]
 

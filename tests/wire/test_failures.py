@@ -26,6 +26,9 @@ from telegrad._core.pickling import remote_text
 from telegrad._core.pickling.exceptions import as_runtime_error, describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.remote_text import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line, folded
+from telegrad._core.worker import current
+from telegrad.compat.rpc import calls, references
+from tests.cluster import agents
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
@@ -242,6 +245,56 @@ def test_a_rebuilt_exception_that_contains_itself_can_be_copied() -> None:
     for twin in copies(journey(error)):
         assert isinstance(twin.itself, ValueError)
         assert "'w1'" in str(twin)
+
+
+class Held(Exception):
+    pass
+
+
+def fail(kind: type[BaseException], *args: Any) -> NoReturn:
+    raise kind(*args)
+
+
+class Failing:
+    fail = staticmethod(fail)
+
+
+UNREADABLE_BYTE = "utf-8", b"ab", 0, 1, "bad"
+KINDS: dict[type[BaseException], tuple[Any, ...]] = {
+    KeyError: ("k",),
+    OSError: (2, "gone"),
+    Held: ("k",),
+    StopIteration: (),
+    UnicodeDecodeError: UNREADABLE_BYTE,
+    OwnText: (1, 2),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, ValueError, TypeError, errors.InvalidName])
+def test_in_the_compatibility_mode_errors_of_calls_are_of_the_types_that_torch_raises(kind: type[Exception]) -> None:
+    """`to_here` raises an error as its own type in torch, too."""
+    args = KINDS.get(kind, ("text",))
+    with agents(2) as workers:
+        current.enter(workers[0])
+        made = calls.remote("w1", Failing)  # in a group that `compat` enters, it is of this class at once
+        owned: Any = references.RRef._of_handle(workers[0].references, made._handle)
+        for way in (
+            lambda: calls.rpc_sync("w1", fail, (kind, *args)),
+            lambda: calls.rpc_async("w1", fail, (kind, *args)).wait(),
+            lambda: calls.wait_all([calls.rpc_async("w1", fail, (kind, *args))]),
+            lambda: owned.rpc_sync().fail(kind, *args),
+            lambda: owned.rpc_async().fail(kind, *args).wait(),
+        ):
+            with pytest.raises(RuntimeError if kind in KINDS else kind, match="w1") as caught:
+                way()
+            assert isinstance(caught.value, kind)
+            assert isinstance(caught.value, RuntimeError) == (kind in KINDS or issubclass(kind, RuntimeError))
+            assert caught.value.args == kind(*args).args
+            assert "raise_translated" not in "".join(traceback.format_exception(caught.value))
+        with pytest.raises(kind, match="w1") as caught:
+            calls.remote("w1", fail, (kind, *args)).to_here()
+        assert isinstance(caught.value, RuntimeError) == (kind is OwnText or issubclass(kind, RuntimeError))
+        current.enter(None)
 
 
 def test_an_error_that_is_also_a_runtime_error_is_sent_as_one() -> None:

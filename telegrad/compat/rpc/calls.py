@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.futures
@@ -17,7 +17,8 @@ from telegrad._core.calls.call_context import Modes, has_no_mode
 from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.pickling.remote_text import fold
+from telegrad._core.pickling.exceptions import as_runtime_error
+from telegrad._core.pickling.remote_text import fold, remote_traceback_of
 from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.conversion import convert, target
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
@@ -32,6 +33,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _NO_SCHEMA = "received an invalid combination of arguments"
+_UNICODE_ERRORS = UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError  # not made from a single text
 
 
 def translated(error: BaseException) -> BaseException:
@@ -40,7 +42,18 @@ def translated(error: BaseException) -> BaseException:
         return RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
     if isinstance(error, torch.jit.Error) and not isinstance(error, RuntimeError):
         return RuntimeError(str(error))
-    return error
+    # torch raises the error of a call from C++, which keeps only these types, and only of errors that it could make
+    # again from a text. `to_here` raises the error's own type.
+    is_kept = isinstance(error, RuntimeError | TypeError | ValueError) and not isinstance(error, _UNICODE_ERRORS)
+    return error if is_kept or not remote_traceback_of(error) else as_runtime_error(error)
+
+
+def raise_translated(error: Exception) -> NoReturn:
+    """Raise the error of a call, which is being handled, as torch reports it."""
+    fold(error)
+    if (shown := translated(error)) is error:
+        raise
+    raise shown from None
 
 
 class CallFuture(futures.Future[T]):
@@ -117,13 +130,14 @@ def rpc_sync(
     if session is not None:
         return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout)).wait()
     try:
-        if profiling.wanted():
-            perform = current.agent().perform
-            return profiling.called(_event("sync", to, func), perform, target(to), call, timeout)
-        return current.agent().perform(target(to), call, timeout)
+        try:
+            if profiling.wanted():
+                perform = current.agent().perform
+                return profiling.called(_event("sync", to, func), perform, target(to), call, timeout)
+            return current.agent().perform(target(to), call, timeout)
+        except Exception as error:
+            raise_translated(error)
     except BaseException as error:
-        if translated(error) is not error:
-            raise translated(error) from None
         fold(error)
         raise
 

@@ -18,6 +18,7 @@ from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.host.resources import instances
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.pickling.remote_text import folded
 from telegrad._core.references import Id
 from telegrad._core.references.handles import DELETED
 from telegrad._core.rpc import rref as references
@@ -81,6 +82,14 @@ class RRef(references.RRef[T]):
     def remote(self, timeout: float = DEFAULT) -> Proxy[Any]:
         """Do the same as `rpc_sync`, but return a reference to the result. A missing attribute raises at once."""
         return RRefProxy(self._create_checked, timeout)
+
+    @not_compiled
+    @folded
+    def _call(self, *call: Any) -> Any:
+        try:
+            return super()._call(*call)
+        except Exception as error:
+            calls.raise_translated(error)
 
     @not_compiled
     def _create_checked(self, method: str, timeout: float, args: Any, kwargs: Any) -> references.RRef[Any]:
