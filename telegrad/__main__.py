@@ -15,6 +15,7 @@ python -m telegrad --help
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -25,17 +26,18 @@ from typing import Any
 from telegrad.version import VERSION
 
 INSIGHT = "why", "top", "dashboard", "trace", "dump"
-COMMANDS = "worker", "run", *INSIGHT
+PROGRAMS = "worker", "run"
+COMMANDS = *PROGRAMS, *INSIGHT
 ABOUT = "", "-h", "--help", "-V", "--version"
 
-INTERRUPTED, CLOSED = 130, 141  # 128 + SIGINT or SIGPIPE, as shells report them
+FAILED, INTERRUPTED, CLOSED = 2, 130, 141  # the last two as shells report them: 128 + SIGINT or SIGPIPE
 
 
 def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
     _let_operators_sleep()
-    if first in (*ABOUT, "worker", "run") or (first in INSIGHT and not os.path.exists(first)):
+    if first in (*ABOUT, *PROGRAMS) or (first in INSIGHT and not os.path.exists(first)):
         try:
             try:
                 sys.exit(_run_command(first, arguments))
@@ -45,6 +47,12 @@ def main() -> None:
             sys.exit(INTERRUPTED)
         except BrokenPipeError:  # the reader of the output has ended
             os._exit(CLOSED)  # at a normal end, the interpreter would flush the output, which fails again
+        except OSError as error:
+            if first in PROGRAMS and not isinstance(error.__context__, SystemExit):
+                raise  # not of the flush above
+            with contextlib.suppress(OSError):
+                print(f"telegrad: {error}", file=sys.stderr)
+            os._exit(FAILED)
     elif first == "-m":
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
@@ -67,6 +75,8 @@ def main() -> None:
 
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command of Telegrad's own; return its exit code."""
+    if sys.stdout is None and name not in ("", "dashboard", *PROGRAMS):  # these do more than print
+        raise OSError("the standard output is closed")
     if name in ABOUT:
         text = f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__
         print(text, file=sys.stdout if name else sys.stderr)

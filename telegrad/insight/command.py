@@ -1,7 +1,8 @@
 """The commands that inspect groups of this host.
 
 python -m telegrad why                what keeps groups of this host waiting; exit code 0: nothing, 1: something,
-                                      2: a worker does not answer, or there is none
+                                      2: a worker does not answer, there is none,
+                                      or the output cannot be written
 python -m telegrad top                a live view in the terminal
 python -m telegrad dashboard          a live view in the browser
 python -m telegrad trace FILE         the latest events of all workers, for ui.perfetto.dev
@@ -38,9 +39,7 @@ def main(arguments: list[str]) -> int:
         parser.error("--group selects a group of this host: leave it out when files are given")
     run: Callable[[argparse.Namespace], int] = given.run
     try:
-        found = run(given)
-        sys.stdout.flush()
-        return found
+        return run(given)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -49,6 +48,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return NONE_HERE
     except (UsageError, OSError) as error:
+        print(end="", flush=True)  # may raise the error of the output again: `telegrad.__main__` reports it then
         print(f"telegrad: {error}", file=sys.stderr)
         return NONE_HERE
 

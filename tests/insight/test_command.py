@@ -64,6 +64,18 @@ def test_a_closed_pipe_is_no_error(members: list[Process], argument: str) -> Non
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("command", ["why", "top --group {}", "trace {file} --group {}", "--help"])
+def test_output_that_cannot_be_written_is_one_line(
+    chosen: list[str], tmp_path: pathlib.Path, command: str, redirection: str
+) -> None:
+    given = command.format(chosen[1], file=tmp_path / "trace.json").split()
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *COMMAND, *given]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line[:10]) == (2, "telegrad: ")
+
+
 def test_why(chosen: list[str]) -> None:
     assert "Nothing waits for long, except perhaps main threads that sleep. 2 workers" in ran("why", *chosen)
     (told,) = json.loads(ran("why", "--json", *chosen)).values()
