@@ -234,7 +234,7 @@ class Snapshots:
     def _arrange(self, tree: Any, body: bytes, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             _check(tensor)
-        meta, bound = pack([tensor.detach() for tensor in tensors], _AsBlobs())
+        meta, bound, _ = pack([tensor.detach() for tensor in tensors], _AsBlobs())
         specs, *_ = pickle.loads(meta)
         blobs: list[Tensor] = [each.blob for each in bound]  # type: ignore[union-attr]
         # `pack` puts tensors that overlap into one blob if it can. Otherwise two slots would have copies of the same

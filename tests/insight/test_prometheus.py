@@ -213,6 +213,7 @@ def end() -> None:
 
 def use() -> None:
     rpc_sync("worker1", torch.add, (torch.ones(100_000), 1))
+    rpc_sync("worker1", torch.mul, (torch.ones(10), torch.ones(1, 2_000)[:, :10]))
     rpc_async("worker1", abs, (-1,)).wait()
     for _ in range(3):
         with pytest.raises(ValueError, match="invalid literal"):
@@ -232,6 +233,7 @@ def test_two_workers_count_their_calls(workers: list[Process]) -> None:
         assert caller["telegrad_calls_total", "torch.add", "ok", "worker1"] == 1
         assert caller["telegrad_calls_total", "builtins.int", "raised", "worker1"] == 3
         assert caller["telegrad_call_bytes_total", "torch.add"] == 400_000
+        assert caller["telegrad_call_bytes_total", "torch.mul"] == 80  # so small ones are part of the message's body
         assert caller["telegrad_call_duration_seconds_count", "builtins.abs"] >= 1
         assert caller["telegrad_passes_total", "ok"] == 1
         assert caller["telegrad_phase", "member"] == callee["telegrad_phase", "member"] == 1

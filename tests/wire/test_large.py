@@ -360,10 +360,10 @@ def test_in_any_mode_of_torch(mode: Any) -> None:
     ]
     with mode():
         body, tensors, *_ = encode(value, True)
-        meta, blobs = pack(tensors)
+        meta, blobs, _ = pack(tensors)
     assert alike(decode(body, unpack(meta, blobs)), value)  # type: ignore[arg-type]
     body, tensors, *_ = encode(value, True)
-    meta, carried = pack(tensors)
+    meta, carried, _ = pack(tensors)
     with mode():
         back = decode(body, unpack(meta, carried))  # type: ignore[arg-type]
     assert alike(back, value)

@@ -45,7 +45,7 @@ from tests.naming import alike
 
 def journey(value: Any, same_program: bool = True) -> Any:
     body, tensors, *_ = encode(value, same_program)
-    meta, blobs = pack(tensors)
+    meta, blobs, _ = pack(tensors)
     return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
 
 

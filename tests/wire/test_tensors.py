@@ -27,13 +27,13 @@ from tests.cluster import PATIENCE
 
 def journey(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Pack the tensors, copy their blobs as a transport does, and unpack them."""
-    meta, blobs = pack(tensors)
+    meta, blobs, _ = pack(tensors)
     assert all(blob.dtype == torch.uint8 and blob.dim() == 1 and blob.is_contiguous() for blob in blobs)
     return unpack(meta, [blob.clone() for blob in blobs])
 
 
 def carried(*tensors: torch.Tensor) -> int:
-    meta, blobs = pack(tensors)
+    meta, blobs, _ = pack(tensors)
     return len(meta) + sum(blob.numel() for blob in blobs)
 
 
@@ -145,17 +145,37 @@ def test_only_the_viewed_part_is_sent() -> None:
 
 def test_large_memory_is_not_copied() -> None:
     source = torch.arange(ROOM)
-    meta, (blob,) = pack([source])
+    meta, (blob,), _ = pack([source])
     assert isinstance(blob, torch.Tensor)
     assert blob.data_ptr() == source.data_ptr()
     (back,) = unpack(meta, [blob])
     assert back.data_ptr() == source.data_ptr()
 
 
+BASE = torch.ones(ROOM)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "size"),
+    [
+        ([torch.ones(8), torch.ones(ROOM // 8), torch.ones(ROOM)], 32 + ROOM // 2 + 4 * ROOM),
+        ([torch.ones(8).T, torch.ones(4, 4).T], 96),
+        ([BASE, BASE[1:]], 4 * ROOM),  # one memory is sent once
+        ([BASE[:9], BASE[:9]], 36),
+        ([torch.ones(8).to_sparse()], 8 * 4 + 8 * 8),
+        ([torch.tensor(1.0).expand(1000)], 4),
+        ([torch.empty(1000, device="meta")], 0),
+        ([], 0),
+    ],
+)
+def test_the_bytes_of_tensors_are_counted_however_they_travel(tensors: list[torch.Tensor], size: int) -> None:
+    assert pack(tensors)[2] == size
+
+
 def test_small_tensors_are_packed_inline_while_there_is_room() -> None:
     half, small = torch.arange(ROOM // 8, dtype=torch.int32), torch.ones(SMALL // 4 - 1)
     assert not pack([half, half.clone()])[1]
-    meta, (blob,) = pack([half, half.clone(), half.clone(), small])
+    meta, (blob,), _ = pack([half, half.clone(), half.clone(), small])
     assert isinstance(blob, torch.Tensor)
     back = unpack(meta, [blob])
     assert all(map(torch.equal, back, [half, half, half, small]))
@@ -165,7 +185,7 @@ def test_small_tensors_are_packed_inline_while_there_is_room() -> None:
 
 def test_blobs_may_begin_at_any_address() -> None:
     source = torch.arange(10_000)
-    meta, (blob,) = pack([source])
+    meta, (blob,), _ = pack([source])
     assert isinstance(blob, torch.Tensor)
     for shift in (8, 3):
         room = torch.empty(blob.numel() + shift, dtype=torch.uint8)
@@ -265,7 +285,7 @@ def test_parts_of_sparse_tensors_stay_together() -> None:
 
 
 def test_a_dtype_that_this_torch_does_not_have() -> None:
-    meta, blobs = pack([torch.ones(1)])
+    meta, blobs, _ = pack([torch.ones(1)])
     with pytest.raises(errors.CannotDecode, match="same version of torch"):
         unpack(meta.replace(b"float32", b"float99"), [blob for blob in blobs if isinstance(blob, torch.Tensor)])
 
@@ -390,7 +410,7 @@ with warnings.catch_warnings():
     ]
 torch.set_warn_always(True)
 for tensor in tensors:
-    meta, blobs = pack([tensor])
+    meta, blobs, _ = pack([tensor])
     unpack(meta, [blob.clone() for blob in blobs])
 """
 

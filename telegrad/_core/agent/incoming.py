@@ -245,7 +245,7 @@ class Answers:
                 with call.context.entered():  # refuses tensors that would lose their history on the way
                     encoded = encode(result, caller.same_program)
             body, tensors, references, buffers = encoded
-            meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
+            meta, blobs, _ = pack(tensors, caller.place, buffers) if tensors else (b"", [], 0)
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
                 flags, what = HAS_GRAPH, getattr(function, "__name__", None) or asked.head.decode()
                 body = append(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))

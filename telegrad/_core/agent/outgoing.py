@@ -76,15 +76,14 @@ class EncodedCall:
         self.body, self.tensors, self.references, self._buffers = encoded
         self.meta = b""
         self.blobs: Sequence[Blob] = ()
-        self.weight = 0  # bytes of the blobs
+        self.weight = 0  # bytes of the tensors
         self.underway: MutationCheck | None = None
         self.near = 0  # receivers on this host, if there are several receivers
 
     def pack(self, place: DeviceMapping, waits: bool) -> EncodedCall:
         """Describe the tensors for the devices of a receiver. `waits` as in `MutationCheck`."""
-        self.meta, self.blobs = pack(self.tensors, place, self._buffers)
+        self.meta, self.blobs, self.weight = pack(self.tensors, place, self._buffers)
         if self.blobs:
-            self.weight = sum(blob.nbytes for blob in self.blobs)
             self.underway = MutationCheck(self.tensors[: len(self.tensors) - self._buffers], waits)
         return self
 
@@ -126,7 +125,7 @@ def notice_to(
     body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
     notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
     if tensors:
-        notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
+        notice.meta, notice.blobs, _ = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
     if context is not None:
         notice.flags |= HAS_GRAPH
         body = append(body, context.sent(tensors, peer.identity, type(message), True))

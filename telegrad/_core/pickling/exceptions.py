@@ -180,7 +180,7 @@ def _dump(value: Any, same_program: bool) -> Sent:
         raise CannotEncode("an exception cannot contain a reference")
     if sum(tensor.nbytes for tensor in tensors) > LARGEST:
         raise CannotEncode("it is too large for an exception")
-    meta, blobs = pack(tensors)
+    meta, blobs, _ = pack(tensors)
     return body, meta, [bytes(memory(blob)) for blob in cast(list[Tensor], blobs)]
 
 

@@ -129,8 +129,13 @@ _on_host = DeviceRoute(
 )
 
 
-def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
-    """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
+Packed = tuple[bytes, list[Blob], int]
+
+
+def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> Packed:
+    """Return a description of `tensors`, the blobs to send with it, and the bytes of the tensors in both.
+
+    The last `fixed` tensors stay on the host.
 
     Raises:
         DeviceError: a tensor is on a device from which it cannot be sent.
@@ -171,12 +176,12 @@ def _check_untransformed(tensors: Sequence[Tensor]) -> None:
         )
 
 
-def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
+def _pack_dense(tensors: Sequence[Tensor]) -> Packed | None:
     """Pack the usual case quickly: real, contiguous, on the CPU, no shared memory. Return None for any other tensor."""
     specs: list[Spec] = []
     blobs: list[Blob] = []
     spans: list[tuple[int, int]] = []
-    room = ROOM
+    room, total = ROOM, 0
     for tensor in tensors:
         name = _REAL.get(tensor.dtype)
         if (
@@ -196,6 +201,7 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         if size:
             # Two tensors with common memory must have one storage at the receiver, which only `_pack_any` provides.
             spans.append((address, address + size))
+            total += size
         if size < SMALL and address > _LOW:
             carried: Memory = ctypes.string_at(address, size)
         elif size <= room and address > _LOW:
@@ -206,7 +212,7 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         specs.append((name, shape, int(tensor.requires_grad), carried))
     if len(spans) > 1 and any_overlap(spans):
         return None
-    return pickle.dumps(specs, 5), blobs
+    return pickle.dumps(specs, 5), blobs, total
 
 
 def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
@@ -254,7 +260,7 @@ class _Leaves:
         return len(self.tensors) - 1
 
 
-def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> tuple[bytes, list[Blob]]:
+def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> Packed:
     leaves = _Leaves(place)
     last = len(tensors) - fixed
     plans = [leaves.take(tensor, number >= last) for number, tensor in enumerate(tensors)]
@@ -273,7 +279,9 @@ def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> tu
             specs.append((*head, _carry(leaf, leaf.data_ptr(), leaf.nbytes, blobs, target)))
         else:
             specs.append((*head, *_carry_strided(leaf, blobs, target)))
-    return pickle.dumps((specs, shared, plans), 5), blobs
+    small = [*shared, *(spec[3] for spec in specs if isinstance(spec[3], bytes))]
+    total = sum(map(len, small)) + sum(blob.nbytes for blob in blobs)
+    return pickle.dumps((specs, shared, plans), 5), blobs, total
 
 
 def _carry(leaf: Tensor, address: int, size: int, blobs: list[Blob], target: int) -> Memory:

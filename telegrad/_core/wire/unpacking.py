@@ -87,7 +87,7 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
             return copied(tensors)
     if len(tensors) == 1 and _is_small_and_dense(tensors[0]):  # the usual item of a stream, in a tenth of the time
         return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
-    meta, blobs = pack(tensors, _Stays())
+    meta, blobs, _ = pack(tensors, _Stays())
     with torch.inference_mode(False), torch.no_grad():
         made = [each.blob.clone() if isinstance(each, DeviceBlob) else copy_of(memory(each)) for each in blobs]
     return unpack(meta, made)
