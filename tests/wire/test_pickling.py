@@ -665,6 +665,29 @@ def test_a_view_of_memory_is_refused_as_pickle_does(value: Any, same_program: bo
         encode(value, same_program)
 
 
+@pytest.mark.parametrize("part", [DATA, threading.Lock()], ids=["memoryview", "lock"])
+def test_the_error_names_the_place_of_an_object_in_a_class_that_is_sent(part: Any) -> None:
+    class Base:
+        def method(self) -> Any:
+            return super().__init__(), part
+
+    class Holder(Base):
+        held = part
+
+    function = r"a function, uses \(\S+\) cannot be sent"
+    for value, text in (
+        (Base, rf"the variable `part` that argument 0\.method, {function}"),
+        (Base(), rf"the variable `part` that argument 0\.__class__\.method, {function}"),
+        (Holder, r"argument 0\.held \(\S+\) cannot be sent"),
+        ([Base], rf"the variable `part` that argument 0\[0\]\.method, {function}"),
+        (type("Sub", (Base,), {}), rf"the variable `part` that argument 0\.__bases__\[0\]\.method, {function}"),
+    ):
+        with pytest.raises(errors.CannotEncode, match=text):
+            encode(((value,), {}), True)
+    with pytest.raises(errors.CannotEncode, match=r"\(collections.deque\) cannot be sent: (a memoryview in it|.*lock)"):
+        encode(((collections.deque([part]),), {}), True)
+
+
 def test_the_error_names_a_variable_that_a_function_of_the_main_program_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function has a name, which cannot be resolved in another program."""
     program: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}

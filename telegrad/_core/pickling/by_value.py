@@ -68,6 +68,7 @@ _NO_FILE = "<dynamic-code>"
 _own = cloudpickle.cloudpickle
 _set_function = _own._function_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
+_CACHE = "_abc_impl"
 _OF_SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 
 
@@ -326,6 +327,7 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
     # Descend to the smallest part that cannot be pickled alone. Each step pickles the parts of one value until one of
     # them fails: that is slow, but it runs only for an error.
     where, within, advice = "", "", _ADVICE
+    seen: list[Any] = []  # a method and its class have each other as parts
     for _ in range(DEEPEST):
         # Objects of this package that are not to be sent refuse it in `__reduce_ex__`, with a reason and advice.
         if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
@@ -334,9 +336,11 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         if is_ours and not isinstance(error, TelegradError):  # the parts of such an object mean nothing to the user
             error = BoundToProcess(_ADVICE_FOR_OWN)
             break
+        seen.append(value)
         parts = _parts_of(value, same_program, top=not where)
+        fresh = (part for part in parts if not any(part[1] is each for each in seen))
         try:
-            bad = next((part for part in parts if not ValuePickler.can_dump(part[1], same_program)), None)
+            bad = next((part for part in fresh if not ValuePickler.can_dump(part[1], same_program)), None)
         except Exception as own:  # of the value's code, such as its `__iter__`
             if raised_by_handler(own):
                 raise
@@ -353,9 +357,12 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         value = part
     if issubclass(type(value), GeneratorType | AsyncGeneratorType):
         advice = "To send its items, call its function by rpc.rpc_stream"
-    advice = error.advice if isinstance(error, BoundToProcess) else advice
     where = where.lstrip(".") or "a value"
     why = first_line(error) or type(error).__name__
+    if isinstance(error, BoundToProcess):
+        advice = error.advice
+        if not isinstance(value, error.kind):  # `value` has the object in a place that is not known here
+            why = f"a {error.kind.__name__} in {why}"
     return CannotEncode(f"{where}{within} ({kind_of(value)}) cannot be sent: {why}. {advice}")
 
 
@@ -378,8 +385,11 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
         yield ".__self__", value.__self__
     elif isinstance(value, functools.partial):
         yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
-    elif not isinstance(value, type):
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+    else:
+        members = getattr(value, "__dict__", {}).items()
+        # The descriptors of slots, and the cache of an abstract class, are made anew.
+        yield from ((f".{name}", part) for name, part in members if not (isinstance(part, _OF_SLOTS) or name == _CACHE))
+        yield from ((f".{name}", getattr(value, name)) for name in ("__bases__", "__class__") if hasattr(value, name))
 
 
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:

@@ -284,11 +284,12 @@ _OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a
 
 
 class BoundToProcess(TypeError):
-    """Raised for an object that cannot be sent; `advice` says what to send instead."""
+    """Raised for an object of a class that cannot be sent; `advice` says what to send instead."""
 
-    def __init__(self, advice: str) -> None:
+    def __init__(self, advice: str, kind: type = object) -> None:
         super().__init__("it belongs to this process only")
         self.advice = advice
+        self.kind = kind
 
 
 def _refuse(pickler: Any, obj: Any) -> Any:
@@ -297,7 +298,7 @@ def _refuse(pickler: Any, obj: Any) -> Any:
             return _stream, (name,)
     for kind in type(obj).__mro__:
         if kind in _ADVICE:
-            raise BoundToProcess(_ADVICE[kind])
+            raise BoundToProcess(_ADVICE[kind], kind)
         if _OWN_WAY & vars(kind).keys():
             break
     return NotImplemented
