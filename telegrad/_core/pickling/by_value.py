@@ -336,6 +336,8 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
         if is_ours and not isinstance(error, TelegradError):  # the parts of such an object mean nothing to the user
             error = BoundToProcess(_ADVICE_FOR_OWN)
             break
+        if isinstance(error, BoundToProcess) and issubclass(type(value), error.kind):
+            break
         seen.append(value)
         parts = _parts_of(value, same_program, top=not where)
         fresh = (part for part in parts if not any(part[1] is each for each in seen))
@@ -361,7 +363,7 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
     why = first_line(error) or type(error).__name__
     if isinstance(error, BoundToProcess):
         advice = error.advice
-        if not isinstance(value, error.kind):  # `value` has the object in a place that is not known here
+        if not issubclass(type(value), error.kind):  # `value` has the object in a place that is not known here
             why = f"a {error.kind.__name__} in {why}"
     return CannotEncode(f"{where}{within} ({kind_of(value)}) cannot be sent: {why}. {advice}")
 
@@ -374,7 +376,10 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
             yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
             yield from ((f"the function `{getattr(each, '__name__', each)}`", each) for each in functions)
         else:
-            yield from ((f"[{index}]", part) for index, part in enumerate(value))
+            # Of a NamedTuple of this package, users know the names of fields.
+            fields = getattr(value, "_fields", ()) if type(value).__module__.startswith("telegrad.") else ()
+            steps = [f".{name}" for name in fields] or [f"[{index}]" for index in range(len(value))]
+            yield from zip(steps, value, strict=True)
     elif isinstance(value, dict):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (set, frozenset)):
@@ -389,7 +394,10 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
         members = getattr(value, "__dict__", {}).items()
         # The descriptors of slots, and the cache of an abstract class, are made anew.
         yield from ((f".{name}", part) for name, part in members if not (isinstance(part, _OF_SLOTS) or name == _CACHE))
-        yield from ((f".{name}", getattr(value, name)) for name in ("__bases__", "__class__") if hasattr(value, name))
+        if isinstance(value, type):
+            yield ".__bases__", value.__bases__
+        elif not any("__getstate__" in vars(kind) for kind in type(value).__mro__[:-1]):  # which may have raised
+            yield ".__class__", type(value)
 
 
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
