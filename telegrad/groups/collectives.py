@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import reduce
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -264,7 +264,7 @@ def _conclude(meeting: Collective, op: Op | None) -> None:
     arrived = [meeting.arrived[name] for name in meeting.members]
     values = [value for _, value, _ in arrived]
     try:
-        made = reduce(op, values) if op is not None else list(zip(meeting.members, values, strict=True))
+        made = functools.reduce(op, values) if op is not None else list(zip(meeting.members, values, strict=True))
     except BaseException as error:
         for *_, met in arrived:
             met.set_exception(error)
@@ -358,7 +358,7 @@ class ReducedFuture(GroupFuture[Any]):
 
 
 @known_as("a reduction")
-def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: Op, timeout: float) -> Combined:
+def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, reduce: Op, timeout: float) -> Combined:
     """Reduce the tree below this worker, which is one of `workers`. `timeout` is that of the original caller."""
     agent = current.agent()
     tree, depth = tree_of(len(workers), workers.index(agent.name))
@@ -369,7 +369,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
     own: Future[Any] = Future()
     coming: list[Future[Combined]] = [Future() for _ in below]
     heads = [workers[part.start] for part in below]
-    given = workers, function, args, kwargs, combine, timeout
+    given = workers, function, args, kwargs, reduce, timeout
     # Start the subtrees before this worker's own function, which then runs at the same time as theirs.
     agent.call_each(map(EachCall, coming, heads), PreparedCall(reduced, given, asked=user_name(function)), limit)
     agent.call_each([EachCall(own, agent.name)], PreparedCall(function, args, kwargs), limit)
@@ -388,9 +388,9 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
         except Exception as error:
             errors |= _lost(error, [workers[place] for place in part])
     try:
-        return ([reduce(combine, values)] if values else []), errors
+        return ([functools.reduce(reduce, values)] if values else []), errors
     except Exception as error:
-        errors[agent.name] = describe(error, agent.name, user_name(combine), agent.shares_program(*workers))
+        errors[agent.name] = describe(error, agent.name, user_name(reduce), agent.shares_program(*workers))
         return [], errors
 
 

@@ -264,18 +264,18 @@ class LocalOptimizer:
 def add_group(
     local: RRef[LocalOptimizer] | None,
     rider: int,
-    maker: Any,
+    optimizer_maker: Any,
     number: int,
     own: list[RemotePart],
-    options: Hyperparameters,
+    param_group: Hyperparameters,
 ) -> tuple[RRef[LocalOptimizer], list[tuple[tuple[int, ...], str]], Hyperparameters]:
     """On an owner: add a group of its parameters. The first group creates the optimizer."""
     if local is None:
-        local = RRef(LocalOptimizer(*maker))
+        local = RRef(LocalOptimizer(*optimizer_maker))
         # Passes find this part by the number. The table is weak: the part ends with the optimizer's last reference to
         # it.
         current.conductor().riders[rider] = local.local_value()
-    return (local, *local.local_value().add_group(number, own, options))
+    return (local, *local.local_value().add_group(number, own, param_group))
 
 
 @known_as("DistributedOptimizer()")

@@ -25,7 +25,7 @@ from telegrad._core.agent.pending_call import MutationCheck, PendingCall, Prepar
 from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.attachments import GraphContext, Layers
 from telegrad._core.calls.call_context import seen
-from telegrad._core.calls.call_names import OWN_ARGUMENTS, user_name
+from telegrad._core.calls.call_names import user_name, users_call
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
 from telegrad._core.interrupts import raised_by_handler
@@ -70,8 +70,7 @@ class EncodedCall:
         try:
             encoded = encode((args, kwargs) if name else (function, args, kwargs), same_program)
         except CannotEncode as error:
-            own = getattr(function, OWN_ARGUMENTS, 0)
-            raise (blame_again((args[own:], kwargs), error, same_program) if own else error) from error.__cause__
+            raise blame_again(users_call(function, args, kwargs), error, same_program) from error.__cause__
         self.name = name.encode() if name else b""
         self.body, self.tensors, self.references, self._buffers = encoded
         self.meta = b""

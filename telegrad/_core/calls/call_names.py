@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the user's name for it
 NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a shorter name for its instances
-OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
 RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
 # The reader of a stream calls for its next items before it needs them, and cancels that at the end: this is no failure.
 NEXT_ITEMS = "the next items of"
@@ -68,6 +68,27 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
             keep_name(_names, function, shown)
         return shown
     return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def users_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
+    """Return a call as the user knows it, for errors.
+
+    A function of this package that runs another one has the parameters `function`, `args` and `kwargs` for it, or all
+    of them in `optimizer_maker`. Its other parameters have the names that users know.
+    """
+    if not str(getattr(function, "__module__", "")).startswith("telegrad."):
+        return function, tuple(args), kwargs
+    if hasattr(function, "__wrapped__"):
+        return users_call(function.__wrapped__, args, kwargs)
+    try:
+        own = dict(signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # a wrong call; or the function has no signature
+        return function, tuple(args), kwargs
+    own.update(zip(("function", "args", "kwargs"), own.pop("optimizer_maker", ()), strict=False))
+    asked, args, kwargs = own.pop("function", None), own.pop("args", None) or (), own.pop("kwargs", None) or {}
+    if asked is not None:
+        function, args, kwargs = users_call(asked, args, kwargs)
+    return function, tuple(args), own | dict(kwargs)
 
 
 # The effect of `torch.compiler.disable`, without its import of the compiler (seconds) and without a wrapper.

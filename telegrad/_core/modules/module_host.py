@@ -147,14 +147,14 @@ runs_as(call, lambda module, method, _: f"{type(module.local_value()).__qualname
 
 @known_as("RemoteModule.load_state_dict")
 def load(
-    module: RRef[nn.Module], given: dict[str, Any], versions: dict[str, Any], assign: bool
+    module: RRef[nn.Module], state_dict: dict[str, Any], versions: dict[str, Any], assign: bool
 ) -> tuple[list[str], list[str], str]:
     """Load a state; return missing names, unexpected names, and an error text.
 
     `versions`: the metadata that `state_dict` has added for the module and its parts, by name. A part without metadata
     has its present version.
     """
-    state: Any = OrderedDict(given)
+    state: Any = OrderedDict(state_dict)
     if "version" in versions.get("", {}):
         parts = module.local_value().named_modules()
         state._metadata = {name: {"version": part._version} for name, part in parts} | versions

@@ -34,7 +34,7 @@ from torch import Tensor
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
-from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
+from telegrad._core.calls.call_names import runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishing
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity, Member
@@ -301,7 +301,6 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     return Deferred(outcome, function)
 
 
-setattr(run_once, OWN_ARGUMENTS, 3)
 setattr(run_once, MUST_FINISH, True)  # after a broken connection, the caller repeats the call to get the answer
 runs_as(run_once, lambda number, left, function, *args: user_name(function, args))
 

@@ -117,6 +117,10 @@ class Producer:
         self._same_program = same_program
 
     @property
+    def __wrapped__(self) -> Any:
+        return self._function
+
+    @property
     def _telegrad_known_as(self) -> str:
         return user_name(self._function)
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
-from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
+from telegrad._core.calls.call_names import RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
 from telegrad._core.calls.futures import Future, Signal, complete
 from telegrad._core.membership.members import Identity
@@ -67,7 +67,6 @@ class Method:
         self.__name__ = name = attribute[len(_CALL) :].removeprefix(EACH)
         self.__qualname__ = f"methods.{attribute}"
         known_as(f"{name or '__call__'}{OF_VALUE}")(self)
-        setattr(self, OWN_ARGUMENTS, 2)
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         table = current.references()
@@ -105,7 +104,6 @@ class MethodOfEach(Method):
     def __init__(self, attribute: str) -> None:
         super().__init__(attribute)
         self.one = Method(attribute.replace(EACH, "", 1))
-        setattr(self, OWN_ARGUMENTS, 1)
 
     def __call__(self, ids: dict[str, Id], /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return self.one(*ids[current.agent().name], *args, **kwargs)
@@ -271,9 +269,7 @@ def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Te
 
 
 runs_as(with_values, lambda function, *args: user_name(function, args))
-setattr(with_values, OWN_ARGUMENTS, 1)
 setattr(with_values, MUST_FINISH, lambda function=None, *args: finishes(function, args))  # also without arguments
-setattr(call_method, OWN_ARGUMENTS, 2)
 setattr(call_method, MUST_FINISH, lambda value, method, *_: _must_finish(value.id, method))
 runs_as(call_method, lambda value, method, *_: _method_name(value, method))
 
