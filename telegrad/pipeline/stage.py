@@ -41,6 +41,9 @@ from telegrad.pipeline.exported import attribute_of
 Node = Any
 detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 
+# The name, in all supported torches, of the node that AOTAutograd makes for each compiled graph.
+_COMPILED = "CompiledFunctionBackward"
+
 # Per process, because several pipelines may contain the same module.
 _turns: weakref.WeakKeyDictionary[nn.Module, FifoLock] = weakref.WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
@@ -340,8 +343,11 @@ class Backward:
     def _run_first(self, graph: _Graph) -> bool:
         """Take the first step, or return False if two steps are not possible.
 
-        Python nodes must not run twice, and gradients of weights behind several junctions cannot be separated.
+        Python nodes must not run twice, code of `torch.compile` refuses to run in a pass that keeps its graph, and
+        gradients of weights behind several junctions cannot be separated.
         """
+        if any(type(node).__name__ == _COMPILED for node in graph.nodes):
+            return False
         # A leaf behind two junctions would be counted twice, because the call from the one passes through the other.
         # This shows in the sum over the junctions, which is then larger than the number of leaves.
         inlet = self._inlet

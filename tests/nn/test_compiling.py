@@ -117,6 +117,43 @@ def test_a_compiled_training_step_gives_the_same_gradients() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+class Part(nn.Module):
+    """A module that has compiled code in one of the ways to have it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner: Any = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
+        self.before = torch.compile(without_weights, backend="aot_eager") if how == "function" else without_weights
+        if how == "part":
+            self.inner = torch.compile(self.inner, backend="aot_eager")
+        if how == "in place":
+            self.compile(backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(self.before(x))
+        return found
+
+
+def without_weights(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.T).sin() @ x
+
+
+@pytest.mark.parametrize("how", ["part", "function", "in place", "whole"])
+def test_compiled_stages_train_where_backward_has_two_steps(how: str) -> None:
+    parts: list[Any] = [torch.compile(Part(how), backend="aot_eager") if how == "whole" else Part(how) for _ in "ab"]
+    stages = [parts[0], RemoteModule("w1", nn.Linear, (4, 4)), parts[1]]
+    inputs, targets = torch.randn(2, 4, 4)
+    found = []
+    # The compiled backward donates its buffers from a first pass on that keeps no graph.
+    for schedule in ("1f1b", "zero-bubble"):
+        with autograd.context() as context:
+            pipeline = Pipeline(stages, chunks=2, schedule=schedule)
+            pipeline.forward_backward(context, inputs, targets, nn.functional.mse_loss)
+            gradients = autograd.get_gradients(context)
+            found.append([gradients[each] for part in parts for each in part.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_remote_calls_do_not_import_the_compiler() -> None:
     with processes(1) as (fresh,):
         assert not fresh.run(imports_the_compiler)
