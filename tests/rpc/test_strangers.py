@@ -123,7 +123,9 @@ BAD = {  # the signing authority, begin and end; texts at the refusing worker an
 
 @pytest.mark.parametrize("shown_by", [0, 1])
 @pytest.mark.parametrize("how", list(BAD))
-def test_the_error_for_a_bad_certificate_says_what_is_wrong(how: str, shown_by: int, tmp_path: pathlib.Path) -> None:
+def test_the_error_for_a_bad_certificate_says_what_is_wrong(
+    how: str, shown_by: int, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Either worker may have it; the server reports a refusal by a TLS alert, and closes the connection."""
     ours = Authority(tmp_path, "ours")
     name, begins, ends, refused, shown, advice = BAD[how]
@@ -142,6 +144,14 @@ def test_the_error_for_a_bad_certificate_says_what_is_wrong(how: str, shown_by: 
                 assert "this worker refuses the certificate of worker 'w1': " in said
                 assert refused in said
             assert advice in said
+        wait_until(lambda: "a connection from" in caplog.text)
+        log = next(each for each in caplog.messages if "a connection from" in each)
+        if shown_by == 0:
+            assert "the TLS handshake failed: this worker refuses the certificate of the other end: " in log
+            assert refused in log
+        else:
+            assert f"failed: the other end refuses the certificate of this worker, {bad.certificate!r}: {shown}" in log
+        assert advice in log
 
 
 def test_the_error_for_a_certificate_that_was_renewed_asks_for_a_restart(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 import socket
 import sys
@@ -12,10 +13,12 @@ import pytest
 
 from telegrad._core.security.handshake import UNIX, Acceptor, Hello, StreamId
 from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.security.tls import server_context
 from telegrad._core.sockets import HAS_UNIX, tune_tcp, unix_address
 from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import HandshakeError, PeerUnreachable
 from tests.cluster import PATIENCE, in_threads, wait_until
+from tests.transport.test_tls import Authority
 
 ME, OTHER = Hello("w0", 0, "life of w0", ""), Hello("w1", 1, "life of w1", "")
 
@@ -41,6 +44,28 @@ def test_a_worker_that_closes_during_the_handshake_is_unreachable(seed: int) -> 
         with pytest.raises(PeerUnreachable, match=r"'w1' broke off the handshake .*the call has not run") as raised:
             connect(target, keys, ME, None, "tcp", PATIENCE, 0.0)
         assert not isinstance(raised.value, HandshakeError)
+
+    in_threads(die, reach)
+
+
+@pytest.mark.parametrize("shakes_hands", [False, True])
+def test_a_worker_that_closes_during_the_tls_handshake_may_refuse_the_certificate(
+    shakes_hands: bool, tmp_path: pathlib.Path
+) -> None:
+    """With TLS 1.3 the handshake of the client may be over by then."""
+    files = Authority(tmp_path, "ours").files("w")
+    server = socket.create_server(("127.0.0.1", 0))
+    target = Target("w1", OTHER.incarnation, "", server.getsockname(), StreamId(""))
+
+    def die() -> None:
+        with server, server.accept()[0] as sock:
+            if shakes_hands:
+                server_context(files).wrap_socket(sock, server_side=True).close()
+
+    def reach() -> None:
+        told = r"'w1' closed the connection during the TLS handshake .*has ended, or it refuses .* of one authority\?"
+        with pytest.raises(PeerUnreachable, match=told):
+            connect(target, Keyring([new_key()]), ME, files, "tcp", PATIENCE, 0.0)
 
     in_threads(die, reach)
 

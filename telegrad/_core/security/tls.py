@@ -18,6 +18,7 @@ ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
 HANDSHAKE = b"\x16\x03"  # first bytes of each TLS connection
 
 LARGEST = 1 << 20  # limit for the file of a private key
+CHECK = "do all workers have certificates of one authority?"
 ALERT_WAIT = 1.0  # seconds to wait for an alert sent before the connection was closed
 # the first one is presented
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -75,47 +76,45 @@ def is_one_sided(error: ssl.SSLError) -> bool:
 
 
 def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
-    """Return the TLS error of a connection that failed with `error`; None if there is none.
+    """Return the TLS alert by which the other end has refused a connection that failed with `error`, or None.
 
     With TLS 1.3 the client completes its handshake before the server has checked the client's certificate. So the alert
     may arrive while the client is sending, and the send fails because the server has closed the connection.
     """
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return error
     if isinstance(sock, ssl.SSLSocket) and isinstance(error, (ConnectionError, ssl.SSLEOFError)):
         try:
             # The alert was sent before the connection was closed, so it is in the receive buffer or about to arrive.
             sock.settimeout(ALERT_WAIT)
             sock.recv(1)
-        except ssl.SSLError as alert:
-            return alert
-        except OSError:
-            pass
-    return None
+        except OSError as later:
+            error = later
+    return error if isinstance(error, ssl.SSLError) and _ALERT in (error.reason or "") else None
 
 
+_ALERT = "_ALERT_"  # in OpenSSL's reasons that are alerts of the other end
 _FOREIGN = range(18, 22)  # OpenSSL's codes for chains that do not end at a certificate of `authority`
 
 
-def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
-    """Return whose certificate was refused, why, and advice; "" if the error is not about a certificate.
+def refusal(error: ssl.SSLError, files: TlsFiles, name: str = "") -> str:
+    """Return why a TLS handshake failed: whose certificate was refused, if one was, and what to check.
 
-    `name` is the worker at the other end, which accepted the connection, `files` are those of this one.
+    `files` are those of this worker; `name` is the worker that accepted the connection, "" if this one did.
     """
-    # The files of this worker are read for each connection that it makes. A file that was renewed on the other's disk
-    # does not count until it restarts.
-    since = f"Worker {name!r} uses its TLS files as they were when it started: restart it if they were renewed since"
+    # `since`: a worker reads its files for each connection that it makes. For those that it accepts, a file that was
+    # renewed on disk does not count until it restarts.
+    other, acceptor = (f"worker {name!r}", f"Worker {name!r}") if name else ("the other end", "This worker")
     if isinstance(error, ssl.SSLCertVerificationError):
-        why = error.verify_message
+        why, whose = error.verify_message, f"of {other}"
         if error.verify_code in _FOREIGN:
             why = f"another authority has signed it ({why})"
-        said = f"this worker refuses the certificate of worker {name!r}: {why}"
-        return f"{said}. {_advice(why, f'of worker {name!r}')}. {since}"
-    if "_ALERT_" not in (error.reason or ""):
-        return ""
-    why = error.reason.partition("_ALERT_")[2].lower().replace("_", " ")
-    said = f"worker {name!r} refuses the certificate of this worker, {files.certificate!r}: {why}"
-    return f"{said}. {_advice(why, 'of this worker')}. {since}"
+        said = f"this worker refuses the certificate of {other}"
+    elif _ALERT in (error.reason or ""):
+        why, whose = error.reason.partition(_ALERT)[2].lower().replace("_", " "), "of this worker"
+        said = f"{other} refuses the certificate of this worker, {files.certificate!r}"
+    else:
+        return f"the TLS handshake with {other} failed ({error}): {CHECK}"
+    since = f"{acceptor} uses its TLS files as they were when it started: restart it if they were renewed since"
+    return f"the TLS handshake failed: {said}: {why}. {_advice(why, whose)}. {since}"
 
 
 def _advice(why: str, whose: str) -> str:

@@ -22,13 +22,14 @@ from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX,
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers
 from telegrad._core.security.tls import (
+    CHECK,
     TlsFiles,
     alert_of,
     client_context,
     is_one_sided,
     own_digest,
     peer_digest,
-    refused_certificate,
+    refusal,
 )
 from telegrad._core.sockets import HAS_UNIX, process_at, stranger_at, tune_tcp, tune_unix, unix_address
 from telegrad._core.transport.silence import Silence
@@ -107,17 +108,17 @@ def connect(
         except OSError as error:
             alert = alert_of(sock, error)
             sock.close()
-            _check_certificates(alert, target, tls)
-            raise _broken_off(target, error) from error
+            if alert is not None and tls is not None:
+                raise _refused(alert, target, tls) from alert
+            raise _broken_off(target, error, tls) from error
 
 
 def one_sided(name: str) -> AuthenticationFailed:
     return AuthenticationFailed(f"worker {name!r}: {ONE_SIDED}")
 
 
-def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
-    if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
-        raise AuthenticationFailed(f"{refused}; the call has not run") from alert
+def _refused(error: ssl.SSLError, target: Target, tls: TlsFiles) -> AuthenticationFailed:
+    return AuthenticationFailed(f"{refusal(error, tls, target.name)}; the call has not run")
 
 
 def _reach(
@@ -186,17 +187,20 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
         if not isinstance(error, OSError):
             raise
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
-            raise _broken_off(target, error) from error
+            raise _broken_off(target, error, tls) from error
         if is_one_sided(error):
             raise one_sided(target.name) from None
-        _check_certificates(error, target, tls)
-        raise AuthenticationFailed(
-            f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
-        ) from error
+        raise _refused(error, target, tls) from error
 
 
-def _broken_off(target: Target, error: OSError) -> PeerUnreachable:
-    return PeerUnreachable(f"worker {target.name!r} broke off the handshake ({error}); the call has not run")
+def _broken_off(target: Target, error: OSError, tls: TlsFiles | None) -> PeerUnreachable:
+    what = f"worker {target.name!r} broke off the handshake ({error})"
+    if tls is not None and isinstance(error, (ConnectionError, ssl.SSLEOFError)):
+        what = (
+            f"worker {target.name!r} closed the connection during the TLS handshake ({error}): its program has ended, "
+            f"or it refuses this worker and logs why ({CHECK})"
+        )
+    return PeerUnreachable(f"{what}; the call has not run")
 
 
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:

@@ -19,7 +19,7 @@ from telegrad._core.host.resources import error_text
 from telegrad._core.security import handshake
 from telegrad._core.security.handshake import Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
+from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, refusal, server_context
 from telegrad._core.sockets import (
     HAS_UNIX,
     NOT_NOW,
@@ -66,6 +66,7 @@ class Listener:
         self._poller = poller
         self._accepted = accepted
         self._silence = silence
+        self._files = tls
         self._tls = server_context(tls) if tls is not None else None
         self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
         self._lock = threading.Lock()  # guards _strangers, and that the poller watches them
@@ -158,7 +159,8 @@ class Listener:
             with self._lock:
                 is_told = self._refusals.should_log(host_of(stranger.origin), monotonic())
             if is_told:
-                log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+                told = refusal(why, self._files) if self._files and isinstance(why, ssl.SSLError) else why
+                log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, told)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
                 stranger.part()
