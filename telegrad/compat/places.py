@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from opcode import opmap
 from types import ModuleType
 from typing import NoReturn
 
@@ -86,11 +88,16 @@ def modules() -> dict[str, ModuleType]:
 
 
 def _refuse(place: str, name: str) -> NoReturn:
-    """Serve as the `__getattr__` of a module that replaces `place`: refuse names that only torch's own module has."""
-    raise AttributeError(
-        f"module {place!r} has no attribute {name!r}: Telegrad serves this module, and the name belongs to the "
-        "inner workings of torch's own. What to use instead is in docs/migration.md of Telegrad"
+    """Serve as the `__getattr__` of a module that replaces `place`, for the names that it does not have."""
+    text = (
+        f"module {place!r} has no attribute {name!r}: Telegrad serves this module, without the inner workings of "
+        "torch's own. What to use instead of these is in docs/migration.md of Telegrad"
     )
+    # `from place import name` would turn an AttributeError into an ImportError without its text.
+    frame = sys._getframe(1)
+    if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
+        raise ImportError(text, name=place)
+    raise AttributeError(text)
 
 
 def substitution() -> Substitution:

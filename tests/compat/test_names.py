@@ -54,3 +54,32 @@ def test_no_public_name_is_missing() -> None:
     unknown = {place: found - set(INNER.get(place, ())) for place, found in names.items()}
     assert {place: found for place, found in unknown.items() if found} == {}
     assert (modules, starred) == (set(), set())
+
+
+def refusals() -> list[tuple[bool, str]]:
+    """Use names that the mode lacks; return the texts, and whether programs can find out without an error."""
+    from telegrad import compat
+
+    compat.install()
+    found = []
+    for place, name in (("internal", "_run_function"), ("api", "_no_name_of_torch")):
+        module = importlib.import_module(f"torch.distributed.rpc.{place}")
+        for use in (f"from {module.__name__} import {name}", f"module.{name}"):
+            try:
+                exec(use, {"module": module})
+            except (ImportError, AttributeError) as error:
+                found.append((hasattr(module, name), f"{type(error).__name__}: {error}"))
+    return found
+
+
+def test_a_missing_name_is_refused_with_advice_however_it_is_used() -> None:
+    with processes(1) as (process,):
+        found = process.run(refusals)
+    assert [(there, text.partition(":")[0]) for there, text in found] == [
+        (False, "ImportError"),
+        (False, "AttributeError"),
+    ] * 2
+    for _, text in found:
+        assert "has no attribute '_" in text
+        assert "without the inner workings of torch's own" in text
+        assert "docs/migration.md" in text
