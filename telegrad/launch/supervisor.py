@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from time import monotonic
@@ -109,7 +109,6 @@ class Supervisor:
             OSError: this process cannot listen there.
         """
         self._seats = {slot.name: slot for slot in plan.slots(node)}
-        self._plan = plan
         self._policy = Policy(self._seats.values(), plan.grace)
         self._output = output
         self._children: dict[str, Child] = {}
@@ -137,7 +136,8 @@ class Supervisor:
         try:
             with self._hears_signals():
                 self._begin_storekeeper()
-                roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
+                counts = Counter(slot.role.name for slot in self._seats.values())
+                roles = ", ".join(f"{count} {role}" for role, count in counts.items())
                 place = supervised.place(self._host, self._port)
                 self._output.say(f"starting {roles}; the group meets at {place}, its logs are in {self._output.folder}")
                 self._policy.begin(monotonic())

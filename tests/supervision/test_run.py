@@ -87,6 +87,13 @@ def test_output_of_many_workers_is_merged_and_kept(launch: Launch) -> None:
     assert "starting 20 a; the group meets at 127.0.0.1:" in run.log("telegrad")
 
 
+def test_a_host_announces_only_its_own_workers(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "roles.toml").write_text("[driver]\ncommand = ['true']\nnode = 0\n[s]\ncommand = ['true']\ncount = 2\n")
+    run = launch("roles.toml", "--master", "127.0.0.1:1", "--node", "1")
+    assert run.end()[0] == 0
+    assert "starting 2 s; the group meets at 127.0.0.1:1, its logs" in run.log("telegrad")
+
+
 def test_a_worker_that_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
     run = launch("--restarts", "2", "--", "sh", "-c", "echo life $TELEGRAD_RESTARTS; exit 3")
     began = time.monotonic()
