@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -94,7 +94,24 @@ def _apply(node: Node, taken: Given, spec: PassSpec, accumulate: Accumulate) -> 
             )
         with _inner_pass(node, spec, accumulate):
             return node.apply(*taken)
+    if is_compiled(node) and not spec.retain:
+        return _run_in_pass(partial(node.apply, *taken))
     return (node.apply if hasattr(node, "apply") else node)(*taken)
+
+
+def is_compiled(node: Node) -> bool:
+    """Return True for code that `torch.compile` has made, which refuses to run in a pass that keeps the graph."""
+    return type(node).__name__ == "CompiledFunctionBackward"  # as AOTAutograd calls it, in all supported torches
+
+
+def _run_in_pass(run: Callable[[], Any]) -> Any:
+    """Return the result of a function that runs in a pass of the engine which keeps no graph."""
+    # Code outside of any pass is told that the graph is kept. A pass from a leaf to itself only calls the leaf's hooks.
+    made: list[Any] = []
+    leaf = torch.empty(0, device="cpu", requires_grad=True)
+    leaf.register_hook(lambda _: made.append(run()))  # type: ignore[no-untyped-call]
+    run_backward([edge_of(leaf)], [leaf.detach()], [edge_of(leaf)], False, False)
+    return made[0]
 
 
 def _wanted(node: Node, made: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
@@ -286,7 +303,9 @@ def _free(node: Node) -> None:
     # its result, here None, in place of the tensor. The second one is called at the next use, and raises.
     kind: Any = type(node)
     for name in _saved_names(kind):
-        saved = getattr(node, name)
+        saved: Any = ()
+        with contextlib.suppress(RuntimeError):  # the node has dropped them itself, as a compiled one does
+            saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
             with contextlib.suppress(RuntimeError):  # nothing was saved, or it has hooks of the user
                 each.register_hooks(_drop, _second_time)

@@ -5,7 +5,7 @@ from telegrad.autograd import replicas as sharded_gradients
 from telegrad.autograd.conductor import Conductor
 from telegrad.autograd.engine import KINDS, UNSHARED
 from telegrad.autograd.gradients import Gradients, edge_of, run_backward
-from telegrad.autograd.node_calls import is_function
+from telegrad.autograd.node_calls import is_compiled, is_function
 from telegrad.autograd.passes import FusedStep
 from telegrad.autograd.record import AutogradContext, Inside, Origin, RecvNode, Send, entered_id
 from telegrad.autograd.schedule import PLAIN
@@ -13,5 +13,5 @@ from telegrad.autograd.schedule import PLAIN
 __all__ = [
     "KINDS", "PLAIN", "UNSHARED", "AutogradContext", "Conductor", "FusedStep", "Gradients", "Inside", "Origin",
     "RecvNode", "Send", "Step", "check_context_id", "check_root", "check_step", "edge_of", "entered_id",
-    "is_function", "replicas", "run_backward", "sharded_gradients",
+    "is_compiled", "is_function", "replicas", "run_backward", "sharded_gradients",
 ]  # fmt: skip

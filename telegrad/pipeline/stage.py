@@ -41,9 +41,6 @@ from telegrad.pipeline.exported import attribute_of
 Node = Any
 detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 
-# The name, in all supported torches, of the node that AOTAutograd makes for each compiled graph.
-_COMPILED = "CompiledFunctionBackward"
-
 # Per process, because several pipelines may contain the same module.
 _turns: weakref.WeakKeyDictionary[nn.Module, FifoLock] = weakref.WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
@@ -346,7 +343,7 @@ class Backward:
         Python nodes must not run twice, code of `torch.compile` refuses to run in a pass that keeps its graph, and
         gradients of weights behind several junctions cannot be separated.
         """
-        if any(type(node).__name__ == _COMPILED for node in graph.nodes):
+        if any(map(graphs.is_compiled, graph.nodes)):
             return False
         # A leaf behind two junctions would be counted twice, because the call from the one passes through the other.
         # This shows in the sum over the junctions, which is then larger than the number of leaves.

@@ -154,6 +154,26 @@ def test_compiled_stages_train_where_backward_has_two_steps(how: str) -> None:
     torch.testing.assert_close(*found)
 
 
+def test_a_compiled_function_runs_in_a_pass_that_other_workers_complete() -> None:
+    """Its gradient is a part of the one that a hook waits for, so it runs alone, outside of a longer run."""
+    torch._dynamo.reset()
+    compiled = torch.compile(without_weights, backend="aot_eager")
+    compiled(torch.ones(4, 4, requires_grad=True)).sum().backward()  # from here on it donates its buffers
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def found(forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with autograd.context() as context:
+            hooked = weight * 2
+            hooked.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            loss = (forward(hooked) + rpc_sync("w1", torch.mul, (hooked, weight))).sum()
+            autograd.backward(context, loss)
+            with pytest.raises(RuntimeError, match="second time"):
+                autograd.backward(context, loss)
+            return autograd.get_gradients(context)[weight]
+
+    torch.testing.assert_close(found(compiled), found(without_weights))
+
+
 def test_remote_calls_do_not_import_the_compiler() -> None:
     with processes(1) as (fresh,):
         assert not fresh.run(imports_the_compiler)
