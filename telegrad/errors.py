@@ -136,7 +136,7 @@ class ProtocolViolation(HandshakeError):
 class ShutDown(PeerError):
     """The call was ended because this worker or the other one shut down."""
 
-    _how: str | None = None  # the other worker's message about its end
+    _how = _story = ""  # the other worker's message about its end, and a text about it
 
 
 class LeftEarly(ShutDown):

@@ -33,16 +33,7 @@ from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import (
-    LoopEnd,
-    OpenedChannel,
-    Target,
-    connect,
-    departed_error,
-    lost,
-    one_sided,
-    part,
-)
+from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, connect, lost, one_sided, part
 from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
@@ -233,9 +224,8 @@ class Connections:
         try:
             channel = self._reach(target)
         except PeerUnreachable as error:
-            if (how := self._departed.get(member.incarnation)) is not None:
-                why = str(departed_error(member.name, how, "the call has not run"))
-                raise PeerUnreachable(why) from error.__cause__
+            if story := self._departed.get(member.incarnation):
+                raise PeerUnreachable(f"{story}; the call has not run") from error.__cause__
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
                 raise one_sided(member.name) from None
             raise
@@ -392,8 +382,8 @@ class Connections:
                 self.warn_lost(who, str(reason))
             elif isinstance(reason, ShutDown):
                 with self._lock:
-                    if reason._how is not None:
-                        remember(self._departed, who.incarnation, reason._how)
+                    if reason._story:
+                        remember(self._departed, who.incarnation, reason._story)
                     if not isinstance(reason, LeftEarly):  # its other connection ends without a loss
                         remember(self._warned, who.incarnation, True)
             list(results(self.lost, who, reason))

@@ -300,25 +300,25 @@ def advised(error: Exception) -> Exception:
     return advised
 
 
-def departed_error(peer: str, how: str, call: str = "calls in flight to it may or may not have run") -> PeerError:
+def departed_error(peer: str, how: str) -> PeerError:
     """Return the error for calls to a worker that announced the end of the connection; `how` says why."""
+    uncertain, advice = "calls in flight to it may or may not have run", ""
     if how == SILENT:
         return PeerLost(
             f"worker {peer!r} closed the connection, because this worker gave no sign of life for too long (options "
-            f"silence and heartbeat); {call}. While this worker is in the group, the next call connects again"
+            f"silence and heartbeat); {uncertain}. While this worker is in the group, the next call connects again"
         )
+    kind: type[ShutDown] = ShutDown
+    story = f"worker {peer!r} shut down"
     if how == MOVED:
-        error: ShutDown = GenerationOver(
-            f"worker {peer!r} has moved to the next generation of its group; {call}. "
-            "Call it again after rendezvous_again()"
-        )
+        kind, story = GenerationOver, f"worker {peer!r} has moved to the next generation of its group"
+        advice = ". Call it again after rendezvous_again()"
     elif how == OVER:
-        error = ShutDown(f"worker {peer!r} shut down together with its group; {call}")
+        story += " together with its group"
     elif how:
-        error = LeftEarly(f"worker {peer!r} left without the others: {how}; {call}")
-    else:
-        error = ShutDown(f"worker {peer!r} shut down; {call}")
-    error._how = how
+        kind, story = LeftEarly, f"worker {peer!r} left without the others: {how}"
+    error = kind(f"{story}; {uncertain}{advice}")
+    error._how, error._story = how, story
     return error
 
 
