@@ -260,6 +260,64 @@ def test_workers_end_with_their_program_in_any_case(
     wait_until(lambda: all(is_over(int(pid)) for pid in ran.stdout.splitlines()[0].split()))
 
 
+ALONE = "rpc_backend_options=rpc.TelegradOptions(init_method='tcp://127.0.0.1:{port}')"
+LEFT_OPEN = """
+from os import write
+import telegrad.rpc as rpc
+
+class Told:
+    def __init__(self, name):
+        self.name = name
+
+    def read(self):
+        return self.name
+
+    def __del__(self, write=write):
+        write(1, self.name.encode() + b" ")
+
+class Odd(Exception):
+    def __init__(self, *, code):
+        super().__init__(code)
+
+def fail():
+    raise Odd(code=1)
+
+{begin}
+reference = rpc.remote(0, Told, ("value",))
+reference.rpc_sync().read()
+published = rpc.publish("p", lambda: Told("published"))
+then = rpc.rpc_async(0, int).then(lambda future: future.wait())
+try:
+    rpc.rpc_sync(0, fail)
+except Odd as error:
+    caught = error
+rpc.on_lost(lambda *_: fail())
+{end}
+own, left_open = Told("own"), open("left_open", "w")
+left_open.write("data")
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        (f'rpc.init_rpc("w", rank=0, world_size=1, {ALONE})', "rpc.shutdown()"),
+        ("from telegrad import local; group = local(1)", ""),
+        pytest.param("from telegrad import local; group = local(1)", "group.shutdown()", marks=pytest.mark.nightly),
+        pytest.param(f'rpc.init_rpc("w", rank=0, {ALONE})', "", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_end_of_the_interpreter_frees_what_the_program_has_left(
+    tmp_path: pathlib.Path, begin: str, end: str
+) -> None:
+    """Files that were left open are written only then."""
+    begin = begin.replace("{port}", str(free_port()))
+    ran = run(LEFT_OPEN.replace("{begin}", begin).replace("{end}", end), tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert sorted(ran.stdout.split()) == ["own", "published", "value"]
+    assert (tmp_path / "left_open").read_text() == "data"
+
+
 FORKED = """
 import logging, os, random, signal, sys, threading
 import numpy, torch

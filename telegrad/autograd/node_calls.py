@@ -10,6 +10,7 @@ difference, so each of these steps follows the engine, including its errors.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -295,6 +296,9 @@ def _check_nan(node: Node, given: Given) -> None:
 def _saved_names(kind: Hashable) -> tuple[str, ...]:
     """Return the attributes that hold the saved values of nodes of a kind."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+atexit.register(_saved_names.cache_clear)  # see `_own` in main_modules.py
 
 
 def _free(node: Node) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
@@ -24,6 +25,7 @@ RUNS = "_telegrad_runs"  # of a function or object: computes the name from argum
 NEXT_ITEMS = "the next items of"
 _PLAIN = (FunctionType, BuiltinFunctionType)
 _names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
+atexit.register(_names.clear)  # see `_own` in main_modules.py
 
 
 def known_as(name: str) -> Callable[[F], F]:

@@ -13,6 +13,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import atexit
 import copyreg
 import functools
 import inspect
@@ -389,6 +390,7 @@ def _is_odd(kind: type[BaseException]) -> bool:
     return False
 
 
+atexit.register(_teller_of.cache_clear)  # see `_own` in main_modules.py
 _PLAIN = (BaseException.__init__, Exception.__init__)
 
 
@@ -455,6 +457,9 @@ PLAIN = "_telegrad_plain"  # attribute of a class that is also a RuntimeError: t
 def _also_runtime_error(kind: type[BaseException]) -> type[BaseException]:
     """Return a subclass of `kind` that looks the same, and is a RuntimeError."""
     return type(kind.__name__, (kind, RuntimeError), {**_members(kind), "__slots__": (), PLAIN: kind})
+
+
+atexit.register(_also_runtime_error.cache_clear)
 
 
 def as_runtime_error(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ given its wrapper the name of the wrapped function, and a name may have been bou
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import re
@@ -37,6 +38,7 @@ WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
 _looked: set[str] = set()  # functions of the main program whose globals were compared with the driver's
 _names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
+atexit.register(_names.clear)  # see `_own` in main_modules.py
 
 
 def keep_name(names: dict[Any, str], function: Any, name: str) -> None:

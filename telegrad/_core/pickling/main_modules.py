@@ -25,6 +25,7 @@ is bound once for each version.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import logging
@@ -266,6 +267,10 @@ def _new_scope(program: Program) -> MainNamespace:
 
 _key_without_file = functools.cache(lambda: uuid.uuid4().hex)  # of a main program; called under `_lock`
 _own: list[MainNamespace] = []  # the scope of this process; replaced as a whole
+# torch holds functions of this package beyond the end of the interpreter, and so all that is in the variables of these
+# modules. The program's objects must end before: only then are the files written that it has left open.
+atexit.register(_own.clear)
+atexit.register(_scopes.clear)
 
 
 def own_scope() -> MainNamespace:

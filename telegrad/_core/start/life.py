@@ -361,8 +361,9 @@ def _elastic(worker: Worker) -> Elastic:
 
 def _leave_at_exit() -> None:
     log_held()  # first: calls in flight may fail only because of this end
-    if current.worker is not None:
-        current.worker.end_with_the_program()
+    if (worker := current.worker) is not None:
+        worker.end_with_the_program()
+        current.leave(worker)
 
 
 in_child(current.forget)
