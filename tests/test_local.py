@@ -318,6 +318,25 @@ def test_the_end_of_the_interpreter_frees_what_the_program_has_left(
     assert (tmp_path / "left_open").read_text() == "data"
 
 
+LOADS = """
+import telegrad, torch
+from telegrad import rpc
+from torch.utils.data import DataLoader
+
+def load():
+    return [float(batch.sum()) for batch in DataLoader(torch.arange(4.0), 2, num_workers=1)]
+
+if __name__ == "__main__":
+    with telegrad.local(1):
+        print(rpc.rpc_sync("worker0", load))
+"""
+
+
+def test_a_remote_function_may_use_a_loader_with_processes_of_its_own(tmp_path: pathlib.Path) -> None:
+    ran = run(LOADS, tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[1.0, 5.0]\n", "")
+
+
 FORKED = """
 import logging, os, random, signal, sys, threading
 import numpy, torch

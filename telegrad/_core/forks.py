@@ -212,7 +212,8 @@ def disable_stack() -> None:
     given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
     for frame in outwards(origin.ours):
         for value in list(frame.f_locals.values()) if _top(frame) == _PACKAGE else ():
-            if id(value) not in given:
+            # Python itself uses the object of the thread that has forked: it is the main thread of the child.
+            if id(value) not in given and not isinstance(value, threading.Thread):
                 with contextlib.suppress(TypeError):  # the class of the object cannot be changed
                     disable(value)
         # A coroutine that forks gives control back at its next `await`. The loop would then run the parent's callbacks,

@@ -72,7 +72,7 @@ def _indented(value: object) -> object:
     return value
 
 
-_PASSED_OVER = sys.stdlib_module_names | {"telegrad", "torch"}  # modules whose lines are not the user's
+NOT_USERS = sys.stdlib_module_names | {"telegrad", "torch"}  # packages that are not the program's
 
 _said: set[tuple[str, ProgramLine]] = set()
 
@@ -88,7 +88,7 @@ def users_line() -> ProgramLine:
     inner = sys._getframe(1)
     frame: FrameType | None = inner
     run = None
-    while frame is not None and _module_of(frame).partition(".")[0] in _PASSED_OVER:
+    while frame is not None and _module_of(frame).partition(".")[0] in NOT_USERS:
         if _module_of(frame) == "concurrent.futures.thread" and "self" in frame.f_locals:
             item = frame.f_locals["self"]  # of a version of Python with one of these attributes
             run = getattr(item, "fn", None) or getattr(item, "task", (None,))[0]

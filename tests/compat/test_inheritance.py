@@ -186,6 +186,16 @@ def test_torch_is_frozen_if_it_is_imported_before_the_program(
     assert run(tmp_path, program, *command)[0].split() == [str(frozen), "True"]
 
 
+def test_the_exit_closes_files_that_were_open_before_torch_was_imported(tmp_path: pathlib.Path) -> None:
+    opens = "def use(): pass\nleft_open = open(__name__, 'w')\nleft_open.write('data')\n"
+    (tmp_path / "logs.py").write_text(opens)
+    (tmp_path / "program.py").write_text(f"import logs\n{opens}import torch.distributed.rpc")
+    command = [sys.executable, "-m", "telegrad", "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [(tmp_path / name).read_text() for name in ("logs", "__main__")] == ["data", "data"]
+
+
 @pytest.mark.parametrize(("given", "found"), [({}, "passive"), ({"GOMP_SPINCOUNT": "9"}, "None")], ids=str)
 def test_waiting_threads_of_openmp_sleep_by_default(tmp_path: pathlib.Path, given: dict[str, str], found: str) -> None:
     script = tmp_path / "program.py"
