@@ -220,10 +220,7 @@ class PendingCall:
             connection.is_prompt = perf_counter() - start < SOON
 
     def _use_waker(self) -> bool:
-        """Let threads that may cancel the call wake this one from now on.
-
-        Return True only the first time: the call may have been cancelled before, so check again before sleeping.
-        """
+        """Let threads that may cancel the call wake this one. Return True the first time: then check again."""
         if self.waker is not None or (self.outcome is None and self.parent is None):
             return False
         self.waker = waker_here()

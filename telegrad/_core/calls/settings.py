@@ -34,11 +34,7 @@ class Settings(NamedTuple):
 
 
 def limit_of(timeout: Any, default: float) -> float:
-    """Return the user's timeout, or the default where it was left out.
-
-    Raises:
-        InvalidArgument: it is no number of seconds.
-    """
+    """Return the user's timeout, or the default if left out; raise InvalidArgument if it is no number of seconds."""
     if type(timeout) in (float, int) and timeout == DEFAULT:
         return default
     found: float = checks.seconds("timeout", timeout, hint=_HINT)

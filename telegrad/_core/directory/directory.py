@@ -139,11 +139,7 @@ class Directory(Protocol):
 
 
 def check_key(key: str) -> bytes:
-    """Return the key in UTF-8.
-
-    Raises:
-        InvalidArgument: it is empty or too long, cannot be encoded in UTF-8, or has a null character.
-    """
+    """Return the key in UTF-8; raise InvalidArgument if it is empty, too long, no valid text, or has a null."""
     try:
         encoded = key.encode()
     except UnicodeEncodeError:

@@ -63,11 +63,7 @@ class DirectoryServer:
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
     ) -> None:
-        """Open the directory's file.
-
-        Raises:
-            UsageError: the file cannot be used.
-        """
+        """Open the directory's file; raise UsageError if it cannot be used."""
         self.table = LeaseTable(path, limits, monotonic())
         self.watches: Watches[_Connection] = Watches(self.table)
         self.stopped = False  # set by any thread; `run` returns after its next event

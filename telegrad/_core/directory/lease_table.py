@@ -62,11 +62,7 @@ class _File:
     """The database. One thread at a time."""
 
     def __init__(self, path: str) -> None:
-        """Open or create the file; ":memory:" for none.
-
-        Raises:
-            UsageError: it cannot be used.
-        """
+        """Open or create the file, ":memory:" for none; raise UsageError if it cannot be used."""
         self._path = path
         try:
             self._open()
@@ -153,11 +149,7 @@ class LeaseTable:
     # Leases
 
     def grant(self, ttl: float, now: float) -> int:
-        """Begin a lease; return its id.
-
-        Raises:
-            LimitReached: there are too many.
-        """
+        """Begin a lease and return its id; raise LimitReached if there are too many."""
         if len(self.leases) >= self.limits.leases:
             raise LimitReached(f"the directory is full: it has {len(self.leases)} leases. End some leases first")
         self.revision += 1
@@ -251,10 +243,8 @@ class LeaseTable:
     def changes(self, prefix: str, since: int, most: int = 1 << 20) -> tuple[int, Events]:
         """Return the changes under `prefix` after a revision, and the last revision that they cover.
 
-        The changes of one revision are not separated. No further revision is added to `most` bytes or more.
-
-        Raises:
-            Compacted: some were forgotten, or this directory has never had that revision.
+        The changes of one revision are not separated. No further revision is added to `most` bytes or more. Raise
+        Compacted if some were forgotten, or if this directory has never had that revision.
         """
         if not self.compacted <= since <= self.revision:
             raise Compacted(

@@ -74,10 +74,8 @@ class ServerProcess:
     def restart_if_ended(self) -> bool:
         """Restart the process if it has ended, unless this is closed; return True if this was done. Call it regularly.
 
-        After repeated ends for the same reason, such as a full disk, restarts are delayed.
-
-        Raises:
-            OSError: it cannot be started.
+        After repeated ends for the same reason, such as a full disk, restarts are delayed. Raise OSError if the process
+        cannot be started.
         """
         with self._lock:
             if self._listener.fileno() == -1 or self._process.poll() is None:

@@ -53,11 +53,7 @@ class Watches(Generic[C]):
         self._timeouts: list[tuple[float, int, C]] = []  # a heap; may still contain answered watches
 
     def add(self, connection: C, prefix: str, since: int, seconds: float, now: float) -> bytes | None:
-        """Begin a watch; return its reply if it is known now.
-
-        Raises:
-            Compacted: changes after `since` are forgotten.
-        """
+        """Begin a watch; return its reply if it is known; raise Compacted if changes after `since` are forgotten."""
         revision, changes = self._table.changes(prefix, since)
         watched = self._prefixes.get(prefix)
         notified = watched.notified if watched is not None else self._table.revision

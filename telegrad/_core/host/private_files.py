@@ -65,11 +65,7 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
             os.close(self._descriptor)
 
     def create(self, name: str) -> io.BufferedWriter:
-        """Create a private file and open it for writing.
-
-        Raises:
-            FileExistsError: the name exists, even if it is only a symlink.
-        """
+        """Create a private file and open it for writing; raise FileExistsError if the name exists, or is a symlink."""
         return os.fdopen(os.open(self._name(name), _CREATE, PRIVATE_FILE, **self._in()), "wb")
 
     def names(self) -> list[str]:
@@ -372,11 +368,7 @@ def _open_regular(path: str) -> io.BufferedReader:
 
 
 def make_folder(path: Path) -> str:
-    """Create a folder and its missing ancestors; return its path without symlinks.
-
-    Raises:
-        UnsafePath: as for `resolved`.
-    """
+    """Create a folder and its missing ancestors; return its path without symlinks; raise errors as `resolved`."""
     found = resolved(path)
     os.makedirs(found, exist_ok=True)
     return resolved(found)  # a symlink may have been planted since
@@ -410,10 +402,8 @@ def create(path: Path) -> io.BufferedWriter:
 def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     """Open a new file that replaces `path` at the end of the `with`. After an error, `path` is unchanged.
 
-    A device or a pipe, such as /dev/stdout, is written to directly.
-
-    Raises:
-        UnsafePath: as for `resolved`, or another user has put a device or a pipe into such a folder.
+    A device or a pipe, such as /dev/stdout, is written to directly. Raise UnsafePath as `resolved` does, or if another
+    user has put a device or a pipe into such a folder.
     """
     target = resolved(path)
     try:

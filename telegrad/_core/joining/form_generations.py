@@ -85,11 +85,7 @@ class DirectoryLease:
         self._thread = Background("telegrad-lease", self._main)
 
     def meet(self, timeout: float) -> RendezvousStore:
-        """Return the store in which the group meets, opened or served; it stays open.
-
-        Raises:
-            RendezvousError: there is none, and it cannot be served here.
-        """
+        """Return the store in which the group meets, opened or served; raise RendezvousError if there is none."""
         with self._lock:
             if self._meeting is None:
                 self._meeting = open_store(self._init_method, -1, None, self.keys, timeout)

@@ -92,11 +92,7 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, 
 
 
 def find_place(init_method: str, rank: int) -> tuple[str, int]:
-    """Return where an elastic group meets, and the rank that this worker prefers. The group's size is its own.
-
-    Raises:
-        UsageError: the launcher gives invalid or insufficient data.
-    """
+    """Return where an elastic group meets, and the preferred rank; raise UsageError for invalid launcher data."""
     found = detect_launcher(os.environ, is_elastic=True) if init_method == SAID_BY_ENVIRONMENT else None
     if found is None:
         return init_method, rank
@@ -245,10 +241,7 @@ def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout:
 def _enter_directory(
     meeting: RendezvousStore, me: Member, timeout: float, enter: Callable[[RendezvousStore, Found], T]
 ) -> T:
-    """Find the directory of the group, and return the result of `enter` with it and the store.
-
-    Retries if the directory, or the store that points to it, is lost meanwhile.
-    """
+    """Return the result of `enter` with the group's directory and the store; retry if one of them is lost meanwhile."""
     until = monotonic() + min(timeout, LONGEST)
     with Wait(
         "init_rpc", lambda: f"the directory of the group at {meeting.where} was not found yet", place=meeting.where

@@ -113,11 +113,7 @@ class Leaving:
         self._changed = threading.Event()  # wakes the thread in `wait`
 
     def wait(self, timeout: float, serving: bool) -> None:
-        """Wait until this worker may leave; with `serving`, print nothing meanwhile.
-
-        Raises:
-            CallTimeout: that took longer than `timeout` seconds (0 for no limit).
-        """
+        """Wait until this worker may leave, with `serving` silently; raise CallTimeout after `timeout` s, if not 0."""
         deadline = monotonic() + timeout if timeout > 0 else inf
         self._begin()
         what = "serve" if serving else "shutdown"

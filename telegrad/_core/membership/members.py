@@ -153,11 +153,7 @@ class Members:
         self._by_name = {member.name: member for member in self._by_id.values()}
 
     def find(self, to: str | int) -> Member:
-        """Return the member with that name or rank.
-
-        Raises:
-            UnknownWorker: there is none.
-        """
+        """Return the member with that name or rank; raise UnknownWorker if there is none."""
         member = self._by_name.get(to) if isinstance(to, str) else self._by_id.get(to)
         if member is None:
             raise unknown(to, [each.name for each in self])
@@ -174,10 +170,7 @@ class Members:
 
 
 def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[str] = ()) -> UnknownWorker:
-    """Return the error for a missing worker, with the known names and similar ones.
-
-    `gone`: names of workers that were there.
-    """
+    """Return the error for a missing worker, with the known `names` and similar ones; `gone` were there before."""
     what = f"is named {short_repr(to)}" if isinstance(to, str) else f"has rank {short_repr(to)}"
     if to in gone:
         meant = " any more: that worker has left, or was lost."

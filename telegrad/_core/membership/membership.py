@@ -49,10 +49,7 @@ log = logging.getLogger("telegrad")
 
 
 class CallbackThread:
-    """Calls the users' callbacks, one at a time, on its own thread.
-
-    The owner of this object guards its lists.
-    """
+    """Calls the users' callbacks, one at a time, on its own thread. Its owner guards its lists."""
 
     def __init__(self, entered: Callable[[], None]) -> None:
         self.of_joins: list[Callable[[WorkerInfo], Any]] = []

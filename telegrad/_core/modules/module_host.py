@@ -23,11 +23,7 @@ RANK = "rank:"
 
 
 def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None]:
-    """Return the worker, by its name or rank, and the device there, if one is named.
-
-    Raises:
-        UsageError: the text is no place.
-    """
+    """Return the worker, by its name or rank, and the device there, if one is named; raise UsageError otherwise."""
 
     def advice(why: object) -> str:
         return (

@@ -49,11 +49,7 @@ def _reduce_code(code: CodeType) -> Any:
 
 
 def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> CodeType:
-    """Create a received code object. Code of another Python version would crash the interpreter.
-
-    Raises:
-        CannotDecode: it is code of another version.
-    """
+    """Create a received code object; raise CannotDecode for another Python version, whose code would crash this one."""
     if magic != MAGIC_NUMBER:
         raise CannotDecode(
             f"the code of {name!r} is for Python {version}, and this worker runs Python {platform.python_version()}: "
@@ -320,10 +316,7 @@ Part = tuple[str, Any]  # how to reach it from the containing value, and the par
 
 
 def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) -> CannotEncode:
-    """Return the error that names the part of a value or call that cannot be sent; `error` gives the reason.
-
-    `same_program`: the other process runs the same main program.
-    """
+    """Return the error that names the part of a value or call that cannot be sent; `error` gives the reason."""
     # Descend to the smallest part that cannot be pickled alone. Each step pickles the parts of one value until one of
     # them fails: that is slow, but it runs only for an error.
     where, within, advice = "", "", _ADVICE

@@ -78,11 +78,7 @@ def name_of(function: Any, same_program: bool) -> str | None:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the object with that name in this process; import its module if necessary.
-
-    Raises:
-        FunctionNotFound: there is no such object; nothing was run.
-    """
+    """Return the object with that name, and import its module if necessary; raise FunctionNotFound if there is none."""
     module_name, _, path = name.partition(":")
     found: Any = _imported(module_name)
     if found is not None:

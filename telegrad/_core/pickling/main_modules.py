@@ -137,10 +137,8 @@ class MainNamespace:
     def fill(self, items: Iterable[Item], complete: tuple[str, int] | None = None) -> None:
         """Bind the globals that are missing here, and bind or delete those received in a newer version.
 
-        `complete`: path and version of a function or class whose state is set now.
-
-        Raises:
-            CannotDecode: a global is missing here and could not be sent.
+        `complete`: path and version of a function or class whose state is set now. Raise CannotDecode if a global is
+        missing here and could not be sent.
         """
         told, changed = [], []
         with self._lock:
@@ -218,11 +216,7 @@ def _forget_thread() -> None:
 
 
 def scope_of(*parts: Any) -> MainNamespace:
-    """Return the scope of a program; create it at the first use.
-
-    Raises:
-        CannotDecode: the program's file is here and cannot be imported.
-    """
+    """Return the scope of a program, made at the first use; raise CannotDecode if its file here cannot be imported."""
     program = Program(*parts)
     key = program.key
     own = own_scope()

@@ -200,10 +200,7 @@ def to_text(program: Program) -> str:
 
 
 def adopt(text: str, name: str) -> None:
-    """Import the program from a command-line argument, and make it the main module of this process.
-
-    Raise the exceptions of the import.
-    """
+    """Import the program of a command-line argument as the main module of this process; raise the import's errors."""
     path, module, argv, data = json.loads(text)
     program = Program("", path, module, argv=tuple(argv))
     try:

@@ -86,10 +86,9 @@ _NO_ARGUMENTS = Encoded(pickle.dumps(((), {}), 5), ())  # shared by all calls wi
 
 
 def encode(value: Any, same_program: bool) -> Encoded:
-    """Pickle `value` without its tensors. `same_program`: the other process runs the same main program.
+    """Pickle `value` without its tensors; raise CannotEncode if a part of it cannot be pickled.
 
-    Raises:
-        CannotEncode: a part of the value cannot be pickled.
+    `same_program`: the other process runs the same main program.
     """
     kind = type(value)
     texts = False

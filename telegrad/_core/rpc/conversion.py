@@ -99,11 +99,7 @@ _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary
 
 
 def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
-    """Return a call with converted arguments.
-
-    Raises:
-        InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary by names.
-    """
+    """Return the call with converted arguments; raise InvalidArgument if one of the three is of another type."""
     if args is not None and type(args) is not tuple:
         if not isinstance(args, tuple | list):
             raise InvalidArgument(

@@ -196,11 +196,7 @@ class IdempotentCalls:
         return len(self._table)
 
     def enter(self, caller: str, number: int, left: float) -> tuple[Future[Any], bool]:
-        """Record a call; return its outcome, and True if it must run.
-
-        Raises:
-            AnswerLost: it may have run, and its answer was dropped.
-        """
+        """Record a call; return its outcome, and True if it must run; raise AnswerLost if its answer was dropped."""
         now = monotonic()
         with self._lock:
             entry = self._table.enter(caller, number, left, now)

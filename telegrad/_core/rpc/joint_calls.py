@@ -115,10 +115,8 @@ def call_all(
     """Call each worker with its share, all at once, and wait for all; return their values.
 
     If `doing` is given, such as "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each
-    worker. `limit` is the limit of one step in seconds, 0 for none: see `StallWatch`.
-
-    Raises:
-        WorkersFailed: more than one failed; where only one did, its own error is raised.
+    worker. `limit` is the limit of one step in seconds, 0 for none: see `StallWatch`. Raise WorkersFailed if more than
+    one failed; where only one did, its own error is raised.
     """
     calls: dict[str, Future[T]] = {}
     values: dict[str, T] = {}

@@ -446,11 +446,7 @@ def wait_or_cancel(future: Future[Any]) -> Any:
 
 
 def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: PreparedCall, timeout: float) -> float:
-    """Wait until all workers are reachable, before creating values on them; return the time left.
-
-    Raises:
-        CallTimeout: one of them did not come in time.
-    """
+    """Wait until all workers are reachable; return the time left; raise CallTimeout if one does not come in time."""
     if policy is None:
         return timeout
     limit = limit_of(timeout, current.agent().timeout)

@@ -40,10 +40,7 @@ def classify(error: BaseException) -> Failure:
 
 
 def should_retry(policy: RetryPolicy, failure: Failure, may_have_run: bool) -> bool:
-    """Return True if a call with this failure is retried.
-
-    `may_have_run`: after an earlier failure, the call may have run.
-    """
+    """Return True if a call with this failure is retried. `may_have_run`: it may, since an earlier failure."""
     if failure is Failure.NOT_RUN:
         return policy.waits and (policy.repeats or not may_have_run)
     return failure is Failure.MAY_HAVE_RUN and policy.repeats

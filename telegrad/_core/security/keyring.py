@@ -97,10 +97,7 @@ def check_key(key: object, source: str) -> bytes:
 
 class Keyring:
     def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False) -> None:
-        """`path` is the file of the keys, if any; it is read again after it has changed.
-
-        `is_open`: there is no key.
-        """
+        """`path` is the file of the keys, if any, which is read again after changes; `is_open`: there is no key."""
         self.is_open = is_open
         self.group = ""  # the only group for which derived keys are valid
         self._path = path
@@ -192,21 +189,13 @@ def _version_of(path: str) -> Version | None:
 
 
 def find_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring:
-    """Return the keys to use for the option `given`.
-
-    Raises:
-        UsageError: there is none, or it is too short, or its file is not safe.
-    """
+    """Return the keys to use for the option `given`; raise UsageError if there is none, or if one cannot be used."""
     found = given_keys(given, environment)
     return found if found is not None else user_keys()
 
 
 def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring | None:
-    """Return the keys given by the program or its environment, or None without any.
-
-    Raises:
-        UsageError: a key is too short, or its file is not safe.
-    """
+    """Return the keys given by the program or its environment, or None; raise UsageError if one cannot be used."""
     if given is False:
         log.warning(
             "telegrad: key=False: this group has no key. Anyone who reaches its workers can run code as their users"
@@ -221,10 +210,7 @@ def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -
 def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[bytes], str]:
     """Return the keys given by the environment, and their file if they are in one; without keys, both are empty.
 
-    Programs that make their own key call this as well: an invalid setting is an error in each of them.
-
-    Raises:
-        UsageError: as for `given_keys`.
+    Programs that make their own key call this as well: an invalid setting is a UsageError in each of them.
     """
     if VARIABLE in environment:
         return [check_key(environment[VARIABLE], VARIABLE)], ""
@@ -237,11 +223,7 @@ def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[by
 
 
 def user_keys() -> Keyring:
-    """Return the keys in this user's own file, which is created if missing.
-
-    Raises:
-        UsageError: it cannot be made, or is not safe.
-    """
+    """Return the keys in this user's own file, which is created if missing; raise UsageError if it is not safe."""
     try:
         path = str(state_folder() / FILE)
         create_once(path, new_key() + b"\n")

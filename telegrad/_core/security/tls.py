@@ -50,11 +50,7 @@ def load_own(context: ssl.SSLContext, certificate: str, private_key: str) -> Non
 
 
 def own_digest(files: TlsFiles) -> bytes:
-    """Return the hash of this worker's certificate; the other end computes the same by `peer_digest`.
-
-    Raises:
-        UsageError: the file contains no certificate.
-    """
+    """Return the hash of this worker's certificate, as `peer_digest` at the other end; raise UsageError without one."""
     try:
         with open_regular(files.certificate) as file:
             found = _CERTIFICATE.search(file.read().decode("ascii", "replace"))

@@ -120,10 +120,7 @@ def enter_group(
     kind: type[RRef[Any]] = RRef,
     role: str = "",
 ) -> None:
-    """Make this process a worker: `meet` opens the store within a time, references have the class `kind`.
-
-    Without a name it is named after its role and a number.
-    """
+    """Make this process a worker; the arguments are as for `cluster.start`."""
     _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
 
 

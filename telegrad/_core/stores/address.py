@@ -199,11 +199,7 @@ def _checked(wanted: str) -> str:
 
 
 def split(url: str) -> SplitResult:
-    """Split a URL into its parts.
-
-    Raises:
-        UsageError: it is not a URL.
-    """
+    """Split a URL into its parts; raise UsageError if it is not a URL."""
     try:
         return urlsplit(url)
     except ValueError as error:  # unbalanced brackets, or a host that cannot be normalized

@@ -257,11 +257,7 @@ def meet_tcp(host: str, port: int, patience: float) -> Any:
 
 
 def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Connect to a store that another process serves.
-
-    Raises:
-        RuntimeError: no process serves one there.
-    """
+    """Connect to a store that another process serves; raise RuntimeError if none does."""
     return _store(host, port, is_master=False, timeout=timeout)
 
 

@@ -45,12 +45,9 @@ class EncodedItem(NamedTuple):
 
 
 def packed(item: Any, same_program: bool, recorded: bool) -> Any:
-    """Return the encoded item, with copies of its tensors and arrays.
+    """Return the encoded item, with copies of its tensors and arrays; raise CannotEncode if it cannot be sent.
 
     `recorded`: gradients of the copies go to the tensors.
-
-    Raises:
-        CannotEncode: something in it cannot be sent.
     """
     if type(item) in _ATOMS:
         return item
@@ -82,11 +79,7 @@ class _Copied(torch.autograd.Function):
 
 
 def unpacked(item: Any) -> Any:
-    """Return the decoded item.
-
-    Raises:
-        CannotDecode: it cannot be rebuilt here.
-    """
+    """Return the decoded item; raise CannotDecode if it cannot be rebuilt here."""
     return decode(item.body, item.tensors, item.references) if type(item) is EncodedItem else item
 
 

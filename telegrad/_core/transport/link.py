@@ -138,10 +138,7 @@ class Link:
     def send(self, message: Message, later: bool = False) -> bool:
         """Send a message, or with `later` queue it until `on_writable`. Return True if it was sent directly.
 
-        Blobs are taken one by one, and those that are copied are released.
-
-        Raises:
-            PeerError: the connection has ended.
+        Blobs are taken one by one, and those that are copied are released. Raise PeerError if the connection has ended.
         """
         if message.blobs:
             self._send_with_blobs(message)

@@ -179,10 +179,7 @@ class FrameReader:
         self._parts: Iterator[memoryview] = iter(())  # memory parts of the blob that is being received
 
     def buffer(self, most: int = SCRATCH) -> memoryview:
-        """Return the memory for the next bytes.
-
-        It has at most `most` bytes unless they belong to one frame. It is never empty, unless `awaits_lanes`.
-        """
+        """Return memory for the next bytes, at most `most` unless of one frame; never empty unless `awaits_lanes`."""
         if self.target is not None:
             return self.target[self._filled :]
         return self._scratch[self.end : self.end + max(most, self.missing)]

@@ -76,9 +76,7 @@ class _Stays:
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors on their devices, with equal strides and shared memory, and without history.
 
-    Raises:
-        CannotEncode: torch cannot serialize a tensor of this kind.
-        CannotDecode: torch cannot rebuild a tensor of this kind.
+    Raise CannotEncode or CannotDecode if torch cannot serialize or rebuild a tensor of this kind.
     """
     if not tensors:
         return []

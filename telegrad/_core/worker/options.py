@@ -168,11 +168,7 @@ class TelegradOptions(RpcBackendOptions):
         self.devices: list[torch.device] = [as_device(device) for device in listed]
 
     def published(self) -> Devices:
-        """Return the device data that other workers need.
-
-        Raises:
-            DeviceError: this process has no accelerator of such a type.
-        """
+        """Return the device data that other workers need; raise DeviceError if there is no such accelerator here."""
         own = device_streams.kind()  # `device_maps.faults` checks the indexes
         given = {"devices": self.devices} | {f"device_maps for {to}": [*map_] for to, map_ in self.device_maps.items()}
         for name, device in ((name, each) for name, devices in given.items() for each in devices):

@@ -222,11 +222,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def opened(box: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
-    """Return the value in a box of this agent's worker, once it is full.
-
-    Raises:
-        TimeoutError: it was not after so many seconds (0 for no limit).
-    """
+    """Return the value in a box of this worker once it is full; raise TimeoutError after `timeout` s, if not 0."""
     if not box.full and not agent.wait_for(box, timeout or -1):
         raise TimeoutError
     value = box.open()

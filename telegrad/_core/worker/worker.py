@@ -158,11 +158,7 @@ class Worker:
             raise PeerLost(missed)
 
     def stop_serving(self) -> None:
-        """Make `serve` return.
-
-        Raises:
-            UsageError: the group is of fixed size.
-        """
+        """Make `serve` return; raise UsageError if the group is of fixed size."""
         if self.parting.together:
             raise UsageError(
                 f"worker {self.me.name!r} is in a group of fixed size, whose workers leave together: its serve() ends "
