@@ -110,10 +110,8 @@ class Contexts:
     def join(self, id_: int) -> AutogradContext | None:
         """Return the context that another worker refers to, and create it here if needed. Return None if it has ended.
 
-        One of this worker's rank that is unknown here counts as ended.
-
-        Raises:
-            LimitReached: its owner has MOST_OPEN contexts open here.
+        One of this worker's rank that is unknown here counts as ended. Raise LimitReached if its owner has MOST_OPEN
+        contexts open here.
         """
         context = self._contexts.get(id_)
         if context is not None:

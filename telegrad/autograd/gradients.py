@@ -130,10 +130,7 @@ class Gradients:
                 self._sums[leaf] = gradient
 
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
-        """Add to the gradient of `leaf`, and return the sum. With `graph`, the sum can be differentiated again.
-
-        `shared` means that the gradient has other owners.
-        """
+        """Add to the gradient of `leaf`; return the sum, differentiable with `graph`. `shared`: it has other owners."""
         with self._lock:
             return self._add(leaf, gradient, graph, shared)
 

@@ -68,10 +68,7 @@ def run(
 def _taken(
     node: Node, gradients: Mapping[int, Tensor | None], fire: bool, spec: PassSpec, streams: Streams
 ) -> tuple[Given, Given]:
-    """Call the hooks on the gradients of the outputs.
-
-    Return the gradients as later hooks see them, and the node's inputs.
-    """
+    """Call the hooks on the gradients of the outputs. Return these as later hooks see them, and the node's inputs."""
     outputs = range(len(node._input_metadata))
     if is_function(node) and any(gradients.get(number) is None for number in outputs):
         return _taken_by_function(node, gradients, spec, streams)

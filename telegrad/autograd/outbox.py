@@ -59,10 +59,7 @@ def packed(
 
 
 def _lean(gradient: Tensor) -> Tensor:
-    """Return a small gradient in contiguous form.
-
-    Its data is often one repeated number, and copying costs less than describing it.
-    """
+    """Return a small gradient in contiguous form: often one repeated number, which is copied faster than described."""
     if gradient.layout is torch.strided and gradient.nbytes < SMALL and not gradient.is_contiguous():
         return gradient.contiguous()
     return gradient

@@ -173,11 +173,7 @@ class Driver:
         return [self._ask(worker, Start, there) for worker, there in values]
 
     def report(self, report: PassReport) -> list[tuple[str, Task]]:
-        """Process a report; return the next messages.
-
-        Raises:
-            UnusedSends: no gradient came for some sends of a fast pass.
-        """
+        """Process a report; return the next messages; raise UnusedSends if some sends of a fast pass got none."""
         worker = report.worker
         self.workers.add(worker)
         for key, asked in report.sent:

@@ -74,10 +74,7 @@ def watch() -> None:
 
 
 def _notice(module: Any, *_: Any) -> None:
-    """Track a replicated module.
-
-    Torch calls this when a module gets a submodule, as each replicated one does when created.
-    """
+    """Track a replicated module. Torch calls this when a module gets a submodule, as a new replicated one does."""
     if isinstance(module, DistributedDataParallel):
         with _lock:
             _seen.add(module)

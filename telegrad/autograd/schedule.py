@@ -105,9 +105,8 @@ class Countdown:
             waits[node] += 1
 
     def settle(self, starts: Iterable[Node], waiting: Collection[Node]) -> tuple[list[Node], list[Node]]:
-        """Count closed entries.
-
-        Return the nodes that are settled now, in torch's order, and those that no gradient reaches.
+        """Count closed entries; return the nodes that are settled now, in torch's order, and those that no gradient
+        reaches.
 
         `starts` has each node once per closed entry that leads there. `waiting` are the nodes that have gradients.
         """

@@ -147,12 +147,9 @@ class LocalOptimizer:
     # `finishing`: a step that was cancelled in the middle would leave some parameters changed and others not.
     @finishing
     def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
-        """Apply the gradients of a context, multiplied by `factor`.
+        """Apply these changes of hyperparameters, then the gradients of a context, multiplied by `factor`.
 
-        Return the number of parameters that had a gradient.
-
-        Return None if this worker does not know the context. `changes` are the changed hyperparameters since the last
-        step.
+        Return the number of parameters that had a gradient, or None if this worker does not know the context.
         """
         assert self._optimizer is not None
         start = perf_counter()
@@ -365,10 +362,7 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
-    """Return the norm of one worker's gradients, or None without gradients.
-
-    The norm is on the CPU, so the host waits for the device only once.
-    """
+    """Return the norm of one worker's gradients, on the CPU so that the host waits only once; None without any."""
     values = [_plain(gradient) for gradient in gradients]
     return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
 
