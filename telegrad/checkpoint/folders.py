@@ -171,9 +171,7 @@ def discard(path: str, mark: str) -> None:
 def keep_newest(path: str, count: int) -> None:
     """Keep the newest `count` complete checkpoints in the parent folder, including this one.
 
-    Remove leftovers of killed saves.
-
-    Symlinks and their targets stay, and so do checkpoints of other programs.
+    Remove leftovers of killed saves. Symlinks and their targets stay, and so do checkpoints of other programs.
     """
     folder = os.path.dirname(os.path.abspath(path))
     found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))

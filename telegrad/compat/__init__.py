@@ -125,10 +125,7 @@ def installed() -> bool:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a Python process that this one starts, with the mode if it is on here.
-
-    Each process that Telegrad starts gets its environment from here.
-    """
+    """Return the environment for each Python process that Telegrad starts, with the mode if it is on here."""
     environment = dict(variables)
     if _Mode.on:
         environment[VARIABLE] = os.pathsep.join([BOOT, *_other_paths(variables)])

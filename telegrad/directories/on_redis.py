@@ -231,10 +231,7 @@ class RedisSession:
 
 
 def check_own(address: Address) -> None:
-    """Load the client's certificate like redis-py does, and check it.
-
-    redis-py does not check who else may read the key, and would prompt for a passphrase.
-    """
+    """Load the client's certificate like redis-py, but refuse a key that others may read, or with a passphrase."""
     tls = address.tls or {}
     if certificate := tls.get("ssl_certfile"):
         private_key = tls.get("ssl_keyfile", certificate)

@@ -39,11 +39,7 @@ def kept_value(value: T) -> T:
 def create(
     workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, policy: RetryPolicy | None = None
 ) -> RefGroup:
-    """Create a value on each of these workers.
-
-    Raises:
-        GroupError: some workers are gone; no worker was called.
-    """
+    """Create a value on each of these workers; raise GroupError, without any call, if some workers are gone."""
     timeout = await_workers(policy, [worker.name for worker in workers], call, timeout)
     table = current.references()
     owners = _identified([worker.name for worker in workers], table.agent.identify)

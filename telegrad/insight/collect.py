@@ -256,11 +256,7 @@ def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: fl
 
 
 def _place_for(path: str | os.PathLike[str]) -> str:
-    """Return the path as text. Check its folder first, before the trace takes time.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-    """
+    """Return the path as text; raise FileNotFoundError before the trace takes time if its folder does not exist."""
     folder = os.path.dirname(os.path.abspath(checks.path("path", path)))
     if not os.path.isdir(folder):
         raise FileNotFoundError(ENOENT, "there is no such folder", folder)

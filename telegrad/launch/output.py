@@ -66,11 +66,7 @@ class Output:
     """The output of one run: a new folder, to which the link `latest` points."""
 
     def __init__(self, folder: str) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make the folder; raise OSError if it cannot be made."""
         self.folder = _fresh(folder)
         colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._coloured = {stream: colours and os.isatty(descriptor) for stream, descriptor in STREAMS.items()}
@@ -150,10 +146,7 @@ def _fresh(folder: str) -> Path:
 
 
 def _write(descriptor: int, data: bytes, patience: float) -> bytes:
-    """Write data; return what is left if the reader makes no room for it within `patience`.
-
-    Another process may have made the terminal non-blocking.
-    """
+    """Write data; return what is left if the reader makes no room within `patience`: terminals may be non-blocking."""
     while data and select.select((), (descriptor,), (), patience)[1]:
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # more may block a pipe that has room

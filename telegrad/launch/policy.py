@@ -97,11 +97,7 @@ def _numbers(role: Role, node: int) -> range:
 
 
 def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
-    """Parse a file, apply the changes of the options, and return the configuration. `changes` has the form of the file.
-
-    Raises:
-        UsageError: the file is invalid or inconsistent.
-    """
+    """Return the configuration of a file with `changes` of its form; raise UsageError if it is inconsistent."""
     told = _changed(_parsed(text), changes)
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
     rest = {key: value for key, value in told.items() if key not in tables}

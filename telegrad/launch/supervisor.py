@@ -66,11 +66,7 @@ class Child:
     starts."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the process; raise OSError if it cannot be started."""
         self.process = subprocess.Popen(
             [_found(command[0], environment), *command[1:]],
             stdin=subprocess.DEVNULL,
@@ -103,11 +99,7 @@ class Child:
 
 class Supervisor:
     def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
-        """On the first host, listen at the store's address.
-
-        Raises:
-            OSError: this process cannot listen there.
-        """
+        """On the first host, listen at the store's address; raise OSError if this process cannot listen there."""
         self._seats = {slot.name: slot for slot in plan.slots(node)}
         self._policy = Policy(self._seats.values(), plan.grace)
         self._output = output

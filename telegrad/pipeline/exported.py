@@ -20,10 +20,7 @@ _FILE = "<stage of a Pipeline>"  # shown in tracebacks
 
 
 class GeneratedCode:
-    """The operations of a graph, as a function that is sent as its source.
-
-    A `GraphModule` would trace itself again on the receiver.
-    """
+    """The operations of a graph, sent as their source: a `GraphModule` would trace itself again on the receiver."""
 
     # Tracing replaces `nn.Module.__call__` of the whole process, where other threads run modules meanwhile. Of the
     # globals of the source, modules are sent by name, and all other values as they are. `_run` is compiled anew by each
@@ -200,11 +197,7 @@ class Inputs:
         return named
 
     def __call__(self, inputs: Any) -> tuple[None, list[Any]]:
-        """Return the inputs of the first stage.
-
-        Raises:
-            UsageError: these inputs have a different form than the example.
-        """
+        """Return the inputs of the first stage; raise UsageError if they have a different form than the example."""
         leaves, form = tree_flatten(self._named(inputs))
         if form != self._form:
             raise UsageError(

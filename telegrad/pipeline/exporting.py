@@ -38,10 +38,7 @@ _one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx rep
 
 @contextlib.contextmanager
 def _this_thread_alone() -> Iterator[None]:
-    """Keep torch.fx from recording operations of other threads.
-
-    While it traces, `nn.Module.__call__` and `__getattr__` of the whole process call the tracer.
-    """
+    """Keep torch.fx, which traces calls of modules in the whole process, from recording those of other threads."""
     here = forks.thread()
 
     def guarded(own: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

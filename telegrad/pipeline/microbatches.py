@@ -117,9 +117,7 @@ def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any
     """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
 
     The last value is True if `check_sum` must confirm that. It is False for one micro-batch, and torch's own losses.
-
-    Raises:
-        UsageError: `loss` returns no scalar, or contradicts `reduction`.
+    Raise UsageError if `loss` returns no scalar, or contradicts `reduction`.
     """
     # The reduction of an unknown loss is a guess ("mean", unless it has an attribute), which `check_sum` confirms after
     # the last micro-batch. A program that gives `reduction` says that it is right.

@@ -95,10 +95,7 @@ class Progress:
 def play(
     progress: Progress, choose: Callable[[int, list[Action]], Action | None], cost: Callable[[Action], float]
 ) -> list[list[tuple[Action, float, float]]]:
-    """Simulate a run: each station begins `choose(station, ready)` as soon as it is free.
-
-    Return its actions with their times.
-    """
+    """Return the timed actions of a simulated run: a station begins `choose(station, ready)` once it is free."""
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(max(progress.stations) + 1)]
     running: list[tuple[float, Action]] = []
     now = 0.0

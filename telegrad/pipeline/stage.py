@@ -159,11 +159,7 @@ class PackedValue(NamedTuple):
 
 
 def pack_value(value: Any, same_program: bool) -> PackedValue:
-    """Pack a value for another process. `same_program`: it runs the same main program as this one.
-
-    Raises:
-        UsageError: the value contains references, which cannot be passed between stages.
-    """
+    """Pack a value for another process; raise UsageError for references, which cannot be passed between stages."""
     body, tensors, references, _ = encode(value, same_program)
     if references:
         raise UsageError(
@@ -177,10 +173,7 @@ def pack_value(value: Any, same_program: bool) -> PackedValue:
 
 
 class _StageInput(torch.autograd.Function):
-    """The inputs of a stage.
-
-    The only input of the node is an empty leaf, which makes a `telegrad.autograd` pass run it.
-    """
+    """The inputs of a stage. Its only input is an empty leaf, which makes a `telegrad.autograd` pass run the node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

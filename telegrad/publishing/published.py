@@ -297,10 +297,7 @@ class Publications:
             self._agent.run(self._take_over, offer, False)
 
     def _stands_by(self, offer: Publication) -> bool:
-        """Return True if this worker may take over the value.
-
-        A leaving worker may not, as the owner may leave with it.
-        """
+        """Return True if this worker may take over the value; a leaving one may not, as the owner may leave with it."""
         if self._agent.closed or self._offers.get(offer.name) is not offer:
             return False
         parting, serving = self._worker.parting, self._worker.membership.serving

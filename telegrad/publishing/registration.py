@@ -67,9 +67,8 @@ class Registration:
     ) -> None:
         """`directory_of_group` returns `address` of the worker on which it is called.
 
-        `on_claim` is called with each value whose owner has changed; it must not block.
-
-        `on_lost` is called once a registration has ended, and all claims made with it are lost.
+        `on_claim` is called with each value whose owner has changed; it must not block. `on_lost` is called once a
+        registration has ended, and all claims made with it are lost.
         """
         self._worker, self._agent = worker, worker.agent
         self._directory_of_group, self._on_claim, self._on_lost = directory_of_group, on_claim, on_lost

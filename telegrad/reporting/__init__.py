@@ -207,11 +207,7 @@ class Malformed(ValueError):
 
 
 def decode(topic: str, data: bytes) -> Any:
-    """Decode the answer to a question about `topic`.
-
-    Raises:
-        Malformed: the answer has another form.
-    """
+    """Decode the answer to a question about `topic`; raise Malformed if the answer has another form."""
     # Without `parse_constant`, `json` would accept NaN and Infinity, which are not JSON. It raises RecursionError for
     # deeply nested lists.
     try:
@@ -224,11 +220,7 @@ def decode(topic: str, data: bytes) -> Any:
 
 
 def checked(topic: str, value: Any) -> Any:
-    """Check an answer that is already parsed, or this worker's own; return it with sanitized texts.
-
-    Raises:
-        Malformed: the answer has another form.
-    """
+    """Check a parsed answer, or this worker's own; return it with sanitized texts; raise Malformed as `decode` does."""
     check: _Check = _CHECKS.get(topic, _none)  # a worker answers null to an unknown topic
     return check(value, topic)
 

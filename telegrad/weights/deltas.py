@@ -73,8 +73,7 @@ def encode(old: Sequence[Row], new: Sequence[Row], small: bool) -> Delta:
 def apply(delta: Delta, rows: Sequence[Row]) -> None:
     """Turn the old piece into the new one, in place.
 
-    Raises:
-        DeltaRefused: the delta is damaged, or was made from other values. Some rows may have changed already.
+    Raise DeltaRefused if the delta is damaged, or was made from other values. Some rows may have changed already.
     """
     at = 0
     joined = _joined(rows)

@@ -305,10 +305,7 @@ def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
     """Return the type in which the tensor of that name is published.
 
     Only real floating-point tensors are rounded. A type applies to larger types only; a function decides for each
-    tensor.
-
-    Raises:
-        InvalidArgument: the type is not a floating-point type.
+    tensor. Raise InvalidArgument if the type is not a floating-point type.
     """
     if rounding is None or not tensor.is_floating_point():
         return tensor.dtype

@@ -181,10 +181,7 @@ class WeightsService:
             self._endpoints.pop(endpoint.me.number, None)
 
     def close_later(self, endpoint: Endpoint[Any]) -> None:
-        """Close an endpoint whose user has dropped it.
-
-        This is done on another thread, since the current one may hold any lock.
-        """
+        """Close an endpoint that was dropped, on another thread, since the current one may hold any lock."""
         if not forks.is_inherited(self):
             self.agent.later(lambda _: endpoint.close(), None)
 
