@@ -111,14 +111,9 @@ class LocalPart:
             self._runner.arrive(arrived)
         return letters
 
-    @property
-    def through(self) -> bool:
-        """Return True if no gradient can come to a leaf here any more in this pass."""
-        return not self._runner.expects
-
-    def may_ride(self, others: Iterable[LocalPart]) -> bool:
-        """Return True if the rider may run, given this worker's `others` of the context. Then `ride` must follow."""
-        return self._waits_to_ride and self.through and all(other.through for other in others)
+    def may_ride(self, parts: Iterable[LocalPart]) -> bool:
+        """Return True if the rider may run, as no part of the context expects gradients here. `ride` must follow."""
+        return self._waits_to_ride and not any(part._runner.expects for part in parts)
 
     def ride(self, outcome: tuple[bool, Any]) -> None:
         """Record the outcome of the rider, which does not run again."""
@@ -321,9 +316,9 @@ class LocalParts:
         # here, nor one whose messages wait for its roots (`early`).
         spec = part.outbox.spec
         rider = self.riders.get(spec.rider)
+        parts = [each for each in list(context.parts.values()) if each is not None]
         is_over = context.ended or context.parts.get(spec) is not part  # it may have failed meanwhile
-        others = [each for each in list(context.parts.values()) if each is not None]
-        if rider is None or is_over or context.early or not part.may_ride(others):
+        if rider is None or is_over or context.early or not part.may_ride(parts):
             return
         self._send_early(part.outbox)  # other workers may wait for these gradients
         part.ride(self.give_turn(rider, spec.context, spec.request))

@@ -342,9 +342,9 @@ def is_partly_used(world: World) -> bool:
 def test_a_rider_waits_for_other_passes_of_the_context() -> None:
     first, second = (ridden_world(number) for number in (1, 2))
     one, other = first.parts["0"], second.parts["0"]
-    assert not one.through
+    assert one._runner.expects
     other.take([start for _, start in second.driver.start([("0", second.roots)])])
-    assert other.through
+    assert not other._runner.expects
     assert not other.may_ride([one, other])
     one.take([start for _, start in first.driver.start([("0", first.roots)])])
     assert other.may_ride([one, other])
@@ -359,7 +359,7 @@ def test_nothing_rides_with_a_pass_without_a_rider() -> None:
     world.join([0])
     part = world.parts["0"]
     part.take([start for _, start in world.driver.start([("0", world.roots)])])
-    assert part.through
+    assert not part._runner.expects
     assert not part.may_ride([part])
 
 
@@ -415,8 +415,8 @@ def forget(outbox: Outbox, worker: str) -> tuple[str, int]:
 mark, key_of = GraphSchedule.mark, Outbox.key
 WRONG: dict[str, tuple[Any, str, Any]] = {
     "a driver that does not ask": (Driver, "_quiet", end),
-    "riders that wait for nothing": (LocalPart, "through", property(lambda part: True)),
-    "riders that wait for what can still come": (LocalPart, "through", property(lambda part: not part._runner.starved)),
+    "riders that wait for nothing": (FakeRunner, "expects", property(lambda runner: False)),
+    "riders that wait for what can still come": (FakeRunner, "expects", FakeRunner.starved),
     "marks that stop": (GraphSchedule, "mark", lambda schedule, starts: mark(schedule, starts)[:1]),
     "reports that forget": (Outbox, "key", forget),
 }
