@@ -274,7 +274,7 @@ class EngineRunner:
         # A sender that still waits is told that no gradient comes. After the declaration of the dead, only marked sends
         # are open at their workers, and a message for any other would be an error there.
         for node in recvs if self._unshipped else ():
-            if node.origin in self._unshipped and (not self._buried or self._schedule.is_marked(node)):
+            if node.origin in self._unshipped and (not self._buried or node in self._schedule.marked):
                 self._ship(node.origin, ())
         self._outbox.flush()
 

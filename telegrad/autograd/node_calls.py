@@ -309,11 +309,7 @@ def _free(node: Node) -> None:
             saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
             with contextlib.suppress(RuntimeError):  # nothing was saved, or it has hooks of the user
-                each.register_hooks(_drop, _second_time)
-
-
-def _drop(_: Tensor) -> None:
-    return None
+                each.register_hooks(lambda _: None, _second_time)
 
 
 def _second_time(_: Any) -> Tensor:

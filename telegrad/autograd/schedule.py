@@ -239,7 +239,7 @@ class GraphSchedule:
                 region.open += 1
         self._countdown: Countdown | None = None  # created once some nodes can run before others that they lead to
         self._changed: dict[Region, None] = {}
-        self._marked: set[Node] = set()
+        self.marked: set[Node] = set()  # that `mark` has reached: gradients may still go there
 
     def settled(self, node: Node) -> bool:
         """Return True if no more gradients can come to a node. Nodes that lead to it may still have to run."""
@@ -354,7 +354,7 @@ class GraphSchedule:
 
     def mark(self, starts: Iterable[Node]) -> list[Node]:
         """Return the Recv nodes that these nodes lead to; each is returned once in a pass."""
-        stack, found, marked = list(starts), [], self._marked
+        stack, found, marked = list(starts), [], self.marked
         while stack:
             node = stack.pop()
             if node in marked:
@@ -366,10 +366,6 @@ class GraphSchedule:
             elif kind not in (PLAIN, LEAF):
                 stack += [m for m, _ in node.next_functions if m is not None]
         return found
-
-    def is_marked(self, node: Node) -> bool:
-        """Return True if `mark` has reached the node: gradients may still go there."""
-        return node in self._marked
 
 
 def _root(region: Region) -> Region:

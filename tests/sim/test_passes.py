@@ -144,7 +144,7 @@ class FakeRunner:
                 self.run_node(act)
         recvs = [node for call in calls for node in call.recvs] + [node for node in hand if type(node) is RecvNode]
         for node in [*recvs, *step.unreached]:
-            if not node.runs and (not self.buried or self.schedule.is_marked(node)):
+            if not node.runs and (not self.buried or node in self.schedule.marked):
                 self.world.ship(self.me, node, False)
 
     def call(self, call: EngineCall, ordered: bool) -> None:
