@@ -129,7 +129,8 @@ class Agent:
         self._server.loop.close()
         self._reactor.close()
         self._timer.close()
-        self._connections.release_memory()
+        self.memory.close()
+        self._connections.staging.close()
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""

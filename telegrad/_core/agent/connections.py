@@ -214,13 +214,8 @@ class Connections:
         member = peer.member
         if member.incarnation == self.joined.me.incarnation:
             return self._loop(peer)
-        target = Target(
-            member.name,
-            member.incarnation,
-            member.unix if member.host == self.joined.me.host else "",
-            member.tcp,
-            StreamId(secrets.token_hex(8)),
-        )
+        unix = member.unix if member.host == self.joined.me.host else ""
+        target = Target(member.name, member.incarnation, unix, member.tcp, StreamId(secrets.token_hex(8)))
         try:
             channel = self._reach(target)
         except PeerUnreachable as error:
@@ -240,17 +235,9 @@ class Connections:
         return link
 
     def _reach(self, target: Target) -> OpenedChannel:
-        settings = self.settings
+        settings, keys, claim = self.settings, self.joined.keys, self._claim_to(target.name)
         with resources.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
-            return connect(
-                target,
-                self.joined.keys,
-                self._claim_to(target.name),
-                settings.tls,
-                settings.transport,
-                CONNECT_WITHIN,
-                settings.silence,
-            )
+            return connect(target, keys, claim, settings.tls, settings.transport, CONNECT_WITHIN, settings.silence)
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no free thread; one stream suffices
@@ -446,10 +433,6 @@ class Connections:
             for peer in peers:
                 peer.connection.finish_connecting(until)
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
-
-    def release_memory(self) -> None:
-        self.memory.close()
-        self.staging.close()
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""

@@ -397,22 +397,16 @@ def _parts(value: Any) -> Iterator[Any]:
         if kind in ATOMS or id(each) in seen or isinstance(each, NO_DATA):
             continue
         seen.add(id(each))
-        if kind is tuple:
-            todo += each
-            continue
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, dict):
-            yield each
+        if isinstance(each, dict):
             todo += list(each.values())
-        elif kind in (list, set, deque):
-            yield each
+        elif kind in (tuple, list, set, deque):
             todo += list(each)
-        elif _is_buffer(each):
-            yield each
-        elif is_plain(kind):
-            yield each
+        elif not (isinstance(each, Tensor) or _is_buffer(each)):
+            if not is_plain(kind):
+                continue
             todo += list(getattr(each, "__dict__", {}).values())
+        if kind is not tuple:
+            yield each
 
 
 def _state_of(value: Any) -> int:

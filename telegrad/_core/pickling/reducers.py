@@ -328,12 +328,7 @@ REDUCERS: dict[type, Reducer] = {
 # The unpickler passes these the tensors, or the references, of the value before their own arguments.
 FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
 FROM_REFERENCES: dict[str, Callable[..., Any]] = {_reference.__name__: _reference}
-_OWN = frozenset(
-    {
-        *(*FROM_SLOTS.values(), *FROM_REFERENCES.values()),
-        *(resolve, _unflatten, _typed_storage, _compile, _load_script, _elements, _file),
-    }
-)
+_OWN = {*FROM_SLOTS.values(), _reference, resolve, _unflatten, _typed_storage, _compile, _load_script, _elements, _file}
 
 try:
     import numpy
