@@ -123,15 +123,10 @@ class Sessions(Generic[S]):
     ) -> Result[T]:
         """Run an operation at one endpoint after the other, until one answers or the time is over.
 
-        Args:
-            operation: called with a session and the time at which the attempt ends.
-            repeat: True if it may be sent again when it may have been done.
-            until: when the last attempt ends; after `patience` seconds if not given.
-            limit: seconds of one attempt.
-
-        Raises:
-            DirectoryLost: no endpoint answered, or the operation may have been done and must not be done twice.
-            NotInitialized: this process was forked from the one that made this client.
+        `operation` gets a session and the time at which the attempt ends, after at most `limit` seconds. `repeat`: it
+        may be sent again when it may have been done. The last attempt ends at `until`, by default after `patience`
+        seconds. Raise DirectoryLost if no endpoint answered, or if the operation may have been done and must not be
+        done twice.
         """
         begun = monotonic()
         until = begun + self.patience if until is None else until

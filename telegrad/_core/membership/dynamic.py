@@ -69,13 +69,10 @@ class DynamicGroup:
     def __init__(
         self, directory: Directory, ttl: float, launched: bool = False, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Initialise without joining.
+        """Initialise without joining. `leave` closes `directory`, whose lease ends are those of `clock`.
 
-        Args:
-            directory: closed by `leave`.
-            ttl: seconds after which a worker is lost that does not renew its lease.
-            launched: a launcher started the directory: it has made the group, and restarts failed workers.
-            clock: the clock of the lease ends that `directory` returns.
+        `ttl`: seconds after which a worker is lost that does not renew its lease. `launched`: a launcher started the
+        directory: it has made the group, and restarts failed workers.
         """
         self.directory = directory
         self.registry = Registry(directory, clock)
@@ -168,10 +165,9 @@ class DynamicGroup:
     def begin(self, on_change: Callable[[Change], None], stands_for: Callable[[], float] = lambda: 0.0) -> None:
         """Start the threads.
 
-        Args:
-            on_change: called with each change, one at a time except for this worker's end; it must not call `refresh`.
-            stands_for: returns for how many seconds this worker has not answered. If that is longer than the ttl, the
-                lease is not renewed: then others, and this worker, detect its loss.
+        `on_change` is called with each change, one at a time except for this worker's end; it must not call `refresh`.
+        `stands_for` returns for how many seconds this worker has not answered. If that is longer than the ttl, the
+        lease is not renewed: then others, and this worker, detect its loss.
         """
         self._on_change, self._stands_for = on_change, stands_for
         self._renewing.want()
