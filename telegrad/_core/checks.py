@@ -47,8 +47,7 @@ class _Short(reprlib.Repr):
             return kind.__qualname__  # the values of a tensor do not help here, and are slow to format
         return super().repr_instance(x, level)
 
-    def repr_Parameter(self, x: Any, level: int) -> str:  # noqa: N802 - of torch
-        return self.repr_instance(x, level)
+    repr_Parameter = repr_instance  # noqa: N815 - of torch
 
 
 _short = _Short()

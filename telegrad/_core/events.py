@@ -39,6 +39,7 @@ NOTED = "noted"  # recorded by an extension: a title, and a short text
 
 note: Listener | None = None
 alarms: list[Callable[[str], Any]] = []  # called with a reason when something failed that users may ask about
+in_child(alarms.clear)  # they belong to the parent's workers
 
 _lock = renewed(threading.Lock())  # guards _listeners, and changes of `note`
 _listeners: list[Listener] = []
@@ -78,9 +79,3 @@ def _settle() -> None:
             listener(event)
 
     note = tell_all
-
-
-@in_child
-def _forget_alarms() -> None:
-    """Remove the alarms: they belong to the parent's workers."""
-    alarms.clear()

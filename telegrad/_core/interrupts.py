@@ -467,10 +467,8 @@ def install() -> None:
         return
     for signum in signal.valid_signals():
         handler = _real_getsignal(signum)
-        if callable(handler) and not isinstance(handler, _Handler):
-            fronted = _wrapped(signum, handler)
-            if fronted is not handler:
-                _real_signal(signum, fronted)
+        if (fronted := _wrapped(signum, handler)) is not handler:
+            _real_signal(signum, fronted)
 
 
 @in_child

@@ -207,12 +207,7 @@ _making: dict[str, threading.Lock] = {}  # by the program's key: held while a th
 _sent = SentGlobals()
 note_sent = _sent.note_sent
 _trial = threading.local()
-
-
-@in_child
-def _forget_thread() -> None:
-    """Clear the imports in progress: a forked child does not have the threads that run them."""
-    _making.clear()
+in_child(_making.clear)  # a forked child does not have the threads that import
 
 
 def scope_of(*parts: Any) -> MainNamespace:
