@@ -40,9 +40,13 @@ def apply(function, value):
     return function(value)
 
 
+def gradients_of(result, *leaves):
+    backward(result.sum())
+    return gradients(*leaves)
+
+
 def through(function, *args):
-    backward(call(function, *args).sum())
-    return gradients(*args)
+    return gradients_of(call(function, *args), *args)
 
 
 def stepped(layer, optimizer):

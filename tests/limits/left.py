@@ -7,8 +7,7 @@ LEFT = {
 ## `saved_tensors_hooks` around a remote call hold on the worker that registers them
 with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 2):
     y = call(torch.sin, x * 1.0)
-backward(y.sum())
-found = gradients(x)
+found = gradients_of(y, x)
 -> register them in the function that is called
 ## a `TorchDispatchMode` around a call does not see operators of other workers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,8 +61,7 @@ def f(a):
     return b
 b = call(f, x)
 b.register_hook(lambda g: g * 10)
-backward(b.sum())
-found = gradients(x)
+found = gradients_of(b, x)
 -> register all hooks of a tensor on one worker
 ## a leaf that is sent in a context, or a parameter that is returned, is no leaf where it arrives
 found = [call(getattr, x, "is_leaf"), call(nn.Linear, 3, 3).weight.is_leaf]
@@ -100,8 +98,7 @@ found = layer.state_dict()
 ## `state` of a `DistributedOptimizer` is empty: the owners of the parameters have it
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.Adam, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
+stepped(layer, optimizer)
 found = len(optimizer.own.state)
 -> `state_dict()`
 """,

@@ -15,8 +15,7 @@ found = grad(call(torch.sin, x).sum(), x)
 ## `torch.autograd.functional` inside of a function that is called
 def jac(a):
     return torch.autograd.functional.jacobian(torch.sin, a, create_graph=True)
-backward(call(jac, x).sum())
-found = gradients(x)
+found = gradients_of(call(jac, x), x)
 ## `torch.autograd.forward_ad` inside of such a function
 def f(a):
     with torch.autograd.forward_ad.dual_level():
@@ -39,8 +38,7 @@ class M(nn.Module):
     def forward(self, a):
         return call(torch.mul, a, self.w)
 w = leaf(seed=7)
-backward(torch.func.functional_call(M(), {"w": w}, (x,)).sum())
-found = gradients(w, x)
+found = gradients_of(torch.func.functional_call(M(), {"w": w}, (x,)), w, x)
 ## `saved_tensors_hooks`, `save_on_cpu` and `disable_saved_tensors_hooks` inside of one
 def f(a):
     with torch.autograd.graph.save_on_cpu():
@@ -74,8 +72,7 @@ found = through(f, x)
 from torch.utils.checkpoint import checkpoint as ck
 def inner(b):
     return ck(lambda c: call(torch.sin, c).exp(), b, use_reentrant=False).tanh()
-backward(ck(inner, x * 1.0, use_reentrant=False).sum())
-found = gradients(x)
+found = gradients_of(ck(inner, x * 1.0, use_reentrant=False), x)
 ## random numbers that are drawn again inside of these
 from torch.utils.checkpoint import checkpoint as ck
 backward(ck(lambda b: call(torch.sin, nn.functional.dropout(b, 0.5)).tanh(), x * 1.0, use_reentrant=False).sum())
@@ -118,8 +115,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * call(torch.cos, ctx.saved_tensors[0])
-backward(F.apply(x * 1).sum())
-found = gradients(x)
+found = gradients_of(F.apply(x * 1), x)
 ## `needs_input_grad`
 class F(torch.autograd.Function):
     @staticmethod
@@ -129,12 +125,10 @@ class F(torch.autograd.Function):
     def backward(ctx, g):
         return (g if ctx.needs_input_grad[0] else None), (g * 2 if ctx.needs_input_grad[1] else None)
 b = leaf(seed=3).detach()
-backward(call(F.apply, x, b).sum())
-found = gradients(x, b)
+found = through(F.apply, x, b)
 ## hooks that make remote calls
 x.register_hook(lambda g: call(torch.mul, g, 2))
-backward(call(torch.sin, x).sum())
-found = gradients(x)
+found = through(torch.sin, x)
 ## `no_grad`, `enable_grad`, `set_grad_enabled`, `inference_mode`
 def f(a):
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), a.requires_grad, (a * 1).is_inference()
@@ -157,8 +151,7 @@ found = through(f, x)
 ## `requires_grad_` of what was received
 y = call(torch.sin, x.detach())
 y.requires_grad_()
-backward((y * y).sum())
-found = gradients(y)
+found = gradients_of(y * y, y)
 ## `retain_grad`
 y = call(torch.sin, x)
 y.retain_grad()
@@ -168,8 +161,7 @@ found = [y.grad, *gradients(x)]
 y = call(torch.sin, x)
 h = y.register_hook(lambda g: g * 2)
 h.remove()
-backward(y.sum())
-found = gradients(x)
+found = gradients_of(y, x)
 ## `register_multi_grad_hook` with `mode="any"`
 a, b = leaf(seed=5), leaf(seed=6)
 seen = []
@@ -183,8 +175,7 @@ backward(call(torch.sin, x).sum())
 found = seen
 ## several passes in one context
 backward(call(torch.sin, x).sum())
-backward(call(torch.cos, x).sum())
-found = gradients(x)
+found = through(torch.cos, x)
 ## `retain_graph`
 y = call(torch.sin, x).sum()
 backward(y, retain_graph=True)
@@ -195,15 +186,12 @@ y = call(torch.sin, x).sum()
 backward(y, create_graph=True)
 found = [g.detach() for g in gradients(x)]
 ## gradients that are no numbers
-y = call(torch.sqrt, x * 0)
-backward(y.sum())
-found = gradients(x)
+found = gradients_of(call(torch.sqrt, x * 0), x)
 ## views of every kind, as `as_strided`
 def f(a):
     v = a.as_strided((2, 2), (1, 3))
     return v.sin()
-backward(call(f, x * 1).sum())
-found = gradients(x)
+found = gradients_of(call(f, x * 1), x)
 ## `torch.autocast`
 def f(a):
     return a @ a
@@ -217,8 +205,7 @@ def f(a):
         return a @ a
 with torch.autocast("cpu", dtype=torch.bfloat16):
     y = call(f, x.float())
-backward(y.float().sum())
-found = [y, *gradients(x)]
+found = [y, *gradients_of(y.float(), x)]
 ## `backward` inside of `torch.autocast`, which holds for what runs on other workers
 y = call(torch.matmul, x.float(), x.float())
 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -246,8 +233,7 @@ def f(a):
 found = through(f, x)
 ## `torch.compile` of a function that makes remote calls
 f = torch.compile(lambda a: call(torch.sin, a * 2).tanh(), backend="eager")
-backward(f(x).sum())
-found = gradients(x)
+found = gradients_of(f(x), x)
 ## a `TorchFunctionMode` around a call
 from torch.overrides import TorchFunctionMode
 class Twice(TorchFunctionMode):
@@ -303,8 +289,7 @@ class F(torch.autograd.Function):
         return g * 3 * ctx.saved_tensors[0] ** 2
 y = call(F.apply, x).sum()
 g, = grad(y, [x], create_graph=True)
-backward(g.sum())
-found = gradients(x)
+found = gradients_of(g, x)
 ## `torch.autograd.grad` inside of a function that is called, of what it received
 def f(a):
     return torch.autograd.grad(a.sin().sum(), a, create_graph=True)[0]
@@ -319,8 +304,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2
-backward(call(F.apply, x * 1).sum())
-found = gradients(x)
+found = gradients_of(call(F.apply, x * 1), x)
 ## `mark_non_differentiable`
 class F(torch.autograd.Function):
     @staticmethod
@@ -333,8 +317,7 @@ class F(torch.autograd.Function):
     def backward(ctx, g, h, i):
         return g * 2
 y, b, c = call(F.apply, x)
-backward(y.sum())
-found = [b, c, *gradients(x)]
+found = [b, c, *gradients_of(y, x)]
 ## `set_materialize_grads`
 class F(torch.autograd.Function):
     @staticmethod
@@ -346,8 +329,7 @@ class F(torch.autograd.Function):
         assert h is None
         return g * 2
 y, b = call(F.apply, x)
-backward(y.sum())
-found = gradients(x)
+found = gradients_of(y, x)
 ## `clear_saved_tensors_on_access`
 class F(Sine):
     clear_saved_tensors_on_access = True
@@ -369,8 +351,7 @@ with torch.autograd.graph.allow_mutation_on_saved_tensors():
 found = gradients(x)
 ## `set_multithreading_enabled`
 with torch.autograd.set_multithreading_enabled(False):
-    backward(call(torch.sin, x).sum())
-found = gradients(x)
+    found = through(torch.sin, x)
 ## anomaly mode around a pass
 y = call(torch.sqrt, x * 0 - 1)
 try:
@@ -392,27 +373,22 @@ w = leaf(seed=2)
 z = w * 1
 r = call(torch.exp, z)
 z.mul_(2)
-backward(r.sum() + z.sum())
-found = gradients(x, w)
+found = gradients_of(r.sum() + z.sum(), x, w)
 ## `data` of a result that is set
 y = call(torch.sin, x)
 y.data = torch.ones(3, 3, dtype=torch.float64)
-backward((y * y).sum())
-found = gradients(x)
+found = gradients_of(y * y, x)
 ## `set_checkpoint_early_stop`
 from torch.utils.checkpoint import checkpoint as ck, set_checkpoint_early_stop
 with set_checkpoint_early_stop(False):
-    backward(ck(lambda b: call(torch.sin, b).exp(), x * 1., use_reentrant=False).sum())
-found = gradients(x)
+    found = gradients_of(ck(lambda b: call(torch.sin, b).exp(), x * 1., use_reentrant=False), x)
 ## `torch.profiler` and `record_function` around a pass
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
     with torch.profiler.record_function("pass"):
-        backward(call(torch.sin, x).sum())
-found = gradients(x)
+        found = through(torch.sin, x)
 ## `scaled_dot_product_attention`
 q = leaf(1, 1, 4, 8)
-backward(call(nn.functional.scaled_dot_product_attention, q, q, q).sum())
-found = gradients(q)
+found = gradients_of(call(nn.functional.scaled_dot_product_attention, q, q, q), q)
 ## `torch.jit.fork` and `wait` inside of a function that is called
 def f(a):
     return torch.jit.wait(torch.jit.fork(torch.sin, a))
@@ -429,8 +405,7 @@ found = through(f, x)
 def g(b):
     return b.sin() * 2
 c = torch.compile(g, backend="eager")
-backward(call(apply, c, x).sum())
-found = gradients(x)
+found = gradients_of(call(apply, c, x), x)
 ## `GradScaler.scale` of a loss
 s = torch.amp.GradScaler("cpu", init_scale=4.0)
 backward(s.scale(call(torch.sin, x).sum()))
@@ -441,7 +416,6 @@ def f(normal, a):
     transforms = [D.transforms.SigmoidTransform(), D.transforms.AffineTransform(a, 2.0)]
     return D.TransformedDistribution(normal, transforms)
 d = call(f, D.Normal(x, x.exp()), x)
-backward(d.log_prob(x.detach() + 0.5).nan_to_num(0).sum())
-found = gradients(x)
+found = gradients_of(d.log_prob(x.detach() + 0.5).nan_to_num(0), x)
 """
 }

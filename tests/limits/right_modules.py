@@ -15,15 +15,13 @@ layer.register_forward_hook(lambda mod, a, o: o.tanh())
 layer.register_forward_hook(lambda mod, a, k, o: seen.append(sorted(k)), with_kwargs=True)
 layer.register_forward_pre_hook(lambda mod, a, k: (a, k), with_kwargs=True, prepend=True)
 layer.register_forward_hook(lambda mod, a, o: None, always_call=True)
-backward(layer(x).sum())
-found = [*gradients(x), seen]
+found = [*gradients_of(layer(x), x), seen]
 ## full backward hooks of the handle
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 seen = []
 layer.register_full_backward_hook(lambda mod, given, taken: seen.append((given, taken)))
 layer.register_full_backward_pre_hook(lambda mod, taken: (taken[0] * 2,))
-backward(layer(x).sum())
-found = [*gradients(x), seen]
+found = [*gradients_of(layer(x), x), seen]
 ## hooks of the module itself
 class M(nn.Linear):
     def __init__(self):
@@ -32,8 +30,7 @@ class M(nn.Linear):
         self.register_forward_hook(lambda mod, a, o: o.tanh())
         self.register_full_backward_hook(lambda mod, given, taken: (given[0] * 3,))
 layer = made(M)
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## hooks of all modules of a process
 seen = []
 h = nn.modules.module.register_module_forward_hook(lambda layer, a, o: seen.append(type(layer).__name__))
@@ -51,8 +48,7 @@ found = stepped(layer, optimizer)
 def make():
     return nn.utils.parametrizations.orthogonal(nn.Linear(3, 3).double())
 layer = made(make)
-backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
+found = [*gradients_of(layer(x), x), layer.state_dict()]
 ## parametrizations of one's own
 class Sym(nn.Module):
     def forward(self, w):
@@ -62,8 +58,7 @@ def make():
     nn.utils.parametrize.register_parametrization(layer, "weight", Sym())
     return layer
 layer = made(make)
-backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
+found = [*gradients_of(layer(x), x), layer.state_dict()]
 ## tied parameters
 class M(nn.Module):
     def __init__(self):
@@ -87,8 +82,7 @@ class M(nn.Module):
         return v * self.b
 layer = made(M)
 layer(x)
-backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
+found = [*gradients_of(layer(x), x), layer.state_dict()]
 ## `AveragedModel` where the module lives
 def make():
     return torch.optim.swa_utils.AveragedModel(nn.Linear(3, 3).double())
@@ -107,8 +101,7 @@ found = stepped(layer, optimizer)
 ## `bfloat16()`, `half()`, `double()`
 layer = made(nn.Linear, 3, 3)
 layer.bfloat16()
-backward(layer(x.bfloat16()).sum())
-found = [*gradients(x), layer.state_dict()]
+found = [*gradients_of(layer(x.bfloat16()), x), layer.state_dict()]
 ## `ModuleDict`, `ParameterList`, `ParameterDict`
 class M(nn.Module):
     def __init__(self):
@@ -124,8 +117,7 @@ found = stepped(layer, optimizer)
 ## `requires_grad_`
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 layer.requires_grad_(False)
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## `apply`
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 def fill(mod):
@@ -139,20 +131,17 @@ found = [layer(x), layer.training]
 ## `compile()` of the handle
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 layer.compile(backend="eager")
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## compiled modules
 def make():
     return torch.compile(nn.Linear(3, 3).double(), backend="eager")
 layer = made(make)
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## scripted modules
 def make():
     return torch.jit.script(nn.Linear(3, 3).double())
 layer = made(make)
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## `share_memory`
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 layer.share_memory()
@@ -194,17 +183,14 @@ found = [list(found.missing_keys), list(found.unexpected_keys)]
 ## modules that are sent by value, with their hooks
 layer = nn.Linear(3, 3).double()
 layer.register_forward_hook(lambda mod, a, o: o * 2)
-backward(call(apply, layer, x).sum())
-found = gradients(x, *layer.parameters())
+found = gradients_of(call(apply, layer, x), x, *layer.parameters())
 ## hooks of parameters that are sent
 w = nn.Parameter(leaf(seed=4).detach())
 w.register_hook(lambda g: g * 2)
-backward(call(torch.mul, w, x).sum())
-found = gradients(x, w)
+found = gradients_of(call(torch.mul, w, x), x, w)
 ## `DataParallel` on the CPU
 layer = nn.DataParallel(nn.Linear(3, 3).double())
-backward(call(torch.sin, layer(x)).sum())
-found = gradients(x, *layer.parameters())
+found = gradients_of(call(torch.sin, layer(x)), x, *layer.parameters())
 ## handles inside of other modules
 layer = nn.Sequential(made(nn.Linear, 3, 3, dtype=torch.float64), nn.Tanh())
 found = layer.state_dict()
@@ -212,25 +198,20 @@ found = layer.state_dict()
 y = call(torch.sin, x)
 z = torch.ones(3, 3)
 torch.utils.swap_tensors(y, z)
-backward(z.sum())
-found = gradients(x)
+found = gradients_of(z, x)
 ## `parametrizations.spectral_norm`
 def make():
     return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double())
 layer = made(make)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = [*gradients(x), layer.state_dict()]
+found = [stepped(layer, optimizer), *gradients(x)]
 ## `weight_norm` and `spectral_norm` of `torch.nn.utils`, made there or sent
 def make():
     return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.utils.spectral_norm(nn.Linear(3, 3))).double()
 layer = made(make)
-backward(layer(x).sum())
-found = [*gradients(x), layer.state_dict()]
+found = [*gradients_of(layer(x), x), layer.state_dict()]
 sent = make()
-backward(call(apply, sent, x.detach()).sum())
-found += gradients(*sent.parameters())
+found += gradients_of(call(apply, sent, x.detach()), *sent.parameters())
 ## all methods of `torch.nn.utils.prune`, made there or sent
 import torch.nn.utils.prune as pr
 def make():
@@ -246,12 +227,9 @@ def make():
     return m
 layer = made(make)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
-found = [*gradients(x), layer.state_dict()]
+found = [stepped(layer, optimizer), *gradients(x)]
 sent = make()
-backward(call(apply, sent, x.detach()).sum())
-found += gradients(*sent.parameters())
+found += gradients_of(call(apply, sent, x.detach()), *sent.parameters())
 ## `parametrize.cached`
 def f(a):
     torch.manual_seed(0)
@@ -266,8 +244,7 @@ def make():
     nn.init.zeros_(m.bias)
     return m
 layer = made(make)
-backward(layer(x).sum())
-found = gradients(x)
+found = gradients_of(layer(x), x)
 ## `fuse_conv_bn_eval`, `convert_conv2d_weight_memory_format`
 def make():
     fused = nn.utils.fuse_conv_bn_eval(nn.Conv2d(2, 2, 2).eval(), nn.BatchNorm2d(2).eval())
@@ -290,8 +267,7 @@ found = through(f, x)
 ## `parameters_to_vector` of a module of this worker
 layer = nn.Linear(3, 3).double()
 v = nn.utils.parameters_to_vector(layer.parameters())
-backward(call(torch.sin, v).sum())
-found = gradients(*layer.parameters())
+found = gradients_of(call(torch.sin, v), *layer.parameters())
 ## hooks of the state that are registered on the handle
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 seen = []
@@ -344,30 +320,26 @@ class M(nn.Module):
     def forward(self, a, *, more):
         return Out(a["x"] * 2 + more)
 layer = made(M)
-backward(layer({"x": x}, more=x * 3).a.sum())
-found = gradients(x)
+found = gradients_of(layer({"x": x}, more=x * 3).a, x)
 ## tied parameters of modules that are sent
 a, b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
 b.weight = a.weight
 def f(a, b, v):
     return b(a(v)), a.weight is b.weight
 y, same = call(f, a, b, x)
-backward(y.sum())
-found = [same, *gradients(x, a.weight, a.bias, b.bias)]
+found = [same, *gradients_of(y, x, a.weight, a.bias, b.bias)]
 ## parameters as results
 layer = nn.Linear(3, 3).double()
 def f(m):
     return m.weight
 w = call(f, layer)
-backward((w * x).sum())
-found = [type(w).__name__, *gradients(x, layer.weight)]
+found = [type(w).__name__, *gradients_of(w * x, x, layer.weight)]
 ## a `torch.fx.GraphModule` without gradients, and a compiled module, that are sent
 import torch.fx
 gm = torch.fx.symbolic_trace(nn.Linear(3, 3).double().requires_grad_(False))
 backward(call(apply, gm, x).sum())
 m = torch.compile(nn.Linear(3, 3).double(), backend="eager")
-backward(call(apply, m, x).sum())
-found = gradients(x, *m.parameters())
+found = gradients_of(call(apply, m, x), x, *m.parameters())
 ## `get_ema_multi_avg_fn`
 class M(nn.Module):
     def __init__(self):
@@ -381,8 +353,7 @@ class M(nn.Module):
 layer = made(M)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
 for _ in range(2):
-    backward(layer(x).sum())
-    optimizer.step()
+    stepped(layer, optimizer)
 found = layer(x)
 ## `update_bn` in a function that is called
 m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -397,11 +368,9 @@ def make():
     return nn.parallel.DistributedDataParallel(nn.Linear(3, 3).double())
 layer = made(make)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
-backward(layer(x).sum())
-optimizer.step()
+stepped(layer, optimizer)
 here = make()
-backward(call(torch.sin, here(x)).sum())
-found = [*gradients(x, *here.parameters()), layer.state_dict()]
+found = [*gradients_of(call(torch.sin, here(x)), x, *here.parameters()), layer.state_dict()]
 ## `no_sync`, `Join`, `gradient_as_bucket_view` and `find_unused_parameters` of such
 one_process()
 

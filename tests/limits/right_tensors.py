@@ -15,8 +15,7 @@ found = stepped(layer, optimizer)
 ## a tensor as learning rate
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=torch.tensor(0.1))
-backward(layer(x).sum())
-optimizer.step()
+stepped(layer, optimizer)
 optimizer.own.param_groups[0]["lr"].mul_(0.5)
 found = layer.state_dict()
 ## optimizers of one's own
@@ -44,8 +43,7 @@ layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=0.1)
 optimizer.own.register_step_pre_hook(lambda *a: seen.append("pre") and None)
 optimizer.own.register_step_post_hook(lambda *a: seen.append("post") and None)
-backward(layer(x).sum())
-optimizer.step()
+stepped(layer, optimizer)
 found = seen
 ## `get_total_norm` of gradients of the context
 layer = nn.Linear(3, 3).double()
@@ -73,9 +71,7 @@ layer = made(nn.Linear, 3, 3, dtype=torch.float64)
 optimizer = Opt(torch.optim.SGD, layer, lr=torch.tensor(0.1, dtype=torch.float64))
 s = torch.optim.lr_scheduler.ExponentialLR(optimizer.own, 0.5)
 s.step()
-backward(layer(x).sum())
-optimizer.step()
-found = [layer.state_dict(), float(optimizer.own.param_groups[0]["lr"])]
+found = [stepped(layer, optimizer), float(optimizer.own.param_groups[0]["lr"])]
 ## warnings of schedulers that step before their optimizer
 import warnings
 layer = made(nn.Linear, 3, 3, dtype=torch.float64)
@@ -109,9 +105,7 @@ found = []
 for kind in (Zero, PostLocal):
     layer = made(nn.Linear, 3, 3, dtype=torch.float64)
     optimizer = Opt(kind, layer, lr=0.1)
-    backward(layer(x).sum())
-    optimizer.step()
-    found.append(layer.state_dict())
+    found.append(stepped(layer, optimizer))
 """,
     "Tensors": """
 ## all data types that have values
@@ -142,14 +136,10 @@ found = [r.to_dense(), r.dense_dim()]
 r = [call(echo, torch.eye(4).to_sparse_bsr((2, 2))), call(echo, torch.eye(4).to_sparse_bsc((2, 2)))]
 found = [[e.to_dense(), str(e.layout)] for e in r]
 ## gradients through sparse matrices
-y = call(torch.sparse.mm, torch.eye(3, dtype=torch.float64).to_sparse_csr(), x)
-backward(y.sum())
-found = gradients(x)
+found = gradients_of(call(torch.sparse.mm, torch.eye(3, dtype=torch.float64).to_sparse_csr(), x), x)
 ## sparse gradients
 w = leaf(5, 3)
-y = call(nn.functional.embedding, torch.tensor([1, 1]), w, sparse=True)
-backward(y.sum())
-found = gradients(w)
+found = gradients_of(call(nn.functional.embedding, torch.tensor([1, 1]), w, sparse=True), w)
 ## nested tensors without gradients
 n = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 r = call(echo, n)
@@ -207,8 +197,7 @@ r = call(echo, b)
 found = type(r).__name__
 ## gradients of complex numbers
 z = torch.complex(leaf(), leaf(seed=2)).detach().requires_grad_()
-backward(call(torch.mul, z, z).abs().sum())
-found = gradients(z)
+found = gradients_of(call(torch.mul, z, z).abs(), z)
 ## tensors of zeros without memory
 found = call(echo, torch._efficientzerotensor(3))
 ## generators
@@ -223,8 +212,7 @@ found = call(echo, [torch.device("cpu"), torch.float16, torch.Size([1]), *kinds]
 r = call(torch.max, x.detach(), 0)
 found = [type(r).__name__, r.values]
 ## operators with several results
-backward(call(torch.linalg.svd, x)[1].sum())
-found = gradients(x)
+found = gradients_of(call(torch.linalg.svd, x)[1], x)
 ## arrays of numpy, structured ones too
 import numpy
 found = str(call(echo, numpy.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])))
@@ -269,8 +257,7 @@ t = leaf().detach().as_subclass(Sub).requires_grad_()
 y = call(torch.sin, t)
 backward(y.sum())
 z = call(torch.sin, (x * 2).as_subclass(Sub))
-backward(z.sum())
-found = [type(y).__name__, *gradients(t, x)]
+found = [type(y).__name__, *gradients_of(z, t, x)]
 ## tensors without dimensions or without elements
 t = leaf()[0, 0].detach().requires_grad_()
 e = torch.empty(0, 3, requires_grad=True)
@@ -292,8 +279,7 @@ found = []
 for convert in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
     backward(call(convert, x).to_dense().sum())
     backward(call(torch.Tensor.to_dense, convert(x * 2)).sum())
-backward(call(torch.Tensor.to_dense, x.float().to_mkldnn()).sum())
-found = gradients(x)
+found = gradients_of(call(torch.Tensor.to_dense, x.float().to_mkldnn()), x)
 ## batches and 32-bit indices of sparse CSR
 pair = torch.stack([torch.eye(2), torch.eye(2)]).to_sparse_csr()
 short = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
@@ -348,8 +334,7 @@ class F(torch.autograd.Function):
         return g * 3
 def f(function, a):
     return function.apply(a)
-backward(call(F.apply, x).sum() + call(f, F, x).sum())
-found = gradients(x)
+found = gradients_of(call(F.apply, x) + call(f, F, x), x)
 ## objects of `no_grad`, `autocast` and profilers
 def f(mode, also, profile):
     with mode, also:
