@@ -99,30 +99,16 @@ Pipeline.split(nn.Sequential(nn.Linear(3, 3)), ['w1', 'w2'])
 UsageError: the model cannot be cut automatically into 2 stages: after the first, stages can only begin with []. Name
 -> fewer workers
 ## splitting a forward that depends on values of tensors
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.b(x) if self.a(x).sum() > 0 else x
-
-Pipeline.split(Branches(), ["w1", "w2"], at=["b"], example=x)
-UsageError: Branches cannot be cut at 'b', as torch.export cannot record its forward in training:
+split(lambda m, value: m.b(value) if m.a(value).sum() > 0 else value)
+UsageError: Two cannot be cut at 'b', as torch.export cannot record its forward in training:
 -> stages by hand
 ## a stage that would begin inside of `no_grad` or autocast
-class Changes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.a(x)
-        return self.b(x)
-
-Pipeline.split(Changes(), ["w1", "w2"], at=["a"], example=x)
-UsageError: the stages of Changes differ from the model in training
+def forward(m, value):
+    with torch.no_grad():
+        value = m.a(value)
+    return m.b(value)
+split(forward, at="a")
+UsageError: the stages of Two differ from the model in training
 -> a module that is called outside of it
 ## splitting a model with hooks
 model.register_forward_hook(lambda *_: None)
@@ -130,43 +116,23 @@ Pipeline.split(model, ["w1", "w2"], at=["2"])
 UsageError: '' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or build the stages
 -> hooks of the modules inside of it
 ## splitting at a module that is not called
-class Spare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.spare = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-Pipeline.split(Spare(), ["w1", "w2"], at=["spare"], example=x)
-UsageError: 'spare' is not called directly, or is called in torch.no_grad() or autocast: begin the stage with another
+split(lambda m, value: m.b(m.a(value)), at="norm")
+UsageError: 'norm' is not called directly, or is called in torch.no_grad() or autocast: begin the stage with another
 -> a module that the forward calls
 ## stages that are named out of order
 Pipeline.split(model, ['w1', 'w2', 'w1'], at=['2', '1'])
 UsageError: stages must follow the order in which their modules are called: name them in the order ['1', '2']
 -> in the order in which they are called
 ## a balance of a model that is no `nn.Sequential`
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-Pipeline.split(Own(), ["w1", "w2"], balance=[1, 1])
-UsageError: `balance` counts the children of an nn.Sequential, and Own is not one: name the modules
+Pipeline.split(Two(lambda m, value: m.b(m.a(value))), ["w1", "w2"], balance=[1, 1])
+UsageError: `balance` counts the children of an nn.Sequential, and Two is not one: name the modules
 -> `at`
 ## splitting a forward without an argument
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
+class Constant(Two):
     def forward(self):
         return self.b(self.a(torch.ones(3)))
 
-Pipeline.split(Constant(), ["w1", "w2"], at=["b"], example=x)
+Pipeline.split(Constant(None), ["w1", "w2"], at=["b"], example=x)
 UsageError: Constant.forward has no named argument, so a pipeline does not know what to pass: wrap the model in
 -> name what the forward takes
 ## an interleaved schedule whose stages do not go around

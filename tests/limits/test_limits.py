@@ -38,8 +38,8 @@ class Two(nn.Module):
         return self.function(self, value)
 
 
-def split(function, example=torch.ones(3, 3)):
-    return Pipeline.split(Two(function), ["w1", "w2"], at=["b"], example=example)
+def split(function, example=torch.ones(3, 3), at="b"):
+    return Pipeline.split(Two(function), ["w1", "w2"], at=[at], example=example)
 """
 
 pytestmark = pytest.mark.filterwarnings("ignore")
