@@ -138,10 +138,6 @@ def call(x: Tensor) -> Tensor:
     return rpc_sync("w1", sine, (x,))
 
 
-def nothing_of(x: Tensor) -> Tensor:
-    return call(x[:0])
-
-
 TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor]], Any]] = [
     lambda function: torch.func.vmap(function)(torch.ones(2, 3)),
     lambda function: torch.func.grad(lambda x: function(x).sum())(torch.ones(3)),
@@ -156,7 +152,7 @@ TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor]], Any]] = [
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("function", [call, nothing_of, lambda x: call(torch.complex(x, x)).real])
+@pytest.mark.parametrize("function", [call, lambda x: call(x[:0]), lambda x: call(torch.complex(x, x)).real])
 def test_calls_inside_of_transforms_are_refused(transform: Any, function: Any) -> None:
     with pytest.raises(CannotEncode, match=r"from inside a transform of torch\.func|with a tangent"):
         transform(function)

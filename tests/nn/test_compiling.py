@@ -29,22 +29,6 @@ class Counter:
         return self.value + x
 
 
-def sync(x: torch.Tensor) -> torch.Tensor:
-    return rpc_sync("w1", torch.add, (x * 2, 1)).sin()
-
-
-def asynchronous(x: torch.Tensor) -> torch.Tensor:
-    return rpc_async("w1", torch.add, (x * 2, 1)).wait().sin()
-
-
-def with_callback(x: torch.Tensor) -> torch.Tensor:
-    return rpc_async("w1", torch.add, (x * 2, 1)).then(lambda done: done.wait() + 1).wait().sin()
-
-
-def by_reference(x: torch.Tensor) -> torch.Tensor:
-    return remote("w1", torch.add, (x * 2, 1)).to_here().sin()
-
-
 def by_proxy(x: torch.Tensor) -> torch.Tensor:
     return remote("w1", Counter).rpc_sync().add(x * 2).sin()
 
@@ -59,10 +43,6 @@ def with_operators(x: torch.Tensor) -> torch.Tensor:
     return (negative + 1).to_here().sin()
 
 
-def own_reference(x: torch.Tensor) -> torch.Tensor:
-    return RRef(x * 2).local_value().sin()
-
-
 def gradients(x: torch.Tensor) -> torch.Tensor:
     with autograd.context() as context:
         weight = torch.ones(4, requires_grad=True)
@@ -75,9 +55,17 @@ def test_code_with_remote_calls_compiles_and_gives_the_same(every: bool) -> None
     module = RemoteModule("w1", nn.Linear, (4, 4))
     model = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
     pipeline = Pipeline([RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 4))], chunks=2)
-    programs = [sync, asynchronous, with_callback, by_reference, by_proxy, by_proxies, with_operators, own_reference]
-    programs += [gradients, lambda x: module(x).sin(), lambda x: module.forward_async(x * 2).wait().sin(), model]
-    programs += [lambda x: pipeline(torch.stack([x, x]) * 2).sin()]
+    programs: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: rpc_sync("w1", torch.add, (x * 2, 1)).sin(),
+        lambda x: rpc_async("w1", torch.add, (x * 2, 1)).wait().sin(),
+        lambda x: rpc_async("w1", torch.add, (x * 2, 1)).then(lambda done: done.wait() + 1).wait().sin(),
+        lambda x: remote("w1", torch.add, (x * 2, 1)).to_here().sin(),
+        lambda x: RRef(x * 2).local_value().sin(),
+        lambda x: module(x).sin(),
+        lambda x: module.forward_async(x * 2).wait().sin(),
+        *(by_proxy, by_proxies, with_operators, gradients, model),
+        lambda x: pipeline(torch.stack([x, x]) * 2).sin(),
+    ]
     graphs = []
 
     def backend(graph: GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:

@@ -124,10 +124,6 @@ def test_an_error_names_its_worker_and_the_next_step_works() -> None:
         pipeline.forward_backward(context, inputs, targets, mse_loss)
 
 
-def far_from(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs - targets).square().sum()
-
-
 def classes(size: int) -> torch.Tensor:
     return torch.randint(0, 3, (size,))
 
@@ -144,7 +140,7 @@ REDUCTIONS: dict[str, tuple[Callable[..., torch.Tensor], str | None, Callable[[i
     "a sum": (nn.CrossEntropyLoss(reduction="sum"), None, classes),
     "a sum, said twice": (nn.CrossEntropyLoss(reduction="sum"), "sum", classes),
     "a sum that is a function": (partial(cross_entropy, reduction="sum"), None, classes),
-    "a sum of one's own": (far_from, "sum", lambda size: batch(size)[1]),
+    "a sum of one's own": (lambda found, wanted: (found - wanted).square().sum(), "sum", lambda size: batch(size)[1]),
     "a mean of the batch": (nn.KLDivLoss(reduction="batchmean"), None, lambda size: batch(size)[1].softmax(1)),
     "a weighted mean": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), None, classes),
     "a weighted mean by a function": (partial(cross_entropy, weight=CLASS_WEIGHTS), None, classes),

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,14 +111,6 @@ def rows(first: int, end: int) -> dict[str, Any]:
     return {name: Shard(each, (first, 0), (6, 4)) for name, each in (("w", part), ("tied", part.detach()))}
 
 
-def first_rows() -> dict[str, Any]:
-    return rows(0, 2)
-
-
-def last_rows() -> dict[str, Any]:
-    return rows(2, 6)
-
-
 def all_rows() -> dict[str, Any]:
     return {"whole": WHOLE, "again": WHOLE, "view": WHOLE[1:5]}
 
@@ -125,7 +118,7 @@ def all_rows() -> dict[str, Any]:
 def test_parts_of_workers(workers: list[Worker]) -> None:
     """A tensor has two names and is owned in parts; readers get one tensor for both names."""
     with speaking_for(workers[0]):
-        publisher = ShardedPublisher("parts", {"w1": first_rows, "w2": last_rows, "w3": all_rows})
+        publisher = ShardedPublisher("parts", {"w1": partial(rows, 0, 2), "w2": partial(rows, 2, 6), "w3": all_rows})
         reader = on(workers[4], ShardedSubscriber, "w0", "parts")
         for number in range(1, 4):
             WHOLE.add_(number)

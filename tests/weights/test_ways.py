@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,12 +157,8 @@ def one_feed(workers: list[Worker], seed: int) -> None:
 _parts: dict[str, dict[str, Any]] = {"w1": {}, "w2": {}}
 
 
-def parts_of_w1() -> dict[str, Any]:
-    return _parts["w1"]
-
-
-def parts_of_w2() -> dict[str, Any]:
-    return _parts["w2"]
+def parts_of(worker: str) -> dict[str, Any]:
+    return _parts[worker]
 
 
 def one_spread_feed(workers: list[Worker], seed: int) -> None:
@@ -169,7 +166,7 @@ def one_spread_feed(workers: list[Worker], seed: int) -> None:
     torch.manual_seed(seed)
     parts = _parts
     with speaking_for(workers[0]):
-        publisher = ShardedPublisher(name, {"w1": parts_of_w1, "w2": parts_of_w2})
+        publisher = ShardedPublisher(name, {worker: partial(parts_of, worker) for worker in parts})
     values: dict[str, Tensor] = {}
     for _ in range(STEPS):
         values = {"always": torch.randn(3), **dict(named(maker.tree()))}

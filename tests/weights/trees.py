@@ -84,42 +84,23 @@ def _columns(rng: random.Random, tensor: Tensor) -> Tensor:
     )
 
 
-def _element(rng: random.Random, tensor: Tensor) -> Tensor:
-    return tensor[rng.randrange(tensor.shape[0])] if tensor.dim() and tensor.shape[0] else tensor
-
-
-def _turned(_: random.Random, tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, -1) if tensor.dim() > 1 else tensor
-
-
-def _expanded(rng: random.Random, tensor: Tensor) -> Tensor:
-    return tensor.expand(rng.randint(1, 3), *tensor.shape) if tensor.dim() < 3 else tensor
-
-
-def _windows(_: random.Random, tensor: Tensor) -> Tensor:
-    return tensor.unfold(0, 2, 1) if 1 <= tensor.dim() < 3 and tensor.shape[0] > 2 else tensor
-
-
 def _as_bytes(_: random.Random, tensor: Tensor) -> Tensor:
     if tensor.dim() and tensor.stride(-1) == 1 and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.view(torch.uint8)
     return tensor
 
 
-def _conjugate(_: random.Random, tensor: Tensor) -> Tensor:
-    return tensor.conj()
-
-
-def _part(rng: random.Random, tensor: Tensor) -> Tensor:
-    return rng.choice([tensor.conj().imag, tensor.real, tensor.imag]) if tensor.is_complex() else tensor
-
-
-def _alias(_: random.Random, tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
 VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
-    *(_rows, _columns, _element, _turned, _expanded, _windows, _as_bytes, _conjugate, _part, _alias)
+    _rows,
+    _columns,
+    lambda rng, tensor: tensor[rng.randrange(tensor.shape[0])] if tensor.dim() and tensor.shape[0] else tensor,
+    lambda _, tensor: tensor.transpose(0, -1) if tensor.dim() > 1 else tensor,
+    lambda rng, tensor: tensor.expand(rng.randint(1, 3), *tensor.shape) if tensor.dim() < 3 else tensor,
+    lambda _, tensor: tensor.unfold(0, 2, 1) if 1 <= tensor.dim() < 3 and tensor.shape[0] > 2 else tensor,
+    _as_bytes,
+    lambda _, tensor: tensor.conj(),
+    lambda rng, tensor: rng.choice([tensor.conj().imag, tensor.real, tensor.imag]) if tensor.is_complex() else tensor,
+    lambda _, tensor: tensor.detach(),
 ]
 
 
