@@ -149,7 +149,7 @@ def exported(module: str) -> list[str]:
 def definition(module: str, name: str) -> Definition | None:
     """Return the definition of a name of a module, or None if it is not in this package."""
     for node in _statements(_tree(module)):
-        if isinstance(node, Function | ast.ClassDef) and node.name == name and not _is_overload(node):
+        if isinstance(node, Function | ast.ClassDef) and node.name == name and not is_overload(node):
             return Definition(module, node)
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -162,7 +162,7 @@ def definition(module: str, name: str) -> Definition | None:
     return None
 
 
-def _is_overload(node: ast.stmt) -> bool:
+def is_overload(node: ast.stmt) -> bool:
     """Return True for an overload, which only type checkers read."""
     return any(isinstance(each, ast.Name) and each.id == "overload" for each in getattr(node, "decorator_list", ()))
 

@@ -74,14 +74,10 @@ def names() -> Iterator[Public]:
         for member in (
             found.node.body if isinstance(found.node, ast.ClassDef) and (module, name) not in OPTIONAL else ()
         ):
-            if not isinstance(member, surface.Function) or member.name.startswith("_") or _is_overload(member):
+            if not isinstance(member, surface.Function) or member.name.startswith("_") or surface.is_overload(member):
                 continue
             if levels.of(module, f"{name}.{member.name}") != surface.INTERNAL:
                 yield Public(module, member.name, member, name)
-
-
-def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(mark) == "overload" for mark in node.decorator_list)
 
 
 NAMES = list(names())
