@@ -238,11 +238,7 @@ def group(count: int, **options: Any) -> Iterator[list[Process]]:
     with processes(count) as made:
         port = free_port()
         for rank, process in enumerate(made):
-            process.begin(_init, rank, count, port, options)
+            process.begin(partial(init, **options), rank, count, port)
         for process in made:
             process.end()
         yield made
-
-
-def _init(rank: int, count: int, port: int, options: dict[str, Any]) -> None:
-    init(rank, count, port, **options)

@@ -120,16 +120,12 @@ def test_calls_without_descriptors_give_advice_and_work_later(two: list[Process]
     assert "ulimit -n" in two[1].run(what_was_heard)[0]
 
 
-def twice(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 2
-
-
 OPERATIONS: dict[str, Callable[[], object]] = {
     "small": lambda: rpc.rpc_sync("worker1", pow, (2, 3)),
     "argument": lambda: rpc.rpc_sync("worker1", torch.numel, (torch.ones(1 << 20),)),
     "arguments": lambda: rpc.rpc_sync("worker1", len, ([torch.ones(1 << 17) for _ in range(70)],)),
     "result": lambda: rpc.rpc_sync("worker1", torch.ones, (1 << 20,)),
-    "both": lambda: rpc.rpc_sync("worker1", twice, (torch.ones(1 << 20),)),
+    "both": lambda: rpc.rpc_sync("worker1", torch.mul, (torch.ones(1 << 20), 2)),
     "bytes": lambda: rpc.rpc_sync("worker1", bytes, (1 << 24,)),
     "group": lambda: rpc.group(["worker0", "worker1"]).rpc_sync(torch.numel, (torch.ones(1 << 20),)),
 }

@@ -42,10 +42,6 @@ def hold(number: int = 0) -> None:
     gate.wait(30)
 
 
-def big(size: int) -> bytes:
-    return bytes(size)
-
-
 @pytest.fixture
 def three() -> Iterator[tuple[Worker, Worker, Worker]]:
     """Yield the callee, the worker that floods it, and another caller."""
@@ -155,7 +151,7 @@ def test_no_calls_begin_while_their_results_are_not_read(
     accepted = next(link for link in links.accepted(callee) if link.peer == "w1")
     with links.unread(link):
         for number in range(count):
-            link.send(call(number, big, size))
+            link.send(call(number, bytes, size))
         caller = caller_of(callee, "w1")
         wait_until(lambda: caller.queue.is_held_up)
         assert latency(other) < 1.0

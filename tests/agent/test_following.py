@@ -75,10 +75,6 @@ async def carried() -> list[dict[str, str]]:
     return [before, call_context.baggage()]
 
 
-def carried_on(to: str) -> Any:
-    return rpc_sync(to, carried)
-
-
 def stop_following(to: str) -> Any:
     profiling.follow(None)
     return rpc_sync(to, call_context.baggage)
@@ -95,7 +91,7 @@ def test_a_follower_surrounds_calls_at_both_ends(notes: Notes) -> None:
 
 
 def test_baggage_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
-    assert rpc_sync("w1", carried_on, ("w2",)) == [{"way": "w0>"}] * 2
+    assert rpc_sync("w1", rpc_sync, ("w2", carried)) == [{"way": "w0>"}] * 2
     assert rpc_sync("w1", carried) == [{}] * 2
 
 

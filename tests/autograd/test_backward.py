@@ -174,10 +174,6 @@ def nested(x: torch.Tensor, left: int) -> torch.Tensor:
     return x.sin() if not left else rpc_sync(f"w{left % 3 + 1}", nested, (x * 2, left - 1))
 
 
-def third_party(x: torch.Tensor) -> RRef[torch.Tensor]:
-    return remote("w3", torch.exp, (x,))
-
-
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * 2
@@ -219,7 +215,7 @@ CALLS = {
     "coroutine": lambda x: rpc_sync("w1", in_steps, (x,)),
     "callback": lambda x: rpc_sync("w1", by_callback, (x,)),
     "nested": lambda x: rpc_sync("w1", nested, (x, 7)),
-    "third party": lambda x: rpc_sync("w1", third_party, (x,)).to_here(),
+    "third party": lambda x: rpc_sync("w1", remote, ("w3", torch.exp, (x,))).to_here(),
     "shared": lambda x: rpc_sync("w2", with_value, (torch.sin, RRef(x))),
     "operator": with_operators,
     "script": lambda x: rpc_sync("w1", scripted, (x,)),
@@ -674,11 +670,7 @@ def test_a_reference_from_before_the_context_as_root() -> None:
     reference = remote("w1", graph_of_its_own)
     with autograd.context() as context:
         reference.backward(context)
-        assert len(rpc_sync("w1", gradients_here, (context,))) == 1
-
-
-def gradients_here(context: int) -> list[torch.Tensor]:
-    return list(autograd.get_gradients(context).values())
+        assert len(rpc_sync("w1", autograd.get_gradients, (context,))) == 1
 
 
 # Received and returned gradients

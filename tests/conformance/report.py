@@ -27,16 +27,13 @@ class Run(NamedTuple):
 def write(run: Run, path: pathlib.Path) -> None:
     """Write the generated part of the file, and keep the text above it."""
     head = path.read_text().partition(MARKER)[0] if path.exists() else HEAD
-    path.write_text(f"{head}{MARKER}\n\n{markdown(run)}")
+    parts = [_summary(run), *_not_applicable(run.results), *_failures(run.results)]
+    path.write_text("\n".join([f"{head}{MARKER}\n", *parts]))
 
 
 def to_json(run: Run) -> str:
     tests: dict[str, Any] = {result.test: result._asdict() for result in run.results}
     return json.dumps({**run._asdict(), "results": tests}, indent=1) + "\n"
-
-
-def markdown(run: Run) -> str:
-    return "\n".join([_summary(run), *_not_applicable(run.results), *_failures(run.results)])
 
 
 def _summary(run: Run) -> str:

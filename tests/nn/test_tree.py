@@ -35,17 +35,13 @@ def hold(module: RRef[nn.Module], name: str, other: RRef[Any]) -> None:
     setattr(module.local_value(), name, other)
 
 
-def make_parameter() -> nn.Parameter:
-    return nn.Parameter(torch.ones(2))
-
-
 def test_attributes_lists_and_dictionaries() -> None:
     model = Net(
         one=remote("w1", nn.Linear, (2, 2)),
         several=[remote("w1", nn.Linear, (2, 2)), RemoteModule("w2", nn.Identity)],
         named={"a": (remote("w2", nn.Linear, (2, 2)),)},
         inner=nn.ModuleList([RemoteModule("w2", nn.Linear, (2, 2)), nn.Linear(2, 2)]),
-        bare=remote("w1", make_parameter),
+        bare=remote("w1", nn.Parameter, (torch.ones(2),)),
     )
     assert found(model) == {
         "": "w0",

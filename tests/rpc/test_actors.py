@@ -245,10 +245,6 @@ def passed_on(asker: RRef[Asker]) -> int:
     return asker.rpc_sync().get()
 
 
-def passed_on_twice(asker: RRef[Asker]) -> int:
-    return rpc_sync("w3", passed_on, (asker,))
-
-
 def add_one(asker: RRef[Asker]) -> None:
     asker.rpc_sync().add()
 
@@ -257,7 +253,7 @@ def ask(worker: str, way: str, asker: RRef[Asker]) -> int:
     if way == "sync":
         return rpc_sync(worker, passed_on, (asker,))
     if way == "twice":
-        return rpc_sync(worker, passed_on_twice, (asker,))
+        return rpc_sync(worker, rpc_sync, ("w3", passed_on, (asker,)))
     return rpc_async(worker, passed_on, (asker,)).wait()
 
 

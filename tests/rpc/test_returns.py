@@ -501,7 +501,7 @@ def test_usual_idempotent_calls(stage: Stage) -> None:
     assert rpc.rpc_sync("x", dict, (), {"a": 1}, idempotent=True) == {"a": 1}
     reference = rpc.remote("x", torch.ones, (3,))
     assert rpc.rpc_sync("boss", total, (reference,), idempotent=True) == 3
-    assert rpc.rpc_sync("x", give_reference, idempotent=True).to_here() == 5
+    assert rpc.rpc_sync("x", rpc.RRef, (5,), idempotent=True).to_here() == 5
     with pytest.raises(errors.CannotEncode, match="argument"):
         rpc.rpc_sync("x", operator.add, (threading.Lock(), 1), idempotent=True)
     with pytest.raises(errors.CannotEncode, match=r"On worker 'x', in tests\.rpc\.test_returns\.make_lock"):
@@ -538,10 +538,6 @@ def make_lock() -> Any:
 
 def total(tensor: torch.Tensor) -> float:
     return float(tensor.sum())
-
-
-def give_reference() -> rpc.RRef[int]:
-    return rpc.RRef(5)
 
 
 def test_a_cancelled_idempotent_call_runs_to_its_end(stage: Stage) -> None:
