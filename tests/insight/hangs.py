@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +60,28 @@ def say() -> None:
     here[0].hangs()
 
 
-# Slots
-
-
-def nested(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2, num_worker_threads=1)
+def lead(size: int, program: Callable[[], object], rank: int, stage: Stage, **options: Any) -> None:
+    """Have worker0 run a program."""
+    stage.join(rank, size, **options)
     if rank == 0:
-        rpc.rpc_sync("worker1", outer)
+        program()
+
+
+def sync(size: int, function: Callable[[], Any], rank: int, stage: Stage, **options: Any) -> None:
+    """Have worker0 wait for a function on worker1."""
+    lead(size, lambda: rpc.rpc_sync("worker1", function), rank, stage, **options)
+
+
+def forget(size: int, program: Callable[[], object], rank: int, stage: Stage) -> None:
+    """Have all workers but the last run a program."""
+    stage.join(rank, size)
+    if rank == size - 1:
+        load_data()
+    say()
+    program()
+
+
+# Slots
 
 
 def outer() -> None:
@@ -83,12 +99,10 @@ def leaf() -> None:
     pass
 
 
-def used_up(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2, num_worker_threads=2)
-    if rank == 0:
-        spinning = [rpc.rpc_async("worker1", spin) for _ in range(2)]
-        quick = [rpc.rpc_async("worker1", leaf) for _ in range(3)]
-        torch.futures.wait_all([*spinning, *quick])
+def used_up() -> None:
+    spinning = [rpc.rpc_async("worker1", spin) for _ in range(2)]
+    quick = [rpc.rpc_async("worker1", leaf) for _ in range(3)]
+    torch.futures.wait_all([*spinning, *quick])
 
 
 def spin() -> None:
@@ -100,11 +114,9 @@ def spin() -> None:
 # Circles
 
 
-def circle(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        values.append(rpc.remote("worker1", make_of_part))
-        values[0].to_here()
+def circle() -> None:
+    values.append(rpc.remote("worker1", make_of_part))
+    values[0].to_here()
 
 
 def make_of_part() -> int:
@@ -116,19 +128,13 @@ def part() -> int:
     return values[0].to_here()
 
 
-def lock_across_a_call(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_sync("worker1", hold_and_call, args=("worker0",))
-
-
-def hold_and_call(other: str) -> None:
+def hold_and_call() -> None:
     with lock:
-        rpc.rpc_sync(other, call_back, args=(rpc.get_worker_info().name,))
+        rpc.rpc_sync("worker0", call_back)
 
 
-def call_back(other: str) -> None:
-    rpc.rpc_sync(other, take)
+def call_back() -> None:
+    rpc.rpc_sync("worker1", take)
 
 
 def take() -> None:
@@ -151,22 +157,10 @@ def slumber() -> None:
     held.wait()
 
 
-def stopped(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_sync("worker1", stop)
-
-
 def stop() -> None:
     say()
     signal.raise_signal(signal.SIGSTOP)
     held.wait()
-
-
-def held_interpreter(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_sync("worker1", match)
 
 
 def match() -> None:
@@ -177,28 +171,14 @@ def match() -> None:
 # Endless work
 
 
-def value_never_made(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 0:
-        rpc.remote("worker1", slumber).to_here()
-
-
-def coroutine(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_sync("worker1", listen)
+def value_never_made() -> None:
+    rpc.remote("worker1", slumber).to_here()
 
 
 async def listen() -> None:
     values.append(asyncio.Event())
     say()
     await values[0].wait()
-
-
-def future_never_set(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_sync("worker1", promise)
 
 
 @functions.async_execution
@@ -208,12 +188,10 @@ def promise() -> torch.futures.Future[None]:
     return values[0]
 
 
-def hook_that_sleeps(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        with autograd.context() as context:
-            x = torch.ones(3, requires_grad=True)
-            autograd.backward(context, [rpc.rpc_sync("worker1", double, args=(x,)).sum()])
+def hook_that_sleeps() -> None:
+    with autograd.context() as context:
+        x = torch.ones(3, requires_grad=True)
+        autograd.backward(context, [rpc.rpc_sync("worker1", double, args=(x,)).sum()])
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -227,10 +205,8 @@ def hook(_: torch.Tensor) -> None:
     held.wait()
 
 
-def waits_for_all(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 0:
-        torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", slumber)])
+def waits_for_all() -> None:
+    torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", slumber)])
 
 
 # Joining and leaving
@@ -278,39 +254,21 @@ def load_data() -> None:
     held.wait()
 
 
-def forgotten_meeting(rank: int, stage: Stage) -> None:
-    stage.join(rank, 4)
-    if rank == 3:
-        load_data()
-    say()
+def meet() -> None:
     rpc.group().barrier("epoch")
 
 
-def no_shutdown(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 2:
-        load_data()
-    say()
-    rpc.shutdown()
-
-
-def no_gather(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 2:
-        load_data()
-    say()
+def gather() -> None:
     _all_gather(None, {"worker0", "worker1", "worker2"}, timeout=0)
 
 
 # Full queues and slots
 
 
-def no_room(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        values.extend(rpc.rpc_async("worker1", wait_for_gate) for _ in range(32_768))
-        say()
-        rpc.rpc_async("worker1", wait_for_gate)
+def no_room() -> None:
+    values.extend(rpc.rpc_async("worker1", wait_for_gate) for _ in range(32_768))
+    say()
+    rpc.rpc_async("worker1", wait_for_gate)
 
 
 def wait_for_gate() -> None:
@@ -339,51 +297,65 @@ def work(rank: int, stage: Stage) -> None:
             autograd.backward(context, [total])
 
 
+def led(
+    program: Callable[[], Any],
+    kind: str,
+    workers: str,
+    *words: str,
+    size: int = 2,
+    by: Callable[..., None] = lead,
+    signals: int = 1,
+    **options: Any,
+) -> Hang:
+    """Return the hang of a program that some of the workers run."""
+    return Hang(size, partial(by, size, program, **options), kind, tuple(workers.split()), words, signals)
+
+
+def forgotten(size: int, program: Callable[[], Any], kind: str, *words: str) -> Hang:
+    """Return the hang of a program that the last worker does not run, since it loads data."""
+    return Hang(size, partial(forget, size, program), kind, (f"worker{size - 1}",), ("in load_data", *words), size)
+
+
 HANGS = {
-    "nested": Hang(2, nested, "slot deadlock", ("worker0", "worker1"), ("leaf", 'rpc.rpc_sync("worker1", leaf)')),
-    "used up": Hang(2, used_up, "slots", ("worker1",), ("All 2 slots of worker1", "spin (2)", "3 calls wait"), 2),
-    "circle": Hang(2, circle, "deadlock", ("worker0", "worker1"), ("make_of_part", "return values[0].to_here()")),
-    "lock across a call": Hang(
-        2, lock_across_a_call, "lock deadlock", ("worker0", "worker1"), ("hold_and_call", "with lock:", "it seems")
+    "nested": led(
+        outer,
+        "slot deadlock",
+        "worker0 worker1",
+        "leaf",
+        'rpc.rpc_sync("worker1", leaf)',
+        by=sync,
+        num_worker_threads=1,
+    ),
+    "used up": led(
+        *(used_up, "slots", "worker1", "All 2 slots of worker1", "spin (2)", "3 calls wait"),
+        signals=2,
+        num_worker_threads=2,
+    ),
+    "circle": led(circle, "deadlock", "worker0 worker1", "make_of_part", "return values[0].to_here()"),
+    "lock across a call": led(
+        hold_and_call, "lock deadlock", "worker0 worker1", "hold_and_call", "with lock:", "it seems", by=sync
     ),
     "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "main thread waits for", "(and 1 more like it: worker"), 2),
-    "stopped": Hang(
-        2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
+    "stopped": led(
+        stop, "silent", "worker1", "worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", function)', by=sync
     ),
-    "held interpreter": Hang(
-        2,
-        held_interpreter,
-        "silent",
-        ("worker1",),
-        ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
+    "held interpreter": led(
+        match, "silent", "worker1", "holds the interpreter", "in match", 'rpc.rpc_sync("worker1", function)', by=sync
     ),
-    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in slumber: held.wait")),
-    "coroutine": Hang(
-        2, coroutine, "asleep", ("worker1",), ("runs tests.insight.hangs.listen", "await values[0].wait()")
-    ),
-    "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
-    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: held.wait", "autograd.backward(")),
-    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in slumber: held.wait", "futures.wait_all(")),
+    "value never made": led(value_never_made, "value", "worker1", "to_here()", "in slumber: held.wait", size=3),
+    "coroutine": led(listen, "asleep", "worker1", "runs tests.insight.hangs.listen", "await values[0].wait()", by=sync),
+    "future never set": led(promise, "unfinished", "worker1", "promise", "never set", by=sync),
+    "hook": led(hook_that_sleeps, "backward", "worker1", "in hook: held.wait", "autograd.backward("),
+    "wait for all": led(waits_for_all, "asleep", "worker2", "in slumber: held.wait", "futures.wait_all(", size=3),
     "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 is missing: the group of 3",), 3),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
     "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not arrived", "in load_data"), 4),
-    "meeting": Hang(
-        4,
-        forgotten_meeting,
-        "barrier",
-        ("worker3",),
-        ("worker3 has not arrived at barrier 'epoch' of the group (everybody)", "in load_data", 'barrier("epoch")'),
-        4,
+    "meeting": forgotten(
+        4, meet, "barrier", "worker3 has not arrived at barrier 'epoch' of the group (everybody)", 'barrier("epoch")'
     ),
-    "no shutdown": Hang(
-        3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
-    ),
-    "no gather": Hang(
-        3, no_gather, "shutdown", ("worker2",), ("worker2 has not reached shutdown's _all_gather", "in load_data"), 3
-    ),
-    "no room": Hang(
-        2, no_room, "slots", ("worker1",), ("held.wait()", "the limit of calls in flight to worker1 (32,768")
-    ),
+    "no shutdown": forgotten(3, rpc.shutdown, "shutdown", "worker2 has not called shutdown"),
+    "no gather": forgotten(3, gather, "shutdown", "worker2 has not reached shutdown's _all_gather"),
+    "no room": led(no_room, "slots", "worker1", "held.wait()", "the limit of calls in flight to worker1 (32,768"),
     "idle": Hang(2, idle, "", (), ("Nothing waits for long",), 2),
 }

@@ -26,27 +26,19 @@ import telegrad.rpc as rpc
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber
 from tests.cluster import next_turn
-from tests.insight.hangs import Stage, held, here, leaf, lock, say, slumber, take, values
+from tests.insight.hangs import Stage, held, here, lead, leaf, lock, say, slumber, take, values
 
 log = logging.getLogger("hangs")
 
 
-def lead(size: int, program: Callable[[], object], rank: int, stage: Stage) -> None:
-    stage.join(rank, size)
-    if rank == 0:
-        program()
-
-
 def call(functions: list[Callable[[], object]], rank: int, stage: Stage) -> None:
     """Have worker0 call functions on worker1."""
-    stage.join(rank, 2)
-    if rank == 0:
-        torch.futures.wait_all([rpc.rpc_async("worker1", function) for function in functions])
+    lead(2, lambda: torch.futures.wait_all([rpc.rpc_async("worker1", each) for each in functions]), rank, stage)
 
 
-def keep(program: Callable[[], object], rank: int, stage: Stage) -> None:
+def keep(size: int, program: Callable[[], object], rank: int, stage: Stage) -> None:
     """Have worker1 keep the lock while worker0 runs a program."""
-    stage.join(rank, 2)
+    stage.join(rank, size)
     with lock:
         held.wait() if rank else program()
 

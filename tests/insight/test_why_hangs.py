@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server
 from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 from tests.insight import more_hangs as more
-from tests.insight.hangs import HANGS, Hang, Stage, work
+from tests.insight.hangs import HANGS, Hang, Stage, led, work
 
 LONG = 0.3  # seconds, shorter than the default so that the tests are short
 WITHIN = 2.0  # seconds
@@ -91,11 +90,6 @@ def called(function: Callable[[], object], *words: str, kind: str = "asleep") ->
 
 def both(first: Callable[[], object], second: Callable[[], object], *words: str, kind: str = "lock") -> Hang:
     return Hang(2, partial(more.call, [first, second]), kind, ("worker1",), words, 2)
-
-
-def led(program: Callable[[], object], kind: str, worker: str, *words: str, size: int = 2, by: Any = more.lead) -> Hang:
-    run = partial(by, size, program) if by is more.lead else partial(by, program)
-    return Hang(size, run, kind, tuple(worker.split()), words)
 
 
 OWN, OTHER, OUTSIDE = "waits for something in its own process", "waits for another process", "sleeps, in a wait outside"
