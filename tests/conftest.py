@@ -8,7 +8,7 @@ import pathlib
 import signal
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -17,6 +17,7 @@ import torch
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.cluster import Process, agents, free_port, group
+from tests.insight.browsers import BROWSER, OPTIONS
 
 if TYPE_CHECKING:
     from tests.rpc.test_publishing import Crowd
@@ -90,6 +91,18 @@ def here(five: list[Worker]) -> Iterator[None]:
     current.enter(five[0])
     yield
     current.enter(None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start a browser, if there is one."""
+    if BROWSER is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

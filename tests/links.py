@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import pytest
+
+from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Caller, Incoming
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
@@ -15,7 +20,7 @@ from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.security.noise import Ciphers
 from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
-from telegrad._core.wire.messages import Message
+from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
@@ -88,6 +93,24 @@ def shut(links: list[Link]) -> None:
     for link in links:
         with contextlib.suppress(OSError):
             link._sock.shutdown(socket.SHUT_RDWR)
+
+
+def count_sent(monkeypatch: pytest.MonkeyPatch, kinds_of: Callable[[Any], Iterable[str]]) -> Counter[str]:
+    """Count the calls and answers that are sent from now on, and the kinds that a function finds in other messages."""
+    counts: Counter[str] = Counter()
+    write, notify = Link.send, Agent.notify
+
+    def send(link: Link, message: Message, later: bool = False) -> bool:
+        counts.update({CALL: ["call"], RESULT: ["result"], FAILURE: ["failure"]}.get(message.kind, []))
+        return write(link, message, later)
+
+    def tell(agent: Agent, to: str | int, message: tuple[Any, ...], *rest: Any, **more: Any) -> None:
+        counts.update(kinds_of(message))
+        notify(agent, to, message, *rest, **more)
+
+    monkeypatch.setattr(Link, "send", send)
+    monkeypatch.setattr(Agent, "notify", tell)
+    return counts
 
 
 @contextlib.contextmanager

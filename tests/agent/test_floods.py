@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import pickle
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached, PeerError
 from tests import links
 from tests.cluster import agents, wait_until
+from tests.strangers.test_floods import latency
 
 MOST = 800  # calls of one caller that may wait
 KIB = 1 << 10
@@ -69,15 +69,6 @@ def is_held(callee: Worker, name: str) -> bool:
     return any(caller.name == name for caller in callee.agent._server.intake.stopped)
 
 
-def latency(worker: Worker) -> float:
-    took = []
-    for number in range(50):
-        start = time.perf_counter()
-        assert worker.agent.call("w0", operator.add, (number, 1), None, timeout=20) == number + 1
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
-
-
 def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, Worker]) -> None:
     callee, flooder, other = three
     for number in range(MOST // 2):
@@ -95,7 +86,7 @@ def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tupl
     for number in range(count):
         links.link_to(flooder, "w0").send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
-    assert latency(other) < 1.0
+    assert latency(other, to="w0") < 1.0
     assert len(caller_of(callee, "w1").calls) < 2 * MOST
     assert not is_held(callee, "w2")
     before = links.link_to(flooder, "w0").taken
@@ -154,7 +145,7 @@ def test_no_calls_begin_while_their_results_are_not_read(
             link.send(call(number, bytes, size))
         caller = caller_of(callee, "w1")
         wait_until(lambda: caller.queue.is_held_up)
-        assert latency(other) < 1.0
+        assert latency(other, to="w0") < 1.0
         assert caller.queue.is_held_up
         waiting = sum(len(chunk.data) for chunk in accepted._writer.outbox.copy() if isinstance(chunk, Chunk))
         assert waiting <= 1024 * KIB + 6 * size  # and the calls that ran as the limit was reached
@@ -172,7 +163,7 @@ def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Wo
     flooder.agent.expect("w0")
     wait_until(lambda: link.closed)
     gate.set()
-    assert latency(other) < 1.0
+    assert latency(other, to="w0") < 1.0
 
 
 def test_control_messages_do_not_delay_calls_of_others(three: tuple[Worker, Worker, Worker]) -> None:
@@ -192,7 +183,7 @@ def test_control_messages_do_not_delay_calls_of_others(three: tuple[Worker, Work
     thread.start()
     try:
         wait_until(lambda: links.link_to(flooder, "w0").sent > 100_000)
-        assert latency(other) < 1.0
+        assert latency(other, to="w0") < 1.0
         assert len(caller_of(callee, "w1").control) < 2 * MOST
     finally:
         stop.set()
@@ -212,4 +203,4 @@ def test_the_calls_of_a_caller_that_has_gone_do_not_begin(three: tuple[Worker, W
     gate.set()
     wait_until(lambda: not caller.calls)
     assert len(ran) < 20
-    assert latency(other) < 1.0
+    assert latency(other, to="w0") < 1.0

@@ -15,7 +15,6 @@ import pytest
 
 from tests import surface
 from tests.docs.blocks import blocks_of
-from tests.insight.browsers import BROWSER, OPTIONS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"^(?::::\{toctree\}\n(?P<md>(?:.*\n)*?):::|\.\. toctree::\n(?P<rst>(?:\n| +.*\n)*))", re.MULTILINE)
@@ -153,17 +152,6 @@ def test_links_lead_to_existing_places_and_nothing_is_loaded_from_elsewhere(site
             if not file.exists() or (place and file in pages and place not in pages[file].places):
                 wrong.append(f"{path.name} leads to {link}")
     assert wrong == []
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if BROWSER is None:
-        pytest.skip("needs a browser: apt-get install chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
-        yield browser
-        browser.close()
 
 
 @pytest.mark.nightly

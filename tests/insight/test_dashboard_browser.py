@@ -11,7 +11,7 @@ from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.web import Dashboard
 from telegrad.reporting import CallOut
 from tests.insight.accounts import account
-from tests.insight.browsers import AXE, BROWSER, OPTIONS
+from tests.insight.browsers import AXE, BROWSER
 from tests.insight.group import WORKERS, Group
 
 api = pytest.importorskip("playwright.sync_api")
@@ -22,14 +22,6 @@ Open = Callable[..., Any]
 
 def why(sight: GroupSnapshot) -> str:
     return "trainer waits for stage1 <b>since</b> 3 s"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

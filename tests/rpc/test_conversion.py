@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import telegrad.rpc as rpc
-from telegrad._core.agent.agent import Agent
 from telegrad._core.references.delivery import Batch
-from telegrad._core.transport.link import Link
-from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents_here, wait_until
+from tests.links import count_sent
 
 T = TypeVar("T")
 
@@ -81,23 +79,7 @@ def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the frames and letters that are sent, by their kinds."""
     for worker in trio:
         worker.references.flush()
-    counts: Counter[str] = Counter()
-    write, notify = Link.send, type(trio[0].agent).notify
-    names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
-
-    def send(link: Link, message: Message, later: bool = False) -> bool:
-        if message.kind in names:
-            counts[names[message.kind]] += 1
-        return write(link, message, later)
-
-    def tell(agent: Agent, to: str | int, message: tuple[Any, ...], *rest: Any) -> None:
-        if isinstance(message, Batch):
-            counts.update(kind for kind, *_ in message.letters)
-        return notify(agent, to, message, *rest)
-
-    monkeypatch.setattr(Link, "send", send)
-    monkeypatch.setattr(type(trio[0].agent), "notify", tell)
-    return counts
+    return count_sent(monkeypatch, lambda sent: [kind for kind, *_ in sent.letters] if isinstance(sent, Batch) else [])
 
 
 def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
