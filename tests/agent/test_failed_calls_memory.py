@@ -13,7 +13,7 @@ from telegrad import rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.reporting.introspection import introspection_of
-from tests.cluster import agents, next_turn, wait_until
+from tests.cluster import next_turn, wait_until
 
 _alive: list[weakref.ref[Any]] = []
 _look: list[Callable[[], object]] = []
@@ -61,20 +61,14 @@ def call(kind: str) -> None:
         rpc.rpc_sync(to, function, idempotent=kind == "idempotent")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[list[Worker]]:
-    with agents(2) as made:
-        yield made
-
-
 @pytest.mark.parametrize("looked", ["at nothing", "by telegrad"])
 @pytest.mark.parametrize("kind", ["plain", "async def", "stream", "to itself", "method", "idempotent"])
-def test_a_failed_call_leaves_no_cycle(two: list[Worker], kind: str, looked: str) -> None:
+def test_a_failed_call_leaves_no_cycle(pair: list[Worker], kind: str, looked: str) -> None:
     looks: dict[str, list[Callable[[], object]]] = {
         "at nothing": [],
-        "by telegrad": [introspection_of(each).observer.account for each in two],
+        "by telegrad": [introspection_of(each).observer.account for each in pair],
     }
-    current.enter(two[0])
+    current.enter(pair[0])
     gc.disable()
     try:
         _look[:] = looks[looked]

@@ -122,17 +122,26 @@ def test_files_in_memory_and_standard_streams_can_be_sent(monkeypatch: pytest.Mo
         assert "Rereadable" in journey(Rereadable(file)).read()
 
 
-class Wrapper(torch.Tensor):
-    """A subclass made of an inner tensor."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+class Dispatching(torch.Tensor):
+    """A subclass without memory that does not implement `__tensor_flatten__`."""
 
     inner: Any  # `torch.Tensor` has a method of that name
 
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise NotImplementedError(function)
+
+
+class Wrapper(Dispatching):
+    """A subclass made of an inner tensor."""
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["inner"], "context"
@@ -143,12 +152,6 @@ class Wrapper(torch.Tensor):
     ) -> Wrapper:
         assert context == "context"
         return Wrapper(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise NotImplementedError(function)
 
 
 def plain(x: Any) -> Any:
@@ -164,24 +167,6 @@ class Own(torch.Tensor):
 
 def _own(tensor: torch.Tensor) -> Own:
     return tensor.as_subclass(Own)
-
-
-class Dispatching(torch.Tensor):
-    """A subclass without memory that does not implement `__tensor_flatten__`."""
-
-    inner: Any
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Self:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise NotImplementedError(function)
 
 
 class Weight(nn.Parameter):
