@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import pathlib
 import signal
@@ -49,6 +51,17 @@ def pytest_collection_finish() -> None:
     """Do the same with the collected tests, which are as many objects again."""
     gc.freeze()
     gc.collect()  # the interpreter collects by itself once there are more new objects than a quarter of those left here
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function by `asyncio.run`, or by its fixture `run`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
+    run: Any = pyfuncitem.funcargs.get("run", asyncio.run)
+    run(pyfuncitem.function(**arguments))
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

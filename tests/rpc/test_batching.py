@@ -135,18 +135,14 @@ def test_a_batched_function_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(pair)) is pair
 
 
-def test_a_batched_method_works_in_a_class_sent_by_value() -> None:
+async def test_a_batched_method_works_in_a_class_sent_by_value() -> None:
     class Doubler:
         @functions.batch(max_size=2, max_wait=LONG)
         async def double(self, values: list[int]) -> list[int]:
             return [2 * value for value in values]
 
     there = cloudpickle.loads(cloudpickle.dumps(Doubler))()
-
-    async def both() -> list[int]:
-        return await asyncio.gather(there.double(1), there.double(2))
-
-    assert asyncio.run(both()) == [2, 4]
+    assert [*await asyncio.gather(there.double(1), there.double(2))] == [2, 4]
 
 
 def test_an_object_with_used_batches_can_be_pickled() -> None:

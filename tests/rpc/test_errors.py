@@ -291,12 +291,9 @@ def test_the_log_names_the_worker_and_the_users_function(caplog: pytest.LogCaptu
     assert f"telegrad: worker 'w1': {__name__}.awaited, called by worker 'w0', raised ValueError: boom" in said
 
 
-def test_the_error_of_an_awaited_callback_has_a_single_traceback() -> None:
-    async def wait() -> Any:
-        return await rpc_async("w1", nested, (0,)).then(lambda done: done.wait())
-
+async def test_the_error_of_an_awaited_callback_has_a_single_traceback() -> None:
     with pytest.raises(ValueError, match="boom") as raised:
-        asyncio.run(wait())
+        await rpc_async("w1", nested, (0,)).then(lambda done: done.wait())
     assert str(raised.value).count("most recent call last") == 1
 
 

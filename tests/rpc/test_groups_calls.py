@@ -162,15 +162,12 @@ def test_first_returns_the_first_results_that_succeed(actors: rpc.Group) -> None
         actors.rpc_async(number).first(6)
 
 
-def test_group_futures_in_asyncio(actors: rpc.Group) -> None:
-    async def main() -> list[Any]:
-        future = actors.rpc_async(name)
-        seen = [each async for each, _ in future.as_completed()]
-        assert future.done()
-        later = [each async for each, _ in future.as_completed()]
-        return [await future, sorted(seen), sorted(later)]
-
-    assert asyncio.run(main()) == [NAMES, NAMES, NAMES]
+async def test_group_futures_in_asyncio(actors: rpc.Group) -> None:
+    future = actors.rpc_async(name)
+    seen = [each async for each, _ in future.as_completed()]
+    assert future.done()
+    later = [each async for each, _ in future.as_completed()]
+    assert [await future, sorted(seen), sorted(later)] == [NAMES, NAMES, NAMES]
 
 
 async def ask_all() -> Any:

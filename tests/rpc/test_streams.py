@@ -569,46 +569,40 @@ def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: py
         asyncio.run(asyncio.wait_for(read(), PATIENCE))
 
 
-def test_ends_of_streams_in_asyncio() -> None:
-    async def read() -> None:
-        stream = rpc_stream("w1", fails_after, (2,))
-        assert [await anext(stream) for _ in range(2)] == [0, 1]
-        with pytest.raises(KeyError):
-            await anext(stream)
-        assert [item async for item in stream] == []
+async def test_ends_of_streams_in_asyncio() -> None:
+    stream = rpc_stream("w1", fails_after, (2,))
+    assert [await anext(stream) for _ in range(2)] == [0, 1]
+    with pytest.raises(KeyError):
+        await anext(stream)
+    assert [item async for item in stream] == []
 
-        stream = rpc_stream("w1", count, (300,), window=10)
-        assert [item async for item in stream] == [*range(300)]
-        assert stream.value == "300 in all"
+    stream = rpc_stream("w1", count, (300,), window=10)
+    assert [item async for item in stream] == [*range(300)]
+    assert stream.value == "300 in all"
 
-        async with contextlib.aclosing(rpc_stream("w1", noted, (100,), window=2)) as stream:
-            async for _ in stream:
-                break
-        assert await asyncio.to_thread(event("closed").wait, PATIENCE)
+    async with contextlib.aclosing(rpc_stream("w1", noted, (100,), window=2)) as stream:
+        async for _ in stream:
+            break
+    assert await asyncio.to_thread(event("closed").wait, PATIENCE)
 
-        stream = rpc_stream("w1", gated, (2,), timeout=0.05)
-        with pytest.raises(errors.CallTimeout, match="no item arrived"):
-            await anext(stream)
-        event("gate 0").set()
-        assert await anext(stream) == 0
-        event("gate 1").set()
-
-    asyncio.run(read())
+    stream = rpc_stream("w1", gated, (2,), timeout=0.05)
+    with pytest.raises(errors.CallTimeout, match="no item arrived"):
+        await anext(stream)
+    event("gate 0").set()
+    assert await anext(stream) == 0
+    event("gate 1").set()
 
 
-def test_a_task_that_is_cancelled_loses_no_item() -> None:
-    async def read() -> None:
-        stream = rpc_stream("w1", gated, (2,))
-        task = asyncio.ensure_future(anext(stream))
-        await next_turn()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        event("gate 0").set()
-        event("gate 1").set()
-        assert [item async for item in stream] == [0, 1]
-
-    asyncio.run(read())
+async def test_a_task_that_is_cancelled_loses_no_item() -> None:
+    stream = rpc_stream("w1", gated, (2,))
+    task = asyncio.ensure_future(anext(stream))
+    await next_turn()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    event("gate 0").set()
+    event("gate 1").set()
+    assert [item async for item in stream] == [0, 1]
 
 
 # Modes, threads and contexts

@@ -205,7 +205,7 @@ async def pairs(values: list[int]) -> list[int]:
     return values
 
 
-async def without_tasks() -> list[Any]:
+async def test_a_batch_that_cannot_begin_fails_all_its_calls(callee: Worker) -> None:
     calls = [asyncio.ensure_future(pairs(each)) for each in range(2)]
     loop = asyncio.get_running_loop()
     loop.set_task_factory(no_file)
@@ -213,8 +213,5 @@ async def without_tasks() -> list[Any]:
         await next_turn()
     finally:
         loop.set_task_factory(None)
-    return await asyncio.gather(*calls, return_exceptions=True)
-
-
-def test_a_batch_that_cannot_begin_fails_all_its_calls(callee: Worker) -> None:
-    assert [type(each) for each in asyncio.run(without_tasks())] == [OSError, OSError]
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(each) for each in errors] == [OSError, OSError]
