@@ -25,7 +25,7 @@ from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import PATIENCE, in_threads
 from tests.links import count_sent
-from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, step_whole, together
+from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, step_whole, together, train
 from tests.rpc.test_errors import FailsBackward
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -131,13 +131,11 @@ def test_owners_without_gradients_in_the_pass(sent: Counter[str]) -> None:
     with autograd.context() as context:
         autograd.backward(context, unused.to_here().sum())
         optimizer.accumulate(context)
-    with autograd.context() as context:
-        autograd.backward(context, used.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: used.to_here().sum(), fused=True)
     assert used.to_here().sum() < 9
     assert unused.to_here().sum() < 9  # with the accumulated gradients
     before = unused.to_here()
-    with autograd.context() as context:
-        autograd.backward(context, used.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: used.to_here().sum(), fused=True)
     assert torch.equal(unused.to_here(), before)
 
 
@@ -265,8 +263,7 @@ def test_a_pass_that_fails(begin: Callable[..., Any]) -> None:
             begin(context, loss, step=optimizer)
     assert bad.to_here().sum() == 9
     assert good.to_here().sum() in (9, 0)  # this owner may have stepped
-    with autograd.context() as context:
-        autograd.backward(context, bad.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: bad.to_here().sum(), fused=True)
     assert bad.to_here().sum() == 0
 
 
@@ -332,8 +329,7 @@ def test_gradients_do_not_wait_for_a_step_elsewhere() -> None:
     weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
     x.register_hook(lambda _: Waits.came.set())
     optimizer = DistributedOptimizer(Waits, [weight], lr=1)
-    with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", times, (x, weight)).sum(), step=optimizer)
+    train(optimizer, lambda: rpc_sync("w1", times, (x, weight)).sum(), fused=True)
     assert weight.to_here().sum() == 0
 
 
@@ -354,16 +350,14 @@ def test_pre_hooks_run_before_a_riding_step(of_all: bool) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(leaf.to_here().sum().item()))
-    with autograd.context() as context:
-        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: leaf.to_here().sum(), fused=True)
 
     def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
         if stepping is optimizer:  # not the owner's optimizer, which is in this process, too
             seen.append(leaf.to_here().sum().item())
 
     handle = register_optimizer_step_pre_hook(before) if of_all else optimizer.register_step_pre_hook(before)
-    with autograd.context() as context:
-        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: leaf.to_here().sum(), fused=True)
     handle.remove()
     assert seen == [0, 0, -9]
 
@@ -379,8 +373,7 @@ class Halving(DistributedOptimizer):
 def test_a_subclass_can_act_before_a_riding_step() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = Halving(torch.optim.SGD, [leaf], lr=1.0)
-    with autograd.context() as context:
-        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: leaf.to_here().sum(), fused=True)
     assert leaf.to_here()[0, 0] == 0.5
 
 
@@ -388,8 +381,7 @@ def test_a_tensor_as_hyperparameter() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    with autograd.context() as context:
-        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    train(optimizer, lambda: leaf.to_here().sum(), fused=True)
     assert leaf.to_here()[0, 0] == 0.75
 
 
