@@ -186,11 +186,21 @@ class Maker:
     def define(self, text: str) -> None:
         self.definitions.append(text)
 
+    def function(self, text: str, prefix: str = "f") -> str:
+        """Define a function of these parameters and this body; return its name."""
+        name = self.fresh(prefix)
+        self.define(f"def {name}{text}")
+        return name
+
     def line(self, text: str) -> None:
         self.lines += [("    " if self.context else "") + line for line in text.splitlines()]
 
     def see(self, expression: str, label: str = "") -> None:
         self.line(f"see({label or self.fresh('v')!r}, {expression})")
+
+    def see_all(self, expressions: Sequence[str]) -> None:
+        for expression in expressions:
+            self.see(expression)
 
     def see_error(self, label: str, call: str) -> None:
         self.line(f"try:\n    {call}\nexcept Exception as error:\n    see({label!r}, error)")

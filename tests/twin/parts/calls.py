@@ -20,16 +20,14 @@ def operator_of_torch(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def keyword_arguments(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a, *more, scale=1.0, **others):\n    return sum(more, a * scale + sum(others.values())).tanh()")
+    f = m.function("(a, *more, scale=1.0, **others):\n    return sum(more, a * scale + sum(others.values())).tanh()")
     a, b, c = m.tensor(), m.tensor(), m.tensor()
     m.gain(f"rpc.rpc_sync({m.worker()}, {f}, args=({a}, {b}), kwargs={{'scale': 0.5, 'other': {c}}})")
 
 
 @part(ANYWHERE, common=True)
 def many_at_once(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a, number):\n    return (a * number).cos() * 0.5")
+    f = m.function("(a, number):\n    return (a * number).cos() * 0.5")
     futures = m.fresh("futures")
     m.line(f"{futures} = [rpc.rpc_async(name, {f}, ({m.tensor()}, place)) for place, name in enumerate(WORKERS)]")
     m.gain(f"sum(each.wait() for each in {futures}).tanh()")
@@ -37,8 +35,7 @@ def many_at_once(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def callback_of_a_future(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a * 0.5")
+    f = m.function("(a):\n    return a * 0.5")
     m.gain(f"rpc.rpc_async({m.worker()}, {f}, ({m.tensor()},)).then(lambda future: future.wait() + 0.25).wait()")
 
 
@@ -71,9 +68,9 @@ def closure(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def reference_passed_on(m: Maker) -> None:
-    f, g, r = m.fresh("f"), m.fresh("g"), m.fresh("r")
-    m.define(f"def {f}(a):\n    return (a * 1.5).sin()")
-    m.define(f"def {g}(reference, b):\n    return reference.to_here() * b")
+    f = m.function("(a):\n    return (a * 1.5).sin()")
+    g = m.function("(reference, b):\n    return reference.to_here() * b", "g")
+    r = m.fresh("r")
     m.line(f"{r} = rpc.remote({m.worker()}, {f}, ({m.tensor()},))")
     m.see(f"({r}.owner_name(), {r}.is_owner())")
     m.gain(m.call(g, r, m.tensor()))
@@ -127,8 +124,7 @@ def stream(m: Maker) -> None:
 
 @part(ANYWHERE)
 def stream_that_fails(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(n):\n    yield n\n    yield [n]\n    raise ValueError(f'no more than {{n}}')")
+    f = m.function("(n):\n    yield n\n    yield [n]\n    raise ValueError(f'no more than {n}')")
     m.line(
         f"""with rpc.rpc_stream({m.worker()}, {f}, ({m.number()},)) as items:
     try:
@@ -168,8 +164,7 @@ def exception(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def exception_of_torch(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a @ torch.ones({m.draw.choice([2, 4, 5])}, 2, dtype=a.dtype)")
+    f = m.function(f"(a):\n    return a @ torch.ones({m.draw.choice([2, 4, 5])}, 2, dtype=a.dtype)")
     m.see_error(f, m.call(f, m.tensor()))
 
 

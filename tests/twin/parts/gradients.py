@@ -7,16 +7,14 @@ from tests.twin.making import INSIDE, Maker, part
 
 @part(INSIDE, common=True)
 def leaf_of_a_worker(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).tanh()")
+    f = m.function(f"(a):\n    return (a * leaf({m.number()})).tanh()")
     m.gain(m.call(f, m.tensor()))
 
 
 @part(INSIDE, common=True)
 def leaf_of_two_workers(m: Maker) -> None:
-    f, g = m.fresh("f"), m.fresh("g")
-    m.define(f"def {f}(a, b):\n    return (a * leaf({m.number()}) + b).tanh()")
-    m.define(f"def {g}(to, a):\n    own = leaf({m.number()})\n    return rpc.rpc_sync(to, {f}, (a, own)) * own")
+    f = m.function(f"(a, b):\n    return (a * leaf({m.number()}) + b).tanh()")
+    g = m.function(f"(to, a):\n    own = leaf({m.number()})\n    return rpc.rpc_sync(to, {f}, (a, own)) * own", "g")
     m.gain(m.call(g, m.worker(), m.tensor()))
 
 
@@ -182,8 +180,7 @@ def views_and_writes(m: Maker) -> None:
 
 @part(INSIDE, common=True)
 def write_to_what_came(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    a.mul_(0.5)\n    return a + leaf({m.number()}) * 0.1")
+    f = m.function(f"(a):\n    a.mul_(0.5)\n    return a + leaf({m.number()}) * 0.1")
     m.gain(m.call(f, f"({m.tensor()} * 1.0)"))
     y = m.fresh("y")
     m.line(f"{y} = {m.call('torch.sin', m.tensor())}")
@@ -227,9 +224,8 @@ def not_used(m: Maker) -> None:
 
 @part(INSIDE)
 def activation_checkpoint(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(
-        f"""def {f}(a, b):
+    f = m.function(
+        f"""(a, b):
     from torch.utils.checkpoint import checkpoint as recompute
 
     def inner(x, y):
@@ -242,9 +238,8 @@ def activation_checkpoint(m: Maker) -> None:
 
 @part(INSIDE)
 def saved_tensors_hooks(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(
-        f"""def {f}(a):
+    f = m.function(
+        """(a):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1.0, lambda x: x * 0.5):
         return (a * a).tanh()"""
     )
@@ -253,9 +248,8 @@ def saved_tensors_hooks(m: Maker) -> None:
 
 @part(INSIDE, common=True)
 def partly_without_gradients(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(
-        f"""def {f}(a, b):
+    f = m.function(
+        f"""(a, b):
     with torch.no_grad():
         constant = a * leaf({m.number()})
     return constant * b + a.detach() * 0.1"""

@@ -8,10 +8,10 @@ from tests.twin.parts.models import OPTIMIZERS, layer, models
 
 @part(OUTSIDE)
 def second_order(m: Maker) -> None:
-    f, g, c = m.fresh("f"), m.fresh("g"), m.fresh("c")
     seed = m.draw.randrange(1000, 1_000_000)
-    m.define(f"def {f}(x):\n    return (x * leaf({seed})).tanh()")
-    m.define(f"def {g}(number):\n    return (autograd.get_gradients(number)[leaf({seed})] ** 2).sum()")
+    f = m.function(f"(x):\n    return (x * leaf({seed})).tanh()")
+    g = m.function(f"(number):\n    return (autograd.get_gradients(number)[leaf({seed})] ** 2).sum()", "g")
+    c = m.fresh("c")
     m.define(  # torch keeps the graph of the first pass at the sum of both
         f"""def second_{g}(number):
     try:
@@ -54,10 +54,10 @@ def {f}(a):
 
 @part(OUTSIDE)
 def write_that_backward_finds(m: Maker) -> None:
-    f, g, c = m.fresh("f"), m.fresh("g"), m.fresh("c")
     seed = m.draw.randrange(1000, 1_000_000)
-    m.define(f"def {f}(a):\n    return (a * leaf({seed})).exp().sum()")
-    m.define(f"def {g}():\n    with torch.no_grad():\n        leaf({seed}).add_(1)")
+    f = m.function(f"(a):\n    return (a * leaf({seed})).exp().sum()")
+    g = m.function(f"():\n    with torch.no_grad():\n        leaf({seed}).add_(1)", "g")
+    c = m.fresh("c")
     to = m.worker()
     m.line(
         f"""try:
@@ -84,8 +84,7 @@ def several_optimizers(m: Maker) -> None:
     {first}.step({c})
     {second}.step({c})"""
         )
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE)
@@ -101,8 +100,7 @@ def clipped_steps(m: Maker) -> None:
     autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()], step={clipped})
 see('norm', {clipped}.norm)"""
         )
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE)
@@ -118,8 +116,7 @@ def kept_gradients(m: Maker) -> None:
     autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()])
     {last}"""
         )
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE)
@@ -137,8 +134,7 @@ def states_of_models_and_optimizers(m: Maker) -> None:
     m.line(f"{model}.load_state_dict({state}[0])")
     m.line(f"{optimizer}.load_state_dict({state}[1])")
     m.line(step)
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE)
@@ -267,8 +263,7 @@ see("{found}", {found})"""
 
 @part(INSIDE)
 def roots_that_are_references(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).sum()")
+    f = m.function(f"(a):\n    return (a * leaf({m.number()})).sum()")
     r = m.fresh("r")
     m.line(f"{r} = rpc.remote({m.worker()}, {f}, ({m.tensor()},))")
     m.line(f"autograd.backward({m.context}, [{r}, (leaf(1) * {m.tensor()}).sum()], retain_graph=True)")

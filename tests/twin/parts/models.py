@@ -160,8 +160,7 @@ def training(m: Maker) -> None:
             m.see(f"[group['lr'] for group in {optimizer}.param_groups]")
         elif m.draw.random() < 0.2:
             m.line(f"{optimizer}.param_groups[0]['lr'] *= 0.5")
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE)
@@ -174,16 +173,15 @@ def parameter_groups(m: Maker) -> None:
     m.line(f"{optimizer} = DistributedOptimizer({m.draw.choice(OPTIMIZERS).format(params=first)})")
     for _ in range(m.draw.randrange(1, 4)):
         step(m, model, optimizer, m.choose("apart", "with", "clipped"))
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
 
 
 @part(OUTSIDE, common=True)
 def optimizer_of_references(m: Maker) -> None:
-    f, g, r, optimizer, c = m.fresh("f"), m.fresh("g"), m.fresh("r"), m.fresh("optimizer"), m.fresh("c")
     seed = m.draw.randrange(1000, 1_000_000)
-    m.define(f"def {f}():\n    return leaf({seed})")
-    m.define(f"def {g}(x):\n    return (leaf({seed}) * x).tanh()")
+    f = m.function(f"():\n    return leaf({seed})")
+    g = m.function(f"(x):\n    return (leaf({seed}) * x).tanh()", "g")
+    r, optimizer, c = m.fresh("r"), m.fresh("optimizer"), m.fresh("c")
     a, b = m.worker(), m.worker()
     m.line(f"{r} = [rpc.remote(name, {f}) for name in dict.fromkeys([{a}, {b}])]")
     m.line(f"{optimizer} = DistributedOptimizer(torch.optim.SGD, {r}, lr=0.1, momentum=0.5)")
@@ -210,12 +208,9 @@ def checkpoints(m: Maker) -> None:
     m.line(f"checkpoint.save({folder}_state, {folder})")
     step(m, model, optimizer, "with")
     m.line(f"{folder}_state['step'] = 5")
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
     m.line(f"checkpoint.load({folder}_state, {folder})")
     m.see(f"[{folder}_state['step'], {folder}_state['lists']]")
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)
     step(m, model, optimizer, "apart")
-    for look in looks:
-        m.see(look)
+    m.see_all(looks)

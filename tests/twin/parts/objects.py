@@ -7,16 +7,14 @@ from tests.twin.making import ANYWHERE, Maker, part
 
 @part(ANYWHERE, common=True)
 def functions_as_values(m: Maker) -> None:
-    f, g = m.fresh("f"), m.fresh("g")
-    m.define(f"def {f}(a):\n    return a * 0.5")
-    m.define(f"def {g}(function, a):\n    return function(a) + {f}(a)")
+    f = m.function("(a):\n    return a * 0.5")
+    g = m.function(f"(function, a):\n    return function(a) + {f}(a)", "g")
     m.gain(m.call(g, m.choose(f, "torch.sin", "torch.nn.functional.softplus", "torch.Tensor.tanh"), m.tensor()))
 
 
 @part(ANYWHERE)
 def partial(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(scale, a, shift=0.0):\n    return (a * scale + shift).tanh()")
+    f = m.function("(scale, a, shift=0.0):\n    return (a * scale + shift).tanh()")
     m.line("import functools")
     m.gain(f"rpc.rpc_sync({m.worker()}, functools.partial({f}, 0.5, shift=0.1), ({m.tensor()},))")
 
@@ -100,8 +98,7 @@ def {f}(thing):
 
 @part(ANYWHERE, common=True)
 def large_values(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(text, data, many):\n    return len(text), data[-3:], sum(many), text[:3] + data.hex()[:4]")
+    f = m.function("(text, data, many):\n    return len(text), data[-3:], sum(many), text[:3] + data.hex()[:4]")
     text, data = f"'é' * {m.number() * 500}", f"bytes(range(256)) * {m.number() * 2}"
     m.see(m.call(f, text, data, f"list(range({m.number() * 9}))"))
 

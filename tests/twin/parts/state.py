@@ -139,16 +139,14 @@ def results_are_copies(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def global_random_numbers(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return (a + torch.rand(3, 3, dtype=torch.float64)) * 0.5")
+    f = m.function("(a):\n    return (a + torch.rand(3, 3, dtype=torch.float64)) * 0.5")
     m.gain(m.call(f, m.tensor()))
     m.gain(f"{m.tensor()} * torch.rand(3, dtype=torch.float64)")
 
 
 @part(ANYWHERE, common=True)
 def seeded_random_numbers(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    torch.manual_seed({m.number()})\n    return nn.functional.dropout(a, 0.5)")
+    f = m.function(f"(a):\n    torch.manual_seed({m.number()})\n    return nn.functional.dropout(a, 0.5)")
     m.gain(m.call(f, m.tensor()) + ".clamp(-1, 1)")
 
 

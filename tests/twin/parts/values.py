@@ -21,15 +21,13 @@ DTYPES = [
 
 @part(ANYWHERE, common=True)
 def dtypes(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return [a, a + a, a[0]]")
+    f = m.function("(a):\n    return [a, a + a, a[0]]")
     m.see(m.call(f, f"(draw({m.number()}) * 4).to(torch.{m.draw.choice(DTYPES)})"))
 
 
 @part(ANYWHERE, common=True)
 def shapes(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a, a.is_contiguous(), a.stride(), a.storage_offset() >= 0, a * 2")
+    f = m.function("(a):\n    return a, a.is_contiguous(), a.stride(), a.storage_offset() >= 0, a * 2")
     how = m.choose(
         "torch.tensor(3.0)",
         "torch.empty(0, 2)",
@@ -47,8 +45,7 @@ def shapes(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def layouts(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a, a.to_dense() * 2")
+    f = m.function("(a):\n    return a, a.to_dense() * 2")
     how = m.choose("to_sparse()", "to_sparse_csr()", "to_sparse_csc()")
     m.see(m.call(f, f"draw({m.number()}).relu().{how}"))
 
@@ -64,8 +61,7 @@ def views_of_one_memory(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def one_tensor_twice(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(things):\n    return things[0] is things[1]['same'], things[0] * things[1]['same']")
+    f = m.function("(things):\n    return things[0] is things[1]['same'], things[0] * things[1]['same']")
     x = m.tensor()
     m.see(m.call(f, f"[{x}, {{'same': {x}}}]"))
 
@@ -105,16 +101,14 @@ def subclass_of_tensor(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def parameters(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a, isinstance(a, nn.Parameter), a.requires_grad, (a * 2).sum()")
+    f = m.function("(a):\n    return a, isinstance(a, nn.Parameter), a.requires_grad, (a * 2).sum()")
     m.see(m.call(f, f"nn.Parameter(draw({m.number()}), requires_grad={m.choose('True', 'False')})"))
 
 
 @part(ANYWHERE, common=True)
 def grad_modes(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(
-        f"""def {f}(a):
+    f = m.function(
+        """(a):
     b = a * leaf(1)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), a.requires_grad, b, b.requires_grad"""
     )
@@ -124,23 +118,20 @@ def grad_modes(m: Maker) -> None:
 
 @part(ANYWHERE)
 def autocast(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a.float() @ a.float(), torch.is_autocast_enabled('cpu')")
+    f = m.function("(a):\n    return a.float() @ a.float(), torch.is_autocast_enabled('cpu')")
     m.line(f"with torch.autocast('cpu', dtype=torch.bfloat16):\n    see('{f}', {m.call(f, m.tensor())})")
 
 
 @part(ANYWHERE, common=True)
 def leaves_that_are_sent(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(f"def {f}(a):\n    return a.requires_grad, a.is_leaf, a.grad")
+    f = m.function("(a):\n    return a.requires_grad, a.is_leaf, a.grad")
     m.see(m.call(f, f"leaf({m.number()})"))
 
 
 @part(ANYWHERE, common=True)
 def local_backward(m: Maker) -> None:
-    f = m.fresh("f")
-    m.define(
-        f"""def {f}(a):
+    f = m.function(
+        """(a):
     own = a.detach().clone().requires_grad_()
     (own * own).sum().backward()
     return own.grad, torch.autograd.grad((own ** 3).sum(), own)[0]"""
