@@ -57,6 +57,13 @@ def started(of: Policy, now: float) -> list[StartProcess]:
     return found
 
 
+def running(*roles: Role) -> Policy:
+    """Return the policy of a group whose workers have started."""
+    made = policy(*roles)
+    started(made, 0)
+    return made
+
+
 def done(actions: list[Action]) -> list[Action]:
     """Return the actions without the log messages."""
     return [action for action in actions if not isinstance(action, Log)]
@@ -80,8 +87,7 @@ def test_a_group_ends_when_its_workers_have_ended() -> None:
 
 
 def test_the_end_of_a_role_tells_which_others_the_group_waits_for() -> None:
-    group = policy(role("a", count=2), role("b"), role("c", serves=True))
-    started(group, 0)
+    group = running(role("a", count=2), role("b"), role("c", serves=True))
     assert said(group.ended("a0", 0, 1)) == "a0 ended with exit code 0"
     told = "a1 ended with exit code 0; the group still waits for b (no `serves = true`)"
     assert said(group.ended("a1", 0, 1)) == told
@@ -133,15 +139,13 @@ def test_restarts_that_are_long_ago_do_not_count() -> None:
 
 
 def test_a_worker_without_restarts_is_not_restarted() -> None:
-    group = policy(role("a", restarts=0))
-    started(group, 0)
+    group = running(role("a", restarts=0))
     assert "is not restarted" in said(group.ended("a0", 7, 1))
     assert group.code == 7
 
 
 def test_a_failure_can_end_the_group() -> None:
-    group = policy(role("a", count=2, on_failure=END), role("b"))
-    started(group, 0)
+    group = running(role("a", count=2, on_failure=END), role("b"))
     actions = group.ended("a0", 3, 1)
     assert done(actions) == [EndServing(), SendSignal("a1", SIGTERM), SendSignal("b0", SIGTERM)]
     group.ended("b0", 0, 2)
@@ -155,8 +159,7 @@ def test_a_failure_can_end_the_group() -> None:
 
 
 def test_a_role_is_restarted_as_a_whole() -> None:
-    group = policy(role("a", count=3, on_failure=RESTART_ROLE, restarts=1), role("b"))
-    started(group, 0)
+    group = running(role("a", count=3, on_failure=RESTART_ROLE, restarts=1), role("b"))
     group.ended("a2", 0, 1)
     actions = group.ended("a0", 1, 5)
     assert done(actions) == [SendSignal("a1", SIGTERM)]
@@ -169,8 +172,7 @@ def test_a_role_is_restarted_as_a_whole() -> None:
 
 
 def test_serving_workers_end_after_the_others() -> None:
-    group = policy(role("a"), role("s", serves=True, count=3))
-    started(group, 0)
+    group = running(role("a"), role("s", serves=True, count=3))
     group.ended("s2", 1, 0.1)
     group.look(0.1)
     group.ended("s2", 1, 0.2)
@@ -187,8 +189,7 @@ def test_serving_workers_end_after_the_others() -> None:
 
 
 def test_a_group_of_serving_workers_ends_when_all_have_ended() -> None:
-    group = policy(role("s", serves=True, count=2))
-    started(group, 0)
+    group = running(role("s", serves=True, count=2))
     group.ended("s0", 0, 1)
     assert group.code is None
     group.ended("s1", 0, 2)
@@ -196,8 +197,7 @@ def test_a_group_of_serving_workers_ends_when_all_have_ended() -> None:
 
 
 def test_the_first_signal_is_passed_on_and_the_second_kills() -> None:
-    group = policy(role("a", count=2), role("b"), role("s", serves=True))
-    started(group, 0)
+    group = running(role("a", count=2), role("b"), role("s", serves=True))
     group.ended("b0", 1, 0.1)
     assert states(group) == [RUNS, RUNS, WAITS, RUNS]
     assert done(group.signalled(SIGINT, 1)) == [SendSignal("a0", SIGINT), SendSignal("a1", SIGINT)]
@@ -213,8 +213,7 @@ def test_the_first_signal_is_passed_on_and_the_second_kills() -> None:
 
 
 def test_serving_workers_end_after_the_others_also_after_a_signal() -> None:
-    group = policy(role("a"), role("s", serves=True, count=2))
-    started(group, 0)
+    group = running(role("a"), role("s", serves=True, count=2))
     assert done(group.signalled(SIGTERM, 1)) == [SendSignal("a0", SIGTERM)]
     assert group.ended("s1", 1, 2) == []
     assert states(group) == [ENDING, RUNS, ENDED]
@@ -225,8 +224,7 @@ def test_serving_workers_end_after_the_others_also_after_a_signal() -> None:
 
 
 def test_a_signal_goes_to_serving_workers_if_all_serve() -> None:
-    group = policy(role("s", serves=True, count=2))
-    started(group, 0)
+    group = running(role("s", serves=True, count=2))
     assert done(group.signalled(SIGTERM, 1)) == [EndServing(), SendSignal("s0", SIGTERM), SendSignal("s1", SIGTERM)]
     group.ended("s0", 0, 1)
     assert group.ended("s1", 0, 1) == []
@@ -247,8 +245,7 @@ def test_a_missing_command_ends_the_group() -> None:
 
 
 def test_an_aborted_group_ends() -> None:
-    group = policy(role("a"))
-    started(group, 0)
+    group = running(role("a"))
     actions = group.abort("no store", 1)
     assert (said(actions), done(actions)) == ("no store: the group ends", [EndServing(), SendSignal("a0", SIGTERM)])
     assert group.abort("no store", 1) == []
