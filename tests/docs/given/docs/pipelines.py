@@ -1,4 +1,6 @@
 # before: [RemoteModule("w1", First)
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -12,23 +14,7 @@ from telegrad.optim import DistributedOptimizer
 
 workers = telegrad.local(["w1", "w2", "w3"], driver="w0")
 padding = -1
-
-
-class First(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 8)
-
-
-class Second(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
-
-class Third(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 3)
-
-
+First, Second, Third = partial(nn.Linear, 4, 8), partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)
 batches = [(torch.randn(16, 4), torch.randint(3, (16,))) for _ in range(2)]
 
 

@@ -11,21 +11,9 @@ batches = [(torch.randint(10_000, (8,)), torch.randint(2, (8,))) for _ in range(
 
 
 # before: [RemoteModule("w1", First)
-class First(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 8)
+from functools import partial
 
-
-class Second(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
-
-class Third(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 3)
-
-
+First, Second, Third = partial(nn.Linear, 4, 8), partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)
 inputs, targets = torch.randn(16, 4), torch.randint(3, (16,))
 
 # before: "model": model,
