@@ -15,6 +15,7 @@ import socket
 import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -181,11 +182,8 @@ def test_a_private_folder_is_in_the_first_existing_place(
 def test_a_private_folder_without_descriptors_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch, home: pathlib.Path, temporary: pathlib.Path
 ) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
+        patch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
         patch.setattr(tempfile, "tempdir", None)  # has it searched again, in vain
         with pytest.raises(OSError, match="Too many open files"):
             private_folder("dumps")

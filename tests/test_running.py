@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,10 +123,7 @@ def test_every_program_and_command_is_run_here() -> None:
 def test_ctrl_c_during_the_import_of_a_command_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command_line, "_run_command", interrupted)
+    monkeypatch.setattr(command_line, "_run_command", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(sys, "argv", ["telegrad", "run"])
     with pytest.raises(SystemExit) as ended:
         command_line.main()

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -71,11 +72,8 @@ def test_a_thread_that_could_not_start_starts_at_the_next_request(monkeypatch: p
     runs: list[bool] = []
     thread = Background("wanted", lambda: runs.append(True))
 
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("no memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             thread.want()
     thread.want()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,11 +150,8 @@ def test_a_worker_answers_while_it_rebuilds_an_exception() -> None:
 
 
 def test_a_call_ends_although_a_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def aside() -> NoReturn:
-        raise RuntimeError("the device has failed")
-
     with agents_here(2) as (one, _):
-        monkeypatch.setattr(one.agent.streams, "aside", aside)
+        monkeypatch.setattr(one.agent.streams, "aside", Mock(side_effect=RuntimeError("the device has failed")))
         monkeypatch.setattr(one.agent.streams, "used", (0,))
         future, errors = rpc.rpc_async("w1", abs, (-1,)), list[Any]()
         future.add_done_callback(errors.append)

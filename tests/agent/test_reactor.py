@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,10 +67,7 @@ def test_closed_descriptors_of_a_worker_are_reported_in_one_line(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     reactor = reactor_of()
 
-    def poll(_: float | None) -> NoReturn:
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-
-    monkeypatch.setattr(reactor.poller, "poll", poll)
+    monkeypatch.setattr(reactor.poller, "poll", Mock(side_effect=OSError(errno.EBADF, os.strerror(errno.EBADF))))
     os.close(reactor.poller._waker.fileno())
     reactor.start()
     for thread in list(reactor._threads._threads.values()):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,12 +85,9 @@ def test_a_process_is_not_restarted_after_its_keeper_has_left(keeper: ServerProc
 def test_leaving_a_process_that_could_not_be_restarted_is_no_error(
     keeper: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
     end(keeper)
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "_start", fail)
+        patch.setattr(keeper, "_start", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             keeper.restart_if_ended()
     keeper.leave()

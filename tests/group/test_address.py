@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -124,10 +125,7 @@ def test_a_link_local_address_needs_its_interface() -> None:
 
 
 def test_a_host_without_proc_has_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> NoReturn:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(address, "open", missing, raising=False)
+    monkeypatch.setattr(address, "open", Mock(side_effect=FileNotFoundError), raising=False)
     assert host_identity() == host_identity()
     assert socket.gethostname() in host_identity()
 

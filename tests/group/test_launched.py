@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -206,10 +207,7 @@ def test_a_ray_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: p
         "resources": {join.HEAD: join.LITTLE},
     }
 
-    def roster(_: Registry) -> None:
-        raise errors.DirectoryReset("its file was removed")
-
-    monkeypatch.setattr(Registry, "roster", roster)
+    monkeypatch.setattr(Registry, "roster", Mock(side_effect=errors.DirectoryReset("its file was removed")))
     assert not ray.killed.wait(0.1)
     monkeypatch.setattr(join, "IDLE", 0.0)
     assert ray.killed.wait(30)

@@ -9,6 +9,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -173,14 +174,11 @@ def test_a_dead_member_is_removed_if_the_directory_cannot_record_that(
 ) -> None:
     """The directory is known to be lost before, or a request shows it only then."""
 
-    def unanswered(*_: object) -> None:
-        raise error
-
     with agents(2, dynamic=True) as (worker, other):
         told = ends_of(worker)
         with worker.directory._applying, monkeypatch.context() as patched:
             patched.setattr(worker.directory, "is_lost", is_known)
-            patched.setattr(worker.directory.registry, "declare_lost", unanswered)
+            patched.setattr(worker.directory.registry, "declare_lost", Mock(side_effect=error))
             other.end("a test", lost=True)
             worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
             assert told.get(timeout=PATIENCE) == LOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -220,10 +221,7 @@ def test_a_refresh_reports_the_end_of_a_claim_once(engine: NaiveEngine) -> None:
 def test_a_claim_without_an_answer_of_the_directory_fails(engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     group = join(engine, "a")
 
-    def lose(*_: object) -> None:
-        raise DirectoryLost("not now")
-
-    monkeypatch.setattr(group.directory, "swap", lose)
+    monkeypatch.setattr(group.directory, "swap", Mock(side_effect=DirectoryLost("not now")))
     with pytest.raises(DirectoryLost, match="not now"):
         group.claim("x")
     assert group.claims == {}

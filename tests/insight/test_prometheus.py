@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 from urllib.request import urlopen
 
 import pytest
@@ -185,12 +186,9 @@ def test_errors_of_serving_metrics() -> None:
 
 
 def test_metrics_that_cannot_have_a_thread_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     registry, port = CollectorRegistry(), free_port()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError, match="can't start new thread"):
             serve_metrics(port, registry=registry, account=made_up)
     serve_metrics(port, registry=registry, account=made_up).close()

@@ -14,7 +14,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,10 +105,7 @@ def test_a_pool_is_bounded_and_frees_idle_blocks_for_others() -> None:
 
 @needs_sharing
 def test_a_pool_without_memory_gives_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: int) -> NoReturn:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
     pool, before = SharedBlockPool(4 * MB), len(os.listdir("/proc/self/fd"))
     assert pool.take(MB) is None
     assert len(os.listdir("/proc/self/fd")) == before

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,13 +150,10 @@ def test_unread_data_is_noticed_at_any_descriptor() -> None:
 def test_an_error_during_a_write_ends_only_the_connection(
     place: Any, name: str, step: Callable[[Link], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError("too little")
-
     with contextlib.closing(LinkEnd()) as end:
         if name == "_has_next":
             end.link._outbox.append(Chunk(b"x"))
-        monkeypatch.setattr(place, name, fail)
+        monkeypatch.setattr(place, name, Mock(side_effect=MemoryError("too little")))
         with contextlib.suppress(MemoryError):  # of the sender
             step(end.link)
         assert "a message could not be sent (MemoryError('too little'))" in str(end.link.closed)

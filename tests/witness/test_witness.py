@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from time import process_time
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -449,10 +450,7 @@ def test_a_dump_that_cannot_be_written_is_logged_once(
 def test_a_dump_without_descriptors_logs_advice(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(dump, "write", fail)
+    monkeypatch.setattr(dump, "write", Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with caplog.at_level(logging.INFO, "telegrad"):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
