@@ -130,11 +130,7 @@ def test_a_file_must_not_be_writable_by_other_users(tmp_path: Path) -> None:
 @pytest.mark.skipif(not is_root(), reason="only root can be another user")
 def test_a_file_of_another_user_is_refused(shared: pathlib.Path) -> None:
     path = shared / "store"
-
-    def plant() -> None:
-        path.touch(0o600)
-
-    as_nobody(plant)
+    as_nobody(lambda: path.touch(0o600))
     with pytest.raises(errors.StoreUnreachable, match=f"belongs to user {NOBODY}"):
         opened(f"file://{path}", 0, 2, 30)
 

@@ -387,11 +387,10 @@ def init_torch(port: int, rank: int) -> None:
 @pytest.mark.parametrize("torch_first", [False, True])
 def test_torchs_process_group_uses_the_same_port(torch_first: bool) -> None:
     port = free_port()
-
-    def join_dynamic(rank: int) -> None:
-        join(f"w{rank}", f"tcp://127.0.0.1:{port}", rank)
-
-    acts: list[Callable[[int], None]] = [join_dynamic, partial(init_torch, port)]
+    acts: list[Callable[[int], object]] = [
+        lambda rank: join(f"w{rank}", f"tcp://127.0.0.1:{port}", rank),
+        partial(init_torch, port),
+    ]
     with processes(2) as made:
         for act in reversed(acts) if torch_first else acts:
             run_all(made, act)

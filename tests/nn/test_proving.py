@@ -574,10 +574,8 @@ def test_a_constant_of_the_example_must_not_change() -> None:
 
 
 def test_a_single_sample_is_refused_if_the_model_handles_it_differently() -> None:
-    def squeezed(m: Two, value: Tensor) -> Tensor:
-        return m.b(m.a(value)) if value.shape[0] > 1 else value
-
-    made = split_model(Two(squeezed), 2, at=["b"], example=torch.ones(4, WIDTH))
+    model = Two(lambda m, value: m.b(m.a(value)) if value.shape[0] > 1 else value)
+    made = split_model(model, 2, at=["b"], example=torch.ones(4, WIDTH))
     check_inputs(made, torch.ones(2, WIDTH))
     with pytest.raises(UsageError, match="sizes of 0 and 1"):
         check_inputs(made, torch.ones(1, WIDTH))

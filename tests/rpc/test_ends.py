@@ -73,10 +73,7 @@ def serve() -> None:
     "function", [shut_down, shut_down_in_a_coroutine, shut_down_in_a_callback, shut_down_the_drop_in, serve]
 )
 def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function: Callable[..., Any]) -> None:
-    def call() -> Outcome:
-        return error_of(lambda: rpc.rpc_sync("worker1", function, timeout=PATIENCE))
-
-    kind, text = workers[0].run(call)
+    kind, text = workers[0].run(lambda: error_of(rpc.rpc_sync, "worker1", function, timeout=PATIENCE))
     assert kind is errors.UsageError
     assert "'worker1'" in text
     assert "at the end of the main program" in text
@@ -84,11 +81,8 @@ def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function:
 
 
 def test_a_remote_call_may_shut_a_worker_down_at_once() -> None:
-    def call() -> Outcome:
-        return error_of(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
-
     with group(2) as made:
-        kind, _ = made[0].run(call)
+        kind, _ = made[0].run(error_of, rpc.rpc_sync, "worker1", rpc.shutdown, (False,))
         assert issubclass(kind, errors.PeerError)
         made[0].run(rpc.shutdown)
 
