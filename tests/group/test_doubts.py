@@ -72,6 +72,7 @@ class Watch(Membership):
         ]
         self._present = {worker.incarnation: worker for worker in workers}
         self._doubts = [Suspect(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
+        self._doubted = set(self._present)
         self.died: list[int] = []
 
     def _take_out(self, member: Any, lost: Any) -> None:
@@ -117,6 +118,7 @@ def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], 
         assert not last or given_[: asked[worker]].count(True) == len(PROBE_DELAYS)
         found = watch.declared if is_dynamic else watch.died
         assert (worker in found) == (last is False or (last is None and not is_dynamic))
+        assert (str(worker) in watch._doubted) == (not last)
     assert (watch.died if is_dynamic else watch.declared) == []
 
 

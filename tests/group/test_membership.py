@@ -23,7 +23,7 @@ from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
+from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
 from tests.cluster import PATIENCE, agents, wait_until
 
 
@@ -65,6 +65,19 @@ def test_a_member_that_left_is_not_lost_if_the_directory_reports_it_late(
         assert told.get(timeout=PATIENCE) == LEFT
         wait_until(lambda: other.me not in worker.membership.present())
     assert not [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_wait_for_workers_does_not_count_one_that_is_perhaps_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2, dynamic=True) as (worker, other):
+        worker.agent.call_async("w1", len, ("",), {}).wait()
+        other.agent.call_async("w0", len, ("",), {}).wait()
+        with monkeypatch.context() as held:
+            held.setattr(worker.membership, "_settle_doubts", lambda: 0.01)  # is not probed yet
+            worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
+            for wanted in (2, ["w1"]):
+                with pytest.raises(CallTimeout, match=r"not 2|w1"):
+                    worker.membership.wait_for(wanted, 0.02)
+        assert len(worker.membership.wait_for(2, PATIENCE)) == 2  # it has answered
 
 
 def test_a_worker_does_not_take_the_others_for_dead_before_it_learns_of_its_own_loss() -> None:

@@ -104,6 +104,7 @@ class Membership:
         self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
         self.returned: list[Callable[[Member], None]] = []  # called when such a worker answers again
         self._doubts: list[Suspect] = []
+        self._doubted: set[str] = set()  # incarnations whose connection broke, until they answer or are taken out
         self._knocks = Probes()  # used only by the probing thread
         # The last time, by incarnation, at which a connection to or from a present worker was made.
         self._reached: dict[str, float] = {}
@@ -188,7 +189,7 @@ class Membership:
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
-        return self.workers()
+        return list(self.view().workers)
 
     def wait_for_end(self, required: Sequence[Member]) -> None:
         """Wait until a dynamic group ends, this worker must stop serving, or a required worker dies."""
@@ -204,8 +205,11 @@ class Membership:
         self.serving.ended.wait()
 
     def _names(self, role: str = "") -> set[str]:
+        """Return the members of that role, if given. Others may replace those that are perhaps lost, or are leaving."""
         with self._changed:
-            return {member.name for member in self._present.values() if role in ("", member.role)}
+            out = self._doubted | self._parted if self._group is not None else set()
+            members = [member for life, member in self._present.items() if life not in out]
+            return {member.name for member in members if role in ("", member.role)}
 
     def _lack(self, wanted: int | Collection[str], role: str) -> str:
         return describe_missing(self._names(role if isinstance(wanted, int) else ""), wanted, role)
@@ -268,7 +272,7 @@ class Membership:
             if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
                 return
             if not parted:
-                self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
+                self._doubt(member, reason)
             elif self._group is None:
                 # In a dynamic group, the directory reports the departure.
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
@@ -276,12 +280,17 @@ class Membership:
             self._watch.want()
         self._wake.set()
 
+    def _doubt(self, member: Member, reason: PeerError) -> None:
+        self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
+        self._doubted.add(member.incarnation)
+
     def _on_reached(self, who: Identity) -> None:
         """Note that a worker lives; take back a lost one that answers again, such as one that was stopped."""
         with self._changed:
             if (member := self._silent.pop(who.incarnation, None)) is not None:
                 self._gone.pop(who.incarnation, None)
                 self._take_in(member)
+            self._doubted.discard(who.incarnation)
             if who.incarnation in self._present:
                 self._reached[who.incarnation] = monotonic()
         if member is not None:
@@ -298,6 +307,7 @@ class Membership:
             how = LOST if lost else LEFT
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
+            self._doubted.discard(member.incarnation)
             self._reached.pop(member.incarnation, None)
             remember(self._gone, member.incarnation, how)
             # It may be alive after all; then `_on_reached` takes it back. A worker that announced its departure does
@@ -320,7 +330,7 @@ class Membership:
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if self._has_parted(reason) else set()
             if not isinstance(reason, PeerSilent):  # its lease decides
-                self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
+                self._doubt(member, reason)
         self._new_version()
         for callback in self._teller.of_joins if member.incarnation != self._me.incarnation else ():
             self._teller.tell(callback, info(member))
@@ -382,6 +392,9 @@ class Membership:
             self._find_dead(doubt, doubt.evidence(answer))
         elif self._teller.of_ends or doubt.who.incarnation == self._next:
             self._greet([doubt.who])  # it may be alive: connect, to notice its next end
+        if not fate:
+            with self._changed:
+                self._doubted.discard(doubt.who.incarnation)
         return []
 
     def _find_dead(self, doubt: Suspect, evidence: str) -> None:

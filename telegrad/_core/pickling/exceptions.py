@@ -43,6 +43,7 @@ from telegrad._core.pickling.remote_text import (
     tell,
     with_lines,
     with_story,
+    without_story,
 )
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import memory
@@ -253,12 +254,8 @@ def _sendable(value: Any, same_program: bool, by_name: bool, room: Room) -> Any:
                 break
         return type(value)(sent)
     if isinstance(value, str):
-        return cut(_without_story(value))
+        return cut(without_story(value))
     return value if _travels(value, same_program) else brief(value)
-
-
-def _without_story(value: Any) -> Any:
-    return str.__str__(value) if type(value) is Text else value
 
 
 def _class_sent(kind: type[BaseException], by_name: bool = False) -> Any:
@@ -415,7 +412,7 @@ def _plain(error: BaseException, kind: type[BaseException]) -> Any:
     """Return a copy of an exception as `kind`, without its remote traceback."""
     args, attributes = _contents(error)
     attributes.pop(REMOTE_TRACEBACK, None)
-    return _assemble(kind, tuple(map(_without_story, args)), attributes)
+    return _assemble(kind, tuple(map(without_story, args)), attributes)
 
 
 # Copies and pickles that a program makes of the classes made here, which pickle does not find by their names

@@ -202,6 +202,10 @@ class Text(str):
         return Text, (str.__str__(self),), vars(self)
 
 
+def without_story(value: Any) -> Any:
+    return str.__str__(value) if type(value) is Text else value
+
+
 def with_story(text: str, story: str) -> str:
     """Return the text of an exception, and its remote traceback; if that has no lines, only its worker and function."""
     head, _, rest = story.partition(":\n")
