@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.cluster import free_port
+
 START = """
 import sys
 import torch
@@ -190,6 +192,21 @@ def test_one_thread_installs_while_another_imports_torch(run: Run, early: bool) 
         assert rpc.__name__.startswith("telegrad.")
         """,
         f"import sys\nfrom telegrad import compat\nearly = {early}\n",
+    )
+
+
+def test_the_rank_and_the_size_of_a_group_come_from_the_environment(run: Run) -> None:
+    run(
+        f"""
+        import os
+        compat.install()
+        import torch.distributed.rpc as rpc
+        from telegrad._core.worker import current
+        os.environ |= {{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "{free_port()}"}}
+        rpc.init_rpc("w0")
+        assert current.joined().membership.is_fixed
+        rpc.shutdown()
+        """
     )
 
 

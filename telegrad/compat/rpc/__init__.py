@@ -78,7 +78,7 @@ def init_rpc(
     check_free()
     check_name(name)
     if rank < 0 and not world_size:
-        rank = _missing_rank(rpc_backend_options.init_method)
+        rank, world_size = _missing(rpc_backend_options.init_method)
     keys = find_keys(getattr(rpc_backend_options, "key", None))
     meet = partial(open_store, rpc_backend_options.init_method, rank, world_size, keys)
     dist_autograd._init(rank)
@@ -94,16 +94,16 @@ def init_rpc(
     _init_rpc_backend(backend, store, name, meeting.rank, meeting.world_size, rpc_backend_options)
 
 
-def _missing_rank(init_method: str) -> int:
-    """Return the rank for a group without a size, if the call gives none."""
+def _missing(init_method: str) -> tuple[int, int | None]:
+    """Return the rank and the size, if the call gives neither."""
     url = split(init_method)
     if url.scheme == "env":
         if "RANK" not in os.environ:
             raise ValueError("environment variable RANK expected, but not set: set it, or give rank=...")
-        return int(os.environ["RANK"])
+        return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 0)) or None
     if "rank" not in parse_qs(url.query):
         raise ValueError(f"rank parameter missing: give rank=..., or write it into the URL {init_method!r}")
-    return -1
+    return -1, None
 
 
 def _backend_of(given: RpcBackendOptions | None) -> Any:
