@@ -313,7 +313,8 @@ def _swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor],
     # swapped one would keep the old memory, and no longer share it.
     hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in known]
     apart: list[str] = []
-    for group in groups_of([*(value for _, _, value in pairs), *hidden]):
+    sharing = groups_of([*(value for _, _, value in pairs), *hidden]) + groups_of([new for _, new, _ in pairs])
+    for group in sharing:
         inside = [pairs[each] for each in group if each < len(pairs)]
         if len(inside) < len(group) or not all(_lie_alike(pair, inside[0]) for pair in inside):
             apart += [pairs[each][0] if each < len(pairs) else "a tensor outside of its state" for each in group]

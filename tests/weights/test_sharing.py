@@ -262,6 +262,10 @@ def test_a_language_model_with_tied_weights() -> None:
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
     version.swap_into(twin)
     assert twin.head.weight is twin.embedding.weight
+    untied = Language(50, 8)
+    untied.head.weight = nn.Parameter(torch.zeros(50, 8))
+    with pytest.raises(InvalidArgument, match=r"share memory in another way: embedding\.weight, head\.weight"):
+        version.swap_into(untied)
     with torch.no_grad():
         model.head.weight = nn.Parameter(model.head.weight + 1)  # ends the tie
     with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory here"):

@@ -83,9 +83,13 @@ def users_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if hasattr(function, "__wrapped__"):
         return users_call(function.__wrapped__, args, kwargs)
     try:
-        own = dict(signature(function).bind(*args, **kwargs).arguments)
+        form = signature(function)
+        own = dict(form.bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # a wrong call; or the function has no signature
         return function, tuple(args), kwargs
+    for each in form.parameters.values():
+        if each.kind is each.VAR_KEYWORD and each.name != "kwargs":
+            own.update(own.pop(each.name, {}))
     own.update(zip(("function", "args", "kwargs"), own.pop("optimizer_maker", ()), strict=False))
     asked, args, kwargs = own.pop("function", None), own.pop("args", None) or (), own.pop("kwargs", None) or {}
     if asked is not None:
