@@ -14,6 +14,7 @@ from io import RawIOBase
 from math import inf
 from pathlib import Path
 
+from telegrad.errors import UsageError
 from telegrad.ext.files import create, make_folder
 from telegrad.ext.texts import plural
 
@@ -125,7 +126,10 @@ class Output:
 
 def _fresh(folder: str) -> Path:
     """Make a new folder, and point `latest` to it. Other users may write in `folder`."""
-    above = Path(make_folder(folder))
+    try:
+        above = Path(make_folder(folder))
+    except OSError as error:
+        raise UsageError(f"logs: the folder {folder!r} cannot be made: {error.strerror}") from error
     stem = time.strftime("%Y-%m-%d_%H-%M-%S")
     for number in range(MOST_ALIKE):
         own = above / (f"{stem}_{number}" if number else stem)

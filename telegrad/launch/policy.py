@@ -39,6 +39,8 @@ RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)
 SERVE = ("python", "-m", "telegrad", "worker")  # the default command
 
+MOST = 10_000  # workers of a role on one host; each is a process
+
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # minimum seconds between two starts, by quick failures in a row
 LONG = 5.0  # seconds; a shorter run is a quick failure
@@ -136,13 +138,16 @@ def _role(name: str, table: Mapping[str, Any]) -> Role:
     if own:
         given["command"] = _command(given["command"], of)
     env = given.get("env", {})
-    plain = isinstance(env, Mapping) and all(isinstance(value, str) or checks.is_real(value) for value in env.values())
+    plain = isinstance(env, Mapping) and all(
+        name and "=" not in name and (isinstance(value, str) or checks.is_real(value)) for name, value in env.items()
+    )
     _check(plain, f'{of}: env must be a table of variables, such as {{ DEBUG = "1" }}', env)
     given["env"] = {key: str(value) for key, value in env.items()}
     role = Role(name, **{"serves": not own, **given})
+    is_count = checks.is_whole(role.count) and 1 <= role.count <= MOST
     is_node = role.node is None or (checks.is_whole(role.node) and role.node >= 0)
     for key, holds, rule in (
-        ("count", checks.is_whole(role.count) and role.count >= 1, "the number of its workers, at least 1"),
+        ("count", is_count, f"the number of its workers, from 1 to {MOST}"),
         ("restarts", checks.is_whole(role.restarts) and role.restarts >= 0, "a number, 0 for none"),
         ("within", checks.is_real(role.within) and role.within > 0, "a number of seconds"),
         ("on_failure", role.on_failure in POLICIES, f"one of {', '.join(POLICIES)}"),

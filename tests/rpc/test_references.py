@@ -190,6 +190,8 @@ def call_proxies(on: str) -> None:
             call()
     with pytest.raises(AttributeError, match="no_such"):
         ref.rpc_sync().no_such()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"instead of __len__\(...\) use an operator"):
+        ref.rpc_sync().__len__()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"rpc_sync\(\).value"):
         ref.value  # noqa: B018
     with pytest.raises(TypeError, match=r"'value' is an attribute of Counter, .* rref.to_here\(\).value"):

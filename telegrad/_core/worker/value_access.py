@@ -162,7 +162,11 @@ class Proxy(Generic[R]):
 
     def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
-            raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
+            # Usually Python looks for a protocol, and no remote call is meant.
+            raise AttributeError(
+                f"special methods are not called through a reference: instead of {method}(...) use an operator of the "
+                "reference, such as rref[key], or pass the reference to a function that uses rref.local_value()"
+            )
         return RemoteMethod(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
