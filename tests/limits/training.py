@@ -413,7 +413,7 @@ UsageError: this state has other parameters; only the state has other; only the 
 optimizer.load_state_dict({})
 InvalidArgument: state_dict must be a dictionary that state_dict() gave, not {}
 -> what `state_dict()` gave
-## a step with a closure, or without a context
+## a step with a closure instead of a context
 optimizer.step(lambda: 1.0)
 InvalidArgument: step() takes the id of a context (context_id) first, not <function
 -> `step(context_id)`
