@@ -260,7 +260,7 @@ def _sendable(value: Any, same_program: bool, by_name: bool, room: Room) -> Any:
 
 def _class_sent(kind: type[BaseException], by_name: bool = False) -> Any:
     """Return a class to be pickled, or the call that makes it if it is made here; `by_name`: see `_in_parts`."""
-    for name, make in ((ORIGINAL, _teller_of), (PLAIN, _also_runtime_error)):
+    for name, make in ((ORIGINAL, _teller_of), (BASED_ON, _also_runtime_error)):
         if name in vars(kind):
             return _Call(make, _class_sent(vars(kind)[name], by_name))
     return _named_class(kind) if by_name else kind
@@ -387,7 +387,6 @@ def _is_odd(kind: type[BaseException]) -> bool:
     return False
 
 
-atexit.register(_teller_of.cache_clear)  # see `_own` in main_modules.py
 _PLAIN = (BaseException.__init__, Exception.__init__)
 
 
@@ -447,16 +446,13 @@ def _reducible(arg: Any) -> Any:
 # At the caller of a program for torch.distributed.rpc
 
 
-PLAIN = "_telegrad_plain"  # attribute of a class that is also a RuntimeError: the class without that base
+BASED_ON = "_telegrad_based_on"  # attribute of a class that is also a RuntimeError: the class without that base
 
 
 @functools.lru_cache(maxsize=1024)
 def _also_runtime_error(kind: type[BaseException]) -> type[BaseException]:
     """Return a subclass of `kind` that looks the same, and is a RuntimeError."""
-    return type(kind.__name__, (kind, RuntimeError), {**_members(kind), "__slots__": (), PLAIN: kind})
-
-
-atexit.register(_also_runtime_error.cache_clear)
+    return type(kind.__name__, (kind, RuntimeError), {**_members(kind), "__slots__": (), BASED_ON: kind})
 
 
 def as_runtime_error(error: BaseException) -> BaseException:
@@ -466,3 +462,8 @@ def as_runtime_error(error: BaseException) -> BaseException:
         return _telling(_plain(error, _also_runtime_error(kind)), remote_traceback_of(error))
     except BaseException:  # the class may raise anything as it is subclassed
         return error
+
+
+# Each caches classes of the program: see `_own` in main_modules.py
+atexit.register(_teller_of.cache_clear)
+atexit.register(_also_runtime_error.cache_clear)
