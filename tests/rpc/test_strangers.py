@@ -16,7 +16,7 @@ import torch
 from telegrad import errors
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.tls import TlsFiles
+from telegrad._core.security.tls import HANDSHAKE, TlsFiles
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
 from tests.transport.test_tls import DAY, Authority
@@ -45,18 +45,26 @@ def closed(sock: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("tls", [False, True])
-def test_a_connection_without_data_logs_debug_lines_only(
-    tls: bool, certificates: list[TlsFiles], caplog: pytest.LogCaptureFixture
+HELLO = Initiator(Keyring([b"another key"]), Hello("w0", 0, "x", ""), "x").start()
+
+
+@pytest.mark.parametrize(
+    ("tls", "said"),
+    [(False, b""), (True, b""), (False, HELLO), (True, HANDSHAKE)],
+    ids=["", "tls", "message", "tls-part"],
+)
+def test_a_connection_that_ends_before_its_handshake_logs_debug_lines_only(
+    tls: bool, said: bytes, certificates: list[TlsFiles], caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.DEBUG, "telegrad"),
         agents(1, transport="tcp", tls=certificates[0] if tls else None) as (b,),
         knock(b) as sock,
     ):
+        sock.sendall(said)
         sock.shutdown(socket.SHUT_WR)
         assert closed(sock)
-    assert [r for r in caplog.records if "before it sent anything" in r.getMessage()]
+    assert [r for r in caplog.records if "before the handshake was complete" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 

@@ -153,7 +153,7 @@ class Listener:
     def turn_away(self, stranger: _Handshake, why: Exception) -> None:
         if not self._dismiss(stranger):
             return
-        if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # the other end has closed it
+        if isinstance(why, (_HungUp, ConnectionResetError, BrokenPipeError)):  # the other end has closed it
             log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         else:
             with self._lock:
@@ -225,11 +225,11 @@ class Listener:
             sock.close()
 
 
-class _Looked(ProtocolViolation):
-    """A probe: workers that wait for this one and load balancers connect and close at once."""
+class _HungUp(ProtocolViolation):
+    """The end of a probe of a waiting worker or a load balancer, or of a worker that ends between two messages."""
 
     def __init__(self) -> None:
-        super().__init__("it closed the connection before it sent anything")
+        super().__init__("it closed the connection before the handshake was complete")
 
 
 class _ListeningSocket(Source):
@@ -265,7 +265,6 @@ class _Handshake(Source):
         self.end = end
         self.since = monotonic()
         self.dismissed = False
-        self._spoke = False
         self._listener = listener
         self._tls_done = not isinstance(sock, ssl.SSLSocket)
         self.origin = origin
@@ -285,15 +284,14 @@ class _Handshake(Source):
                 self._tls_done = True
             data = self.sock.recv(4096)
             if not data:
-                raise ProtocolViolation("it closed the connection during the handshake") if self._spoke else _Looked()
-            self._spoke = True
+                raise ProtocolViolation("it closed the connection in a message") if self.end.leftover else _HungUp()
             answer = self.end.receive(data)
             if answer:
                 self.sock.send(answer)  # fits the empty buffer of a new connection
         except NOT_NOW:
             return False
         except ssl.SSLEOFError:
-            self._listener.turn_away(self, _Looked())
+            self._listener.turn_away(self, _HungUp())
             return False
         except (HandshakeError, PeerUnreachable, OSError, ValueError) as error:
             self._listener.turn_away(self, error)
