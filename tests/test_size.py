@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_466,
-    "lines of the core": 38_916,
-    "lines of the tests": 88_176,
+    "lines of the package": 62_360,
+    "lines of the core": 38_833,
+    "lines of the tests": 88_149,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,
