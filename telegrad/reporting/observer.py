@@ -198,7 +198,7 @@ class Observer:
             own = (each for each in told["threads"] if each["name"].startswith("telegrad-") and each["wait"] is None)
             threads = [each for each in own if each["number"] not in serving]
         where = [
-            f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`"
+            f", at {at['file']}:{at['line']} in {at['function']}" + (f": `{at['text']}`" if at["text"] else "")
             for each in threads
             if (at := each["at"]) is not None
         ]

@@ -187,6 +187,10 @@ def test_a_timeout_error_has_the_current_line_of_the_callee(pair: list[Worker]) 
             call()
         assert inside.acquire(timeout=PATIENCE)
     gate.set()
+    there: dict[str, Any] = {}
+    exec(compile("def typed(): __import__('threading').Event().wait(1)", "<cell 1>", "exec"), there)  # in no file
+    with pytest.raises(CallTimeout, match=r"so far, at <cell 1>:1 in typed\. Give"):
+        pair[0].agent.call("w1", there["typed"], None, None, 0.1)
 
 
 def ask_for_a_promise() -> str:
