@@ -498,6 +498,24 @@ def test_a_stream_ends_with_its_group(five: list[Worker]) -> None:
         list(stream)
 
 
+@pytest.mark.parametrize("function", [noted, count_async])
+def test_a_stream_does_not_end_in_order_if_the_worker_of_its_function_leaves(function: Any) -> None:
+    with agents_here(2) as made:
+        stream = rpc_stream("w1", function, (100,), window=2)
+        next(stream)
+        answered = threading.Event()
+
+        def hold() -> None:
+            answered.wait(0.3)  # an answer would arrive before the connections end
+
+        stream._done.add_done_callback(lambda _: answered.set())
+        made[1].at_end.append(hold)
+        made[1].end("a test")
+        with pytest.raises(errors.LeftEarly, match="a test"):
+            list(stream)
+        assert event("closed").wait(PATIENCE)
+
+
 # Many at once
 
 

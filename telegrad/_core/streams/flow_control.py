@@ -51,6 +51,7 @@ class SendWindow(Generic[W]):
         self._over = False
         self._told = False  # an answer has said that the stream is over
         self.closed = False  # the reader wants no more items
+        self._left = False  # this worker has left: nothing is answered any more
 
     @property
     def may_go_on(self) -> bool:
@@ -60,7 +61,7 @@ class SendWindow(Generic[W]):
     @property
     def is_drained(self) -> bool:
         """Return True if an answer has said that the stream is over, or the reader wants no more."""
-        return self.closed or self._told
+        return (self.closed and not self._left) or self._told
 
     @property
     def awaited(self) -> W | None:
@@ -106,7 +107,14 @@ class SendWindow(Generic[W]):
         self.kept = 0
         return self._due()
 
+    def leave(self) -> list[Answer]:
+        """Record that this worker leaves. An answer would tell the reader that the function has ended in order."""
+        self._left = True
+        return self.close()
+
     def _due(self) -> list[Answer]:
+        if self._left:
+            return []
         due = []
         if self.closed:  # answer all that wait: those before them may have been lost with their connection
             due = [Answer(waiting, [], True) for waiting in self._pulls.values()]

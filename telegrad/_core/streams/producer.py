@@ -151,7 +151,7 @@ class Readers:
             with reader.lock:
                 feeds = list(reader.feeds.values())
             for feed in feeds:
-                feed.close()
+                feed.leave()
 
 
 def current_call() -> Incoming:
@@ -275,6 +275,9 @@ class Feed:
 
     def close(self) -> None:
         self._act(self._supply.close)
+
+    def leave(self) -> None:
+        self._act(self._supply.leave)
 
     def _act(self, event: Callable[..., list[Answer]], *args: Any) -> None:
         # The state changes under the lock; signals are set after it, since their callbacks send answers and run
