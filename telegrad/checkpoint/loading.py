@@ -393,4 +393,5 @@ def _may_end(error: BaseException) -> bool:
     if isinstance(error, errors.CheckpointFailed) and error.__cause__ is not None:
         return _may_end(error.__cause__)
     several = error.errors.values() if isinstance(error, errors.WorkersFailed) else [error]
-    return all(isinstance(each, _OF_A_LOSS) and not isinstance(each, errors.CannotRestore) for each in several)
+    lasting = errors.CannotRestore, errors.GenerationOver
+    return all(isinstance(each, _OF_A_LOSS) and not isinstance(each, lasting) for each in several)

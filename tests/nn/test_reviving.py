@@ -221,6 +221,8 @@ def test_the_error_names_a_worker_that_is_not_restarted(crowd: Crowd, tmp_path: 
 def test_recover_raises_errors_of_the_program_again(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.CodecError, match="mine"):
         telegrad.recover({}, tmp_path, after=errors.CodecError("mine"))
+    with pytest.raises(errors.GenerationOver):  # what it has made does not return
+        telegrad.recover({}, tmp_path, after=errors.GenerationOver())
     with pytest.raises(errors.WorkersFailed):
         telegrad.recover({}, tmp_path, after=errors.WorkersFailed("", {"w1": ValueError(), "w2": errors.PeerLost()}))
     failed = errors.CheckpointFailed("of one that was written in the background")

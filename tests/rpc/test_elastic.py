@@ -249,6 +249,8 @@ def serve(place: str, name: str, least: int = 2) -> str:
 def drive(place: str, name: str, steps: int, victims: list[int], size: int) -> list[int]:
     """Call all others in each step, and kill the victims by their process ids; return the sizes of the generations."""
     join(place, name, 2)
+    with pytest.raises(errors.UsageError, match="in an elastic group"):
+        rpc.stop_serving()
     sizes: list[int] = []
     for _ in range(steps):
         now = rpc.rendezvous_again()

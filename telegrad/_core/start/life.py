@@ -293,7 +293,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
 
     Return once all workers have called this, except those in `serve`. If no worker has died, left, or waits to join,
     the generation and its objects stay as they are. Otherwise this worker is in the next generation, and may have
-    another rank there; calls, references and contexts of the last one end with `GenerationOver`.
+    another rank there; calls and references of the last one end with `GenerationOver`, contexts with `ContextEnded`.
 
     The first call after `init_rpc` returns at once: the new worker is then at the same point as the others.
 

@@ -160,8 +160,9 @@ class Worker:
     def stop_serving(self) -> None:
         """Make `serve` return; raise UsageError if the group is of fixed size."""
         if self.parting.together:
+            kind = "a group of fixed size" if self.elastic is None else "an elastic group"
             raise UsageError(
-                f"worker {self.me.name!r} is in a group of fixed size, whose workers leave together: its serve() ends "
+                f"worker {self.me.name!r} is in {kind}, whose workers leave together: its serve() ends "
                 "once all have called shutdown() or serve()"
             )
         self.membership.serving.ended.set()
