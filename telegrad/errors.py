@@ -136,7 +136,7 @@ class ProtocolViolation(HandshakeError):
 class ShutDown(PeerError):
     """The call was ended because this worker or the other one shut down."""
 
-    _how = _story = ""  # the other worker's message about its end, and a text about it
+    _how = _departure = ""  # the other worker's message about its end, and a text about it
 
 
 class LeftEarly(ShutDown):

@@ -137,8 +137,8 @@ def _begin_with_torch(_: object) -> None:
     # torch's objects stay until the end. Without this, the collector would scan them again and again, also at exit:
     # that took a quarter of the processor time of a short program. This is done only if the mode was on before torch
     # was imported, when the program has few objects of its own that would be kept as well.
-    # Those must be freed at the exit, which closes files. This list is never freed, and keeps the program's modules:
-    # the interpreter empties each module that exists until the end.
+    # The program's objects must be freed at the exit, which closes files. This list is never freed, and keeps the
+    # program's modules: the interpreter empties each module that exists until the end.
     kept: list[object] = [module for name, module in sys.modules.items() if name.partition(".")[0] not in NOT_USERS]
     kept.append(kept)
     gc.freeze()

@@ -150,7 +150,7 @@ def _fresh(folder: str) -> Path:
 
 
 def _write(descriptor: int, data: bytes, patience: float) -> bytes:
-    """Write data; return what is left if the reader makes no room within `patience`: terminals may be non-blocking."""
+    """Write data; return the rest if the reader makes no room within `patience`: terminals may be non-blocking."""
     while data and select.select((), (descriptor,), (), patience)[1]:
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # more may block a pipe that has room

@@ -108,7 +108,7 @@ class Connections:
             lambda link, why: reactor.submit(Work(partial(part, link, how=SILENT), why)),
         )
         self.closed = False
-        self.over: PeerError | None = None  # why calls fail from now on, whatever else ends them
+        self.over: PeerError | None = None  # once set, the error of all calls that fail
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
         self._parks = False  # True once the program has ended, see `park_daemons`
@@ -219,8 +219,8 @@ class Connections:
         try:
             channel = self._reach(target)
         except PeerUnreachable as error:
-            if story := self._departed.get(member.incarnation):
-                raise PeerUnreachable(f"{story}; the call has not run") from error.__cause__
+            if departure := self._departed.get(member.incarnation):
+                raise PeerUnreachable(f"{departure}; the call has not run") from error.__cause__
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
                 raise one_sided(member.name) from None
             raise
@@ -369,8 +369,8 @@ class Connections:
                 self.warn_lost(who, str(reason))
             elif isinstance(reason, ShutDown):
                 with self._lock:
-                    if reason._story:
-                        remember(self._departed, who.incarnation, reason._story)
+                    if reason._departure:
+                        remember(self._departed, who.incarnation, reason._departure)
                     if not isinstance(reason, LeftEarly):  # its other connection ends without a loss
                         remember(self._warned, who.incarnation, True)
             list(results(self.lost, who, reason))

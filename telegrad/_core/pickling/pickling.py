@@ -420,7 +420,7 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
-    """Return the error for `value`, which is what was to be sent, as users know it."""
+    """Return the error for `value`: the call or result that was to be sent, in the form that users know."""
     if said.__cause__ is None or can_dump(value, same_program):
         return said
     from telegrad._core.pickling.by_value import find_unpicklable_part

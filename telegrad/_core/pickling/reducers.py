@@ -284,7 +284,7 @@ _OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a
 
 
 class BoundToProcess(TypeError):
-    """Raised for an object of a class that cannot be sent; `advice` says what to send instead."""
+    """Raised for an object of a class that cannot be sent; `advice` names an alternative."""
 
     def __init__(self, advice: str, kind: type = object) -> None:
         super().__init__("it belongs to this process only")

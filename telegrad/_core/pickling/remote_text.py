@@ -130,7 +130,7 @@ def brief(value: Any, depth: int = 3) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, shortened; raise what the exception's own code raises."""
+    """Return the text of an exception, shortened. Errors of the exception's own code are raised."""
     shown: Any = type(error).__str__
     args = error.args
     # The user's code, or the text of a group: it has the number of members and not their texts.

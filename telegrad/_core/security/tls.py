@@ -92,7 +92,7 @@ _FOREIGN = range(18, 22)  # OpenSSL's codes for chains that do not end at a cert
 
 
 def refusal(error: ssl.SSLError, files: TlsFiles, name: str = "") -> str:
-    """Return why a TLS handshake failed: whose certificate was refused, if one was, and what to check.
+    """Return why a TLS handshake failed, with the owner of a refused certificate and advice.
 
     `files` are those of this worker; `name` is the worker that accepted the connection, "" if this one did.
     """

@@ -309,16 +309,16 @@ def departed_error(peer: str, how: str) -> PeerError:
             f"silence and heartbeat); {uncertain}. While this worker is in the group, the next call connects again"
         )
     kind: type[ShutDown] = ShutDown
-    story = f"worker {peer!r} shut down"
+    departure = f"worker {peer!r} shut down"
     if how == MOVED:
-        kind, story = GenerationOver, f"worker {peer!r} has moved to the next generation of its group"
+        kind, departure = GenerationOver, f"worker {peer!r} has moved to the next generation of its group"
         advice = ". Call it again after rendezvous_again()"
     elif how == OVER:
-        story += " together with its group"
+        departure += " together with its group"
     elif how:
-        kind, story = LeftEarly, f"worker {peer!r} left without the others: {how}"
-    error = kind(f"{story}; {uncertain}{advice}")
-    error._how, error._story = how, story
+        kind, departure = LeftEarly, f"worker {peer!r} left without the others: {how}"
+    error = kind(f"{departure}; {uncertain}{advice}")
+    error._how, error._departure = how, departure
     return error
 
 
