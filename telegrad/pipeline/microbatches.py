@@ -229,8 +229,16 @@ def _reduction_of(loss: Any, said: str | None) -> str:
     return said or own or "mean"
 
 
-def check_scalar(value: Any, loss: Loss) -> Tensor:
-    """Return the value of a loss if a backward pass can begin there. Otherwise raise UsageError."""
+def evaluated(loss: Loss, output: Any, targets: Any, is_part: bool) -> Tensor:
+    """Return the loss of a batch, or if `is_part`, a micro-batch. Raise UsageError if it is no scalar tensor."""
+    try:
+        value = loss(output, targets)
+    except Exception as error:
+        if is_part:
+            error.add_note(
+                "A pipeline's loss gets one micro-batch: make a value for each sample a part of the targets."
+            )
+        raise
     if isinstance(value, Tensor) and not value.dim():
         return value
     name = getattr(loss, "__qualname__", type(loss).__name__)

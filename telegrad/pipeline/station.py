@@ -37,7 +37,7 @@ from telegrad.ext.references import RRef
 from telegrad.ext.values import INFERENCE, NO_GRAD
 from telegrad.ext.workers import Identity, current
 from telegrad.pipeline import pipeline_schedule as schedule
-from telegrad.pipeline.microbatches import Loss, check_scalar, check_sum, scalars_of
+from telegrad.pipeline.microbatches import Loss, check_sum, evaluated, scalars_of
 from telegrad.pipeline.pipeline_schedule import Action, InputKey, TiedWeight, input_of, plan, with_tied
 from telegrad.pipeline.stage import Backward, PackedValue, Stage, StageInput, detach, pack_value
 from telegrad.rpc.functions import must_finish
@@ -236,7 +236,7 @@ class BatchRun:
 
     def _loss(self, output: Any, targets: Any, weight: float) -> Tensor:
         assert self._given.loss is not None
-        loss = check_scalar(self._given.loss(output, targets), self._given.loss) * weight
+        loss = evaluated(self._given.loss, output, targets, self.spec.batches > 1) * weight
         check_root(loss)
         losses = self._result.losses
         losses.append(loss.detach())

@@ -277,6 +277,11 @@ def test_weights_of_samples_in_losses_of_torch_are_refused(reduction: str) -> No
     for loss in (function, nn.MultiLabelSoftMarginLoss(weight, reduction=reduction)):
         with pytest.raises(UsageError, match="but its micro-batches give"), autograd.context() as context:
             pipeline.forward_backward(context, inputs, targets, loss)
+        with (
+            pytest.raises(RuntimeError, match=r"(?s)must match.* a part of the targets"),
+            autograd.context() as context,
+        ):
+            spread(chunks=2).forward_backward(context, inputs, targets, loss)
     with autograd.context() as context:
         of_classes = nn.MultiLabelSoftMarginLoss(weight[:3].t(), reduction=reduction)
         pipeline.forward_backward(context, inputs, targets, of_classes)

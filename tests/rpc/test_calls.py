@@ -331,14 +331,14 @@ def test_the_error_of_a_callback_names_the_failing_function(pair: list[Worker]) 
 
 
 class Answers(Exception):
-    """Its class answers for each attribute, as the class of a proxy may."""
+    """Its class answers for each attribute, as the class of a proxy may; or raises an error that is not expected."""
 
     def __getattr__(self, name: str) -> Any:
-        return self.args[1]
+        return self.args[1]["answer"]
 
 
 def answers(kind: Any) -> NoReturn:
-    raise Answers("as it is", kind)
+    raise Answers("as it is", {} if kind is KeyError else {"answer": kind})
 
 
 def answers_in_a_stream(kind: Any) -> Iterator[int]:
@@ -367,7 +367,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [None, 5, "text"])
+@pytest.mark.parametrize("kind", [None, 5, "text", KeyError])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_that_has_all_attributes_is_raised(way: str, kind: Any, pair: list[Worker]) -> None:
     current.enter(pair[0])

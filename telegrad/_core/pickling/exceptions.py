@@ -58,8 +58,7 @@ MOST_ARGUMENTS = 256  # limit for the arguments, attributes and group members of
 def describe(error: BaseException, worker: str, function: str = "", same_program: bool = False) -> bytes:
     """Return the data that `rebuild` needs; never raise.
 
-    `function` is the called function, as users know it. `same_program`: the receiver runs the same main program, so a
-    class of that program is sent by its name.
+    `function` is the called function, as users know it. `same_program`: a class of the main program is sent by name.
     """
     try:
         return _description(error, worker, function, same_program)
@@ -75,7 +74,8 @@ def readable(error: BaseException) -> BaseException:
             getattr(kind, name)
         for name in _ATTRIBUTES:
             getattr(error, name)
-        getattr(error, "__notes__", None)
+        if hasattr(kind, "__getattr__"):  # which may raise for notes, where `traceback` expects an AttributeError
+            _set(error, "__notes__", vars(error).get("__notes__", []))
     except BaseException:
         return RemoteError(UNREADABLE)
     return error
