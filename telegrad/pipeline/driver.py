@@ -145,7 +145,7 @@ class PipelineDriver:
         own = own._replace(inputs=given.inputs if at == self.stations_of[0] else ())
         limit = current.agent().timeout * spec.batches * (1 + spec.trains)
         asked = "Pipeline.forward_backward" if spec.trains else "Pipeline.forward"
-        call: Future[BatchResult] = self.stations[at]._call_async("run", limit, (spec,), {"given": own}, asked)
+        call: Future[BatchResult] = self.stations[at]._call_async("run", limit, (spec,), own._asdict(), asked)
         return call
 
     def _stop(self, number: int) -> None:

@@ -357,12 +357,12 @@ class StageWorker:
     def _telegrad_runs(self, _: str) -> str:
         return ", ".join(stage.name for stage in self.stages.values())
 
-    def run(self, spec: BatchSpec, given: BatchInputs) -> Deferred:
-        """Run a batch. The result is a `BatchResult`, or None if the batch was stopped."""
+    def run(self, spec: BatchSpec, **given: Any) -> Deferred:
+        """Run a batch; `given` has the fields of `BatchInputs`. Return a `BatchResult`, or None if it was stopped."""
         # A message for this batch that arrives while this method runs is either in `_early` when the lock is taken, or
         # finds the run in `_runs`. A batch that was stopped, or is older than the oldest one, ends at once.
         number = spec.id[1]
-        run = BatchRun(self.stages, spec, given, self._short, lambda: self._end(number))
+        run = BatchRun(self.stages, spec, BatchInputs(**given), self._short, lambda: self._end(number))
         with self._lock:
             self._oldest = max(self._oldest, spec.oldest)
             late = [self._early.pop(each) for each in [*self._early] if each < self._oldest]

@@ -167,11 +167,11 @@ def test_answers_of_other_servers_are_errors(
 @pytest.mark.parametrize(
     ("kind", "sends", "text"),
     [
-        ("etcd", b"", ""),
+        ("etcd", b"", "no answer in time"),
         ("etcd", b"SSH-2.0-\x1b[2J\r\n", r"SSH-2\.0-\\x1b\[2J"),
-        ("etcd", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", ""),
+        ("etcd", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "no answer in time"),
         ("etcd", b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{", "sent more than 67108864 bytes"),
-        ("redis", b"$99\r\n", ""),
+        ("redis", b"$99\r\n", "Timeout reading"),
         ("redis", b"-ERR \x1b[2J\r\n", r"\\x1b\[2J"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_batch_that_was_stopped_before_its_arrival_does_not_begin() -> None:
     driver = Pipeline(stages, chunks=2)._drive()
     spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.stations_of, driver.workers, (), 2, False)
     driver.stations[1]._call("stop", 5, (1,), {})
-    assert driver.stations[1]._call("run", 5, (spec, BatchInputs()), {}) is None
+    assert driver.stations[1]._call("run", 5, (spec,), {}) is None
 
 
 @pytest.mark.usefixtures("here")

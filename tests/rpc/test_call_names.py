@@ -131,7 +131,7 @@ def test_a_value_that_cannot_be_sent_has_the_place_that_the_user_gave_it(team: l
     check("argument 'lr'", partial(optimizer, lr=bad))
     optimizer = partial(DistributedOptimizer, torch.optim.SGD, [{"params": module.remote_parameters(), "lr": bad}])
     check("argument 'param_group'['lr']", optimizer)
-    check("the variable `bad` that argument 'given'.loss", stepping, module, uses)
+    check("the variable `bad` that argument 'loss'", stepping, module, uses)
 
 
 def check(place: str, act: Callable[..., Any], *args: Any) -> None:

@@ -204,11 +204,11 @@ class PendingCall:
         self.awaited = True
         start = perf_counter()
         # Within a nested call, the leader polls for the calls that this one causes, and two busy threads would compete.
-        spin = Spin(start) if connection.is_prompt and self.peer.reactor.here.own is None else None
+        spins, spin = connection.is_prompt and self.peer.reactor.here.own is None, None
         try:
             # If the next frame awaits lanes, `wait` passes the right on to them, and this thread waits like any other.
             while not (self.done or link.reader.awaits_lanes) and link.closed is None:
-                if link.read() or (spin is not None and spin.again()):
+                if link.read() or (spins and (spin := spin or Spin(start)).again()):
                     continue
                 if (remaining := until - monotonic()) <= 0:
                     return
