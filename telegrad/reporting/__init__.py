@@ -319,11 +319,7 @@ def _check_for(kind: Any) -> _Check:
 # Events
 
 
-def _scalar(value: Any, where: str) -> Any:
-    return _text(value, where) if isinstance(value, str) else _number(value, where)
-
-
-_SCALAR = _optional(_scalar)
+_SCALAR = _optional(lambda value, where: (_text if isinstance(value, str) else _number)(value, where))
 _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, as in `_core/events.py`
     events.CALLED: (_text, _integer, _text, _integer, _text),
     events.RAN: (_text, _integer, _text, _text),

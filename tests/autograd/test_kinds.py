@@ -130,12 +130,8 @@ def test_wrapper_tensors_as_leaves_are_trained(kind: type[Pair]) -> None:
 # Transforms and forward mode
 
 
-def sine(x: Tensor) -> Tensor:
-    return x.sin()
-
-
 def call(x: Tensor) -> Tensor:
-    return rpc_sync("w1", sine, (x,))
+    return rpc_sync("w1", torch.sin, (x,))
 
 
 TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor]], Any]] = [

@@ -37,10 +37,6 @@ def twice(value: Any) -> Iterator[Any]:
     yield [value]
 
 
-def of_reference(reference: Any) -> Any:
-    return reference.to_here()
-
-
 @ANY
 @given(TREES)
 def test_any_value_arrives_by_any_kind_of_call(value: Any) -> None:
@@ -51,7 +47,7 @@ def test_any_value_arrives_by_any_kind_of_call(value: Any) -> None:
         assert alike(list(rpc.rpc_stream(to, twice, (value,))), [alone, [alone]])
         assert alike(rpc.remote(to, same, (), {"key": value}).to_here(), ((), {"key": alone}))
         assert alike(rpc.rpc_sync(to, lambda value: [value], (value,)), [alone])
-    assert alike(rpc.rpc_sync("w1", of_reference, (rpc.RRef(value),)), alone)
+    assert alike(rpc.rpc_sync("w1", lambda reference: reference.to_here(), (rpc.RRef(value),)), alone)
     answers = rpc.group(["w1", "w2", "w0"]).rpc_sync(same, (value,))
     assert all(alike(answer, ((alone,), {})) for answer in list(answers))
 

@@ -33,7 +33,7 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -203,12 +203,9 @@ def _held_still(values: Sequence[Any], texts: bool) -> tuple[list[Any], bool]:
     Return the values, and True if a text among them is large. `texts`: there may be one.
     """
     copies = {id(value): copy(value) for value in values if type(value) in _CONTAINERS}  # one for each object
-    texts = texts and any(_has_large_text(piece) for each in (values, *copies.values()) for piece in _pieces(each))
+    pieces = (piece for each in (values, *copies.values()) for piece in _pieces(each))
+    texts = texts and any(type(value) is str and len(value) >= OWN_FROM for piece in pieces for value in piece)
     return [copies.get(id(value), value) for value in values], texts
-
-
-def _has_large_text(values: Iterable[Any]) -> bool:
-    return max((len(value) for value in values if type(value) is str), default=0) >= OWN_FROM
 
 
 def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tuple[Any, bool] | None:
