@@ -92,6 +92,7 @@ class Wait:
         self.missing = missing
         self.place = place
         self.worker = worker
+        self.group = ""  # the id of the running group that the worker is to join, once it is known
         self.thread = threading.get_ident()
         self.begun = monotonic()
         self.lined = _a_person_waits()

@@ -10,7 +10,20 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, NEXT, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import (
+    ASKS,
+    BEGIN,
+    COROUTINE,
+    MEETINGS,
+    MOVES,
+    NEXT,
+    QUEUED,
+    SPARE,
+    CallOut,
+    ThreadState,
+    WaitState,
+    WorkerState,
+)
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -54,6 +67,11 @@ _INNER = ("/threading.py:", "/queue.py:", "/concurrent/futures/")
 _OF_PROCESSES = re.compile(r"/multiprocessing/(connection|queues)\.py:|/subprocess\.py:|/popen_\w+\.py:\d+ poll$")
 
 LOCKED, BUSY, SLEEPS, WAITS, AWAY, ASLEEP, UNKNOWN = "locked", "busy", "sleeps", "waits", "away", "asleep", "unknown"
+
+
+def by_rank(account: WorkerState) -> tuple[bool, int, str]:
+    """Return the key by which workers are sorted: spares last."""
+    return account["phase"] == SPARE, account["rank"], account["worker"]
 
 
 def seconds(age: float) -> str:
@@ -148,6 +166,7 @@ def doing(thread: ThreadState) -> str:
         ASKS: "asks for this report",
         "init_rpc": f"joins the group, and waits for {on or 'the others'}",
         "store": "joins the group, and waits for the store",
+        MOVES: f"moves to the next generation, and waits for {on or wait['about'] or 'the others'}",
         NEXT: f"waits for the next generation, while that of {on or 'others'} is running",
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",
         "backward": f"waits for a backward pass{' to which ' + on + ' must contribute' if on else ''}",

@@ -31,7 +31,8 @@ GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shut
 MOST_GUESSES = 16  # maximum number of guessed edges of one node
 # Waits in which a thread holds neither a lock nor a slot.
 AT_REST = ("shutdown", "serve", *states.JOINS, states.BEGIN)
-_FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
+# Waits that name the missing workers.
+_FOR_WORKERS = ("shutdown", "rendezvous_again", states.MOVES, "workers", "value", GATHER)
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 # The innermost frame of a thread that waits for a lock of Python's library.
 _LIBRARY_LOCK = re.compile(r"(?P<file><frozen importlib\._bootstrap>|\S*/logging/__init__\.py):\d+ (acquire|handle)$")
@@ -84,6 +85,7 @@ class GroupIndex:
         }
         self.threads: dict[Node, ThreadState] = {}
         self.threads_of: dict[str, list[Node]] = defaultdict(list)  # by worker
+        self.own: list[Node] = []  # the threads that run the program
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
         self.calls_of: dict[str, list[Node]] = defaultdict(list)  # by caller
@@ -98,6 +100,8 @@ class GroupIndex:
                 node = Node(THREAD, me, thread["number"])
                 self.threads[node] = thread
                 self.threads_of[me].append(node)
+                if not thread.get("foreign"):
+                    self.own.append(node)
                 if thread["name"] == "MainThread":
                     self.mains[me] = node
             for each in account["passes"]:
@@ -238,7 +242,7 @@ class WaitGraph(GroupIndex):
         # Calls of workers that do not answer are known from their callees only.
         strangers = (call for call in self.calls_in if call.worker not in self.accounts)
         calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
-        threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
+        threads = [thread for thread in self.own if not self.awaits[thread] and self._is_long(thread)]
         # A pass for which a thread waits is reached from that thread, and shown below it. `backward_async` has passes
         # without one.
         waited_for = {edge.to for thread in threads for edge in self.edges(thread)}

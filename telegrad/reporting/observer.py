@@ -28,11 +28,14 @@ from telegrad.reporting import (
     BEGIN,
     COROUTINE,
     JOINING,
+    JOINS,
     LEAVING,
     MEETINGS,
     MEMBER,
+    NEXT,
     QUEUED,
     RUNNING,
+    SPARE,
     UNFINISHED,
     CallIn,
     CallOut,
@@ -63,15 +66,17 @@ class Observer:
         self._begun = self._since = perf_counter()
         self.phase = JOINING
         # Returns the workers it waits for while joining or leaving.
-        self.missing: Callable[[], list[str]] = lambda: [who for wait in self._joining() for who in wait.missing()]
+        # Members of a running generation, which a spare waits for, are not missing.
+        self.missing: Callable[[], list[str]] = lambda: [
+            who for wait in self._joining() if wait.what != NEXT for who in wait.missing()
+        ]
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
         self._processes: dict[str, int] = {}  # of members on this host that are present or gone, by name
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
-        # Not those for the next generation, which name members of the running one: these are not missing.
-        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self.name)]
+        return [wait for wait in progress.under_way() if wait.what in JOINS and wait.worker in ("", self.name)]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""
@@ -96,23 +101,24 @@ class Observer:
 
     def account(self) -> WorkerState:
         now, members = perf_counter(), self.members()
+        joining = self._joining() if self.phase == JOINING else []
         threads, calls_in, waiting = self._threads(now)
         for member in members:
             self._note_process(member)
         told = WorkerState(
             worker=self.name,
             rank=self._rank,
-            group="",
+            group=next((wait.group for wait in joining), "")[:12],
             pid=os.getpid(),
             host=socket.gethostname(),
             program=_program(),
             clock=now,
             time=time.time(),
-            phase=self.phase,
+            phase=SPARE if any(wait.what == NEXT for wait in joining) else self.phase,
             phase_age=now - self._since,
             idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
-            place=self._place or next((wait.place for wait in self._joining()), ""),
+            place=self._place or next((wait.place for wait in joining), ""),
             size=self._size,
             generation=0,
             members={member.name: member.host for member in members},
@@ -250,7 +256,8 @@ class Observer:
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
-        return _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
+        state = _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
+        return state if serves or not thread.daemon else {**state, "foreign": True}
 
 
 def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
