@@ -329,8 +329,8 @@ class Causes:
         else:
             subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
-        if any(edge.why == "thread" for _, edge in graph.into[first]):
-            title = f"A thread waits for this one, it seems: {title}"
+        if ways := [edge for _, edge in graph.into[first] if edge.why == "thread"]:
+            title = f"A thread waits for this one{', it seems' if all(way.guess for way in ways) else ''}: {title}"
         elif kind == "loop":
             title = f"The event loop of {first.worker} is blocked, it seems: {title}"
         elif kind == "value":

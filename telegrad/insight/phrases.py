@@ -194,6 +194,9 @@ def waiting(group: WaitGraph, node: Node) -> list[str]:
         thread = group.threads[node]
         guessed = not thread["wait"] and any(edge.why == "future" for edge in group.edges(node))
         does = "waits for calls, it seems" if guessed and thread_state(thread) == ASLEEP else doing(thread)
+        if joined := group.joined(node):
+            names = several(group.threads[each]["name"] for each in joined)
+            does = f"waits for its thread{'s' * (len(joined) > 1)} {names}"
         return [f"{who(group, node)} {does}{lasting(age)}", *lines_of(thread)]
     if node.kind != CALL:
         verb = "waits" if queued == 1 else "wait"

@@ -195,7 +195,7 @@ class WaitGraph(GroupIndex):
         """Return the nodes that have waited for long for one of these, nearest first."""
         found = search(nodes, lambda node: [source for source, _ in self.into[node]])
         long = set(self.starts)
-        return [node for node in found if node in long or (node.kind == CALL and self.age(node))]
+        return [each for each in found if each in long or (each.kind == CALL and self.age(each)) or self.joined(each)]
 
     def cycles(self) -> list[list[Node]]:
         """Return the cycles of nodes that wait for each other, each by its shortest path."""
@@ -259,10 +259,17 @@ class WaitGraph(GroupIndex):
             known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
             return wait["what"] not in ("serve", *states.JOINS) and (age >= self.long or not known)
         if node not in self.serves and any(
-            edge.why == "future" and self.age(edge.to) >= self.long for edge in self.edges(node)
+            edge.why in ("future", "call") and self.age(edge.to) >= self.long
+            for each in search([node], self.joined)
+            for edge in self.edges(each)
         ):
             return True
         return lock_of(thread) is not None and (not age or age >= self.long)
+
+    def joined(self, node: Node) -> list[Node]:
+        """Return the threads for which a thread waits, as far as its stack shows them."""
+        edges = self.edges(node) if node.kind == THREAD else []
+        return [edge.to for edge in edges if edge.why == "thread" and not edge.guess]
 
     # Edges
 
@@ -311,6 +318,8 @@ class WaitGraph(GroupIndex):
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
+        if wait is None and (threads := [Node(THREAD, me, number) for number in thread.get("awaits", [])]):
+            return [Edge(each, "thread") for each in threads if each in self.threads]
         # User code waits for something that Telegrad does not know: perhaps for the future of a call, or for another
         # thread of the program. A coroutine also needs its event loop.
         if thread["name"] == states.COROUTINE:

@@ -104,6 +104,7 @@ class ThreadState(TypedDict):
     # True for a daemon thread that runs no function of the program, as those of notebooks and debuggers: it may hold a
     # lock, but its wait is not one of the program.
     foreign: NotRequired[bool]
+    awaits: NotRequired[list[int]]  # the threads that it joins, or for whose results in a pool it waits
     objects: NotRequired[dict[str, int]]  # the identities of objects that its functions may lock, as far as known
 
 

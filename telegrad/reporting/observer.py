@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import socket
@@ -9,7 +10,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from concurrent.futures import wait as wait_for_futures
+from concurrent.futures.thread import _WorkItem
+from itertools import takewhile
 from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
@@ -102,7 +107,7 @@ class Observer:
     def account(self) -> WorkerState:
         now, members = perf_counter(), self.members()
         joining = self._joining() if self.phase == JOINING else []
-        threads, calls_in, waiting = self._threads(now)
+        threads, calls_in, waiting, runs = self._threads(now)
         for member in members:
             self._note_process(member)
         told = WorkerState(
@@ -143,10 +148,12 @@ class Observer:
             log=log_lines.lines(time.time()),
         )
         if self._worker is not None:
-            self._tell_of(self._worker, told, now, waiting)
+            self._tell_of(self._worker, told, now, waiting, runs)
         return told
 
-    def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
+    def _tell_of(
+        self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int], runs: dict[int, int]
+    ) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
         going_on = sorted(inspection.calls_going_on(agent), key=lambda each: each[0].begun)
@@ -156,7 +163,8 @@ class Observer:
                 wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
                 created = coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
                 told_call["thread"] = id(frames[0])
-                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, wait if created else None, True))
+                state = _state(id(frames[0]), COROUTINE, frames, wait if created else None, True)
+                told["threads"].append({**state, "awaits": _awaited(frames, runs)})
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
         # and be in two of the lists. The state that was seen first is kept, so each call is listed once.
@@ -210,8 +218,8 @@ class Observer:
         ]
         return f": for {call['age']:.1f} s so far{where[0] if len(where) == 1 else ''}"
 
-    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
-        """Return the threads, the calls that they run, and the waiting threads by id of the call."""
+    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int], dict[int, int]]:
+        """Return the threads, the calls that they run, the waiting threads by id of the call, and `_runs_of_pools`."""
         found = stacks.all_stacks()
         # This frame and those below it are taken out of the stack of this thread. Otherwise `found`, a variable of this
         # frame, would contain the frame itself. This cycle would keep the frames of all threads, with the variables of
@@ -221,7 +229,7 @@ class Observer:
         threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
-        worker = self._worker
+        worker, runs = self._worker, _runs_of_pools(found)
         for thread in threading.enumerate():
             # The thread started after the stacks were read.
             stack = found.get(thread.ident or 0)
@@ -233,8 +241,8 @@ class Observer:
             calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
             described = self._thread(thread, stack, stood)
             if described is not None:
-                threads.append(described)
-        return threads, calls_in, waiting
+                threads.append({**described, "awaits": _awaited(stack, runs)})
+        return threads, calls_in, waiting, runs
 
     def _thread(
         self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands
@@ -392,3 +400,39 @@ _WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {
     ),
     futures.wait_for.__code__: _future,
 }
+
+
+# Waits of the program for its own threads
+
+# The functions of Python that wait for threads, each with its variable that has a thread, a set of
+# futures, or a future or a function that a thread of a pool runs.
+_AWAITED = {
+    threading.Thread.join.__code__: "self",
+    Future.result.__code__: "self",
+    Future.exception.__code__: "self",
+    wait_for_futures.__code__: "fs",
+    as_completed.__code__: "pending",
+    asyncio.to_thread.__code__: "func_call",
+}
+
+
+def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> dict[int, int]:
+    """Return the threads of pools, by the ids of the future and of the function that each of them runs."""
+    runs: dict[int, int] = {}
+    for thread, frames in stacks_by_thread.items():
+        works = (frame.f_locals.get("self") for frame in frames if frame.f_code is _WorkItem.run.__code__)
+        for work in (each for each in works if each is not None):  # it is None at the end of `run`
+            function = work.fn if hasattr(work, "fn") else work.task[0]  # `task` since Python 3.14
+            runs |= {id(work.future): thread, id(function): thread}
+    return runs
+
+
+def _awaited(frames: Sequence[FrameType], runs: Mapping[int, int]) -> list[int]:
+    """Return the threads for which a thread or a coroutine waits below its innermost line of the program."""
+    found = set()
+    for frame in takewhile(lambda frame: not stacks.is_users(frame), reversed(frames)):
+        thing = frame.f_locals.get(_AWAITED[frame.f_code]) if frame.f_code in _AWAITED else None
+        for each in thing.copy() if isinstance(thing, set) else (thing,):
+            if thread := each.ident if isinstance(each, threading.Thread) else runs.get(id(each)):
+                found.add(thread)
+    return sorted(found)

@@ -133,6 +133,19 @@ def pool_in_pool() -> None:
     pool.submit(lambda: pool.submit(leaf).result()).result()
 
 
+def map_in_pool() -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda _: slumber(), range(1)))
+
+
+async def in_thread() -> None:
+    await asyncio.to_thread(slumber)
+
+
+def call_in_pool() -> None:
+    concurrent.futures.ThreadPoolExecutor(1).submit(rpc.rpc_sync, "worker1", slumber).result()
+
+
 def import_slow() -> None:
     folder = pathlib.Path(here[0].pipe).parent
     (folder / "slow_module.py").write_text("from tests.insight.hangs import held, say\nsay()\nheld.wait()\n")

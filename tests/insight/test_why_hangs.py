@@ -109,7 +109,7 @@ MORE = {
     ),
     "semaphore": called(more.get_permit, "permits.acquire()", "its holder is not known", kind="lock"),
     "queue": called(more.read_empty_queue, "tasks.get()", OWN),
-    "thread": called(more.join_thread, "thread.join()", OWN),
+    "thread": called(more.join_thread, "thread.join()", OWN, "waits for its thread prefetch"),
     "program": called(more.run_program, 'subprocess.run(["cat"]', OTHER),
     "socket": called(more.receive, "values[0].recv(1)", OUTSIDE),
     "lock taken twice": called(
@@ -119,6 +119,15 @@ MORE = {
         kind="lock deadlock",
     ),
     "pool in a pool": called(more.pool_in_pool, "pool.submit(lambda: pool.submit(leaf).result()).result()", OWN),
+    "pool": called(more.map_in_pool, "waits for its thread ThreadPoolExecutor-0_0", "in slumber: held.wait()"),
+    "to_thread": called(more.in_thread, "waits for its thread asyncio_0", "in slumber: held.wait()"),
+    "call in a pool": led(
+        more.call_in_pool,
+        "asleep",
+        "worker1",
+        "worker0's main thread waits for its thread ThreadPoolExecutor-0_0",
+        "in slumber: held.wait()",
+    ),
     "import": both(
         more.import_slow,
         more.import_too,
@@ -236,8 +245,8 @@ MORE = {
 
 
 # `tests/witness` asks stopped workers and ones whose interpreter is held; other cases have the same waits as these.
-REPEATED = {*MORE, "stopped", "held interpreter", "no gather", "wait for all"}
-REPEATED -= {"blocked loop", "stopped leader of an elastic group", "long step of an elastic group"}
+REPEATED = {*MORE, "stopped", "held interpreter", "no gather", "wait for all"} - {"blocked loop", "pool", "to_thread"}
+REPEATED -= {"call in a pool", "stopped leader of an elastic group", "long step of an elastic group"}
 
 
 @pytest.mark.parametrize(
