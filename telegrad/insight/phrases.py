@@ -10,20 +10,7 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import (
-    ASKS,
-    BEGIN,
-    COROUTINE,
-    MEETINGS,
-    MOVES,
-    NEXT,
-    QUEUED,
-    SPARE,
-    CallOut,
-    ThreadState,
-    WaitState,
-    WorkerState,
-)
+from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, MOVES, NEXT, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -67,11 +54,6 @@ _INNER = ("/threading.py:", "/queue.py:", "/concurrent/futures/")
 _OF_PROCESSES = re.compile(r"/multiprocessing/(connection|queues)\.py:|/subprocess\.py:|/popen_\w+\.py:\d+ poll$")
 
 LOCKED, BUSY, SLEEPS, WAITS, AWAY, ASLEEP, UNKNOWN = "locked", "busy", "sleeps", "waits", "away", "asleep", "unknown"
-
-
-def by_rank(account: WorkerState) -> tuple[bool, int, str]:
-    """Return the key by which workers are sorted: spares last."""
-    return account["phase"] == SPARE, account["rank"], account["worker"]
 
 
 def seconds(age: float) -> str:

@@ -15,19 +15,7 @@ from typing import Any
 from telegrad.ext.texts import plural
 from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import (
-    INDENT,
-    NOTE,
-    WEIGHTS,
-    Finding,
-    by_rank,
-    doing,
-    lasting,
-    lines_of,
-    seconds,
-    several,
-    stacks,
-)
+from telegrad.insight.phrases import INDENT, NOTE, WEIGHTS, Finding, doing, lasting, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import Node, WaitGraph
 from telegrad.reporting import JOINING, JOINS, LEAVING, NEXT, QUEUED, RUNNING, SPARE, WaitState, WorkerState, counts
 
@@ -105,7 +93,9 @@ class Report:
     def _each_worker(self) -> list[str]:
         """Return one line for all workers that do the same."""
         alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for account in sorted(self._sight.accounts, key=by_rank):
+        for account in sorted(
+            self._sight.accounts, key=lambda each: (not each["members"], each["rank"], each["worker"])
+        ):
             key, said = self._doing(account)
             alike[key].append((account["worker"], said))
         lines = []

@@ -21,19 +21,8 @@ from telegrad.ext.files import open_regular
 from telegrad.ext.processes import STOPPED, state_of, stopped
 from telegrad.ext.texts import safe
 from telegrad.insight.history import GroupSnapshot
-from telegrad.insight.phrases import by_rank, several
-from telegrad.reporting import (
-    ACCOUNT,
-    DUMP,
-    FILE,
-    GROUP,
-    GROUP_EVENTS,
-    SPARE,
-    Malformed,
-    WorkerState,
-    debug_server,
-    decode,
-)
+from telegrad.insight.phrases import several
+from telegrad.reporting import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, ask_all
 from telegrad.reporting.dump import LARGEST
 from telegrad.reporting.stacks import is_library
@@ -119,7 +108,7 @@ class HostGroup:
         told = ask_all(self._places, DUMP, None, PATIENCE)
         silent = "nothing was written, because it did not answer: {}"
         return {
-            place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
+            self._names[place]: silent.format(said) if isinstance(said, Exception) else str(said)
             for place, said in told.items()
         }
 
@@ -127,13 +116,13 @@ class HostGroup:
         # The workers of this host are asked by their own sockets, which works also for workers that have not joined or
         # are declared lost. Only the other members are asked through those that know them.
         told = ask_all(self._places, ACCOUNT, None, PATIENCE)
-        answered: list[Any] = []
+        accounts: dict[str, WorkerState] = {}
         for place, each in told.items():
-            if isinstance(each, dict):
-                answered.append(each | {"worker": self._names[place]} if each["worker"] == place.worker else each)
-        accounts: dict[str, WorkerState] = {each["worker"]: each for each in answered}
+            if isinstance(each, dict):  # the worker may have got its own name since `_names` was made
+                name = self._names[place] if each["worker"] == place.worker else each["worker"]
+                accounts[name] = each | {"worker": name}  # type: ignore[assignment]
         quiet = {self._names[place]: place for place, each in told.items() if not isinstance(each, dict)}
-        self._last = {place for place, each in told.items() if not isinstance(each, dict) or each["phase"] == SPARE}
+        self._last = {place for place, each in told.items() if not isinstance(each, dict) or not each["members"]}
         silent = _states({name: place for name, place in quiet.items() if not isinstance(told[place], Malformed)})
         silent |= {name: str(told[place]) for name, place in quiet.items() if name not in silent}
         beyond = others_of(accounts.values()) - silent.keys()
@@ -152,7 +141,8 @@ class HostGroup:
             else:
                 unanswered |= dict.fromkeys(known, f"{place.worker} was asked about it, and gave no answer")
         silent |= {name: unanswered[name] for name in sorted(beyond & unanswered.keys())}
-        return _sight(sorted(accounts.values(), key=by_rank), silent, [*self._names.values()])
+        ordered = sorted(accounts.values(), key=lambda each: (not each["members"], each["rank"], each["worker"]))
+        return _sight(ordered, silent, [*self._names.values()])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         # Any member can ask the whole group; a spare knows only itself, and a silent worker costs the whole OF_ALL.

@@ -85,7 +85,6 @@ class GroupIndex:
         }
         self.threads: dict[Node, ThreadState] = {}
         self.threads_of: dict[str, list[Node]] = defaultdict(list)  # by worker
-        self.own: list[Node] = []  # the threads that run the program
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
         self.calls_of: dict[str, list[Node]] = defaultdict(list)  # by caller
@@ -100,8 +99,6 @@ class GroupIndex:
                 node = Node(THREAD, me, thread["number"])
                 self.threads[node] = thread
                 self.threads_of[me].append(node)
-                if not thread.get("foreign"):
-                    self.own.append(node)
                 if thread["name"] == "MainThread":
                     self.mains[me] = node
             for each in account["passes"]:
@@ -122,6 +119,7 @@ class GroupIndex:
                     self.serves[Node(THREAD, me, came["thread"])] = call
             alone = [call for call in self.calls_of[me] if self.calls_out[call]["thread"] is None]
             self.unattended[me] = sorted(alone, key=self.age, reverse=True)
+        self.own = [node for node, thread in self.threads.items() if not thread.get("foreign")]
 
     def came(self, name: str, *states: str) -> list[Node]:
         """Return the incoming calls of a worker that are in one of these states."""
@@ -138,8 +136,7 @@ class GroupIndex:
 
     def wait(self, thread: Node | None) -> str:
         """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
-        wait = self.threads[thread]["wait"] if thread is not None else None
-        return wait["what"] if wait is not None else ""
+        return wait["what"] if thread is not None and (wait := self.threads[thread]["wait"]) is not None else ""
 
     def age(self, node: Node) -> float:
         """Return the seconds that a node has waited; 0 if unknown."""
@@ -258,31 +255,25 @@ class WaitGraph(GroupIndex):
             # examines the workers that join.
             known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
             return wait["what"] not in ("serve", *states.JOINS) and (age >= self.long or not known)
-        if node not in self.serves and any(
-            edge.why in ("future", "call") and self.age(edge.to) >= self.long
-            for each in search([node], self.joined)
-            for edge in self.edges(each)
-        ):
+        edges = (edge for each in search([node], self.joined) for edge in self.edges(each))
+        calls = (edge.to for edge in edges if edge.why in ("future", "call"))
+        if node not in self.serves and any(self.age(call) >= self.long for call in calls):
             return True
         return lock_of(thread) is not None and (not age or age >= self.long)
 
     def joined(self, node: Node) -> list[Node]:
         """Return the threads for which a thread waits, as far as its stack shows them."""
-        edges = self.edges(node) if node.kind == THREAD else []
-        return [edge.to for edge in edges if edge.why == "thread" and not edge.guess]
+        return [edge.to for edge in self.edges(node) if edge.why == "thread" and not edge.guess]
 
     # Edges
 
     def _direct(self, node: Node) -> list[Edge]:
         """Return the edges of a node, except those to lock holders."""
-        if node.kind == CALL:
-            return self._of_call(node)
-        if node.kind == THREAD:
-            return self._of_thread(node)
+        of = {CALL: self._of_call, THREAD: self._of_thread, PASS: self._of_pass}.get(node.kind)
+        if of is not None:
+            return of(node)
         if node.kind == SLOTS:
             return [Edge(thread, "slots") for thread in self.holders(node.worker)]
-        if node.kind == PASS:
-            return self._of_pass(node)
         if node.kind == WORK:
             return [Edge(thread, "pass") for thread in self._inside(node.worker, _AUTOGRAD)]
         return self._of_worker(node.worker)

@@ -58,6 +58,8 @@ MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
 MOST_REFERENCES = 10_000  # the oldest references that are grouped by type
 MOST_KINDS = 20
 
+Threads = dict[int, int]  # by the id of an object
+
 
 class Observer:
     """Observes one worker. All methods may be called from any thread."""
@@ -71,7 +73,7 @@ class Observer:
         self._begun = self._since = perf_counter()
         self.phase = JOINING
         # Returns the workers it waits for while joining or leaving.
-        # Members of a running generation, which a spare waits for, are not missing.
+        # Those of a spare are members of the running generation, and not missing.
         self.missing: Callable[[], list[str]] = lambda: [
             who for wait in self._joining() if wait.what != NEXT for who in wait.missing()
         ]
@@ -151,9 +153,7 @@ class Observer:
             self._tell_of(self._worker, told, now, waiting, runs)
         return told
 
-    def _tell_of(
-        self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int], runs: dict[int, int]
-    ) -> None:
+    def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: Threads, runs: Threads) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
         going_on = sorted(inspection.calls_going_on(agent), key=lambda each: each[0].begun)
@@ -218,7 +218,7 @@ class Observer:
         ]
         return f": for {call['age']:.1f} s so far{where[0] if len(where) == 1 else ''}"
 
-    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int], dict[int, int]]:
+    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], Threads, Threads]:
         """Return the threads, the calls that they run, the waiting threads by id of the call, and `_runs_of_pools`."""
         found = stacks.all_stacks()
         # This frame and those below it are taken out of the stack of this thread. Otherwise `found`, a variable of this
@@ -228,7 +228,7 @@ class Observer:
         del mine[mine.index(sys._getframe()) :]
         threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
-        waiting: dict[int, int] = {}
+        waiting: Threads = {}
         worker, runs = self._worker, _runs_of_pools(found)
         for thread in threading.enumerate():
             # The thread started after the stacks were read.
@@ -416,9 +416,9 @@ _AWAITED = {
 }
 
 
-def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> dict[int, int]:
+def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> Threads:
     """Return the threads of pools, by the ids of the future and of the function that each of them runs."""
-    runs: dict[int, int] = {}
+    runs: Threads = {}
     for thread, frames in stacks_by_thread.items():
         works = (frame.f_locals.get("self") for frame in frames if frame.f_code is _WorkItem.run.__code__)
         for work in (each for each in works if each is not None):  # it is None at the end of `run`
@@ -427,7 +427,7 @@ def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> dict[
     return runs
 
 
-def _awaited(frames: Sequence[FrameType], runs: Mapping[int, int]) -> list[int]:
+def _awaited(frames: Sequence[FrameType], runs: Threads) -> list[int]:
     """Return the threads for which a thread or a coroutine waits below its innermost line of the program."""
     found = set()
     for frame in takewhile(lambda frame: not stacks.is_users(frame), reversed(frames)):
