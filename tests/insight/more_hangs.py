@@ -363,6 +363,7 @@ def within_step(late: int, act: Callable[[], object], _: int, stage: Stage) -> N
     """Have the worker of the rank `late` do something else, while the others wait for it."""
     elastic(3, stage)
     rpc.rendezvous_again()
+    rpc.rendezvous_again()  # the first one returns at once: perhaps not all have joined
     if rpc.generation().rank == late:
         stage.hangs()
         act()
