@@ -81,7 +81,7 @@ class Wait:
         worker: str = "",
         level: int = logging.WARNING,
     ) -> None:
-        """`what` is the function that the user called, or "next generation". Any thread may call `text` and `missing`.
+        """`what` is the called function, or names the wait for a generation. Any thread may call `text` and `missing`.
 
         `text` says what it waits for, for people. `missing` names the workers that it waits for, by name or as "rank
         2". `place` is that of the store, if it waits for one. `worker` is the name of the waiting worker, if it has

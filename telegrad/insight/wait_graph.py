@@ -269,8 +269,7 @@ class WaitGraph(GroupIndex):
 
     def _direct(self, node: Node) -> list[Edge]:
         """Return the edges of a node, except those to lock holders."""
-        of = {CALL: self._of_call, THREAD: self._of_thread, PASS: self._of_pass}.get(node.kind)
-        if of is not None:
+        if (of := {CALL: self._of_call, THREAD: self._of_thread, PASS: self._of_pass}.get(node.kind)) is not None:
             return of(node)
         if node.kind == SLOTS:
             return [Edge(thread, "slots") for thread in self.holders(node.worker)]
@@ -309,8 +308,9 @@ class WaitGraph(GroupIndex):
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
-        if wait is None and (threads := [Node(THREAD, me, number) for number in thread.get("awaits", [])]):
-            return [Edge(each, "thread") for each in threads if each in self.threads]
+        joined = [Edge(Node(THREAD, me, number), "thread") for number in thread.get("awaits", [])]
+        if wait is None and (known := [edge for edge in joined if edge.to in self.threads]):
+            return known
         # User code waits for something that Telegrad does not know: perhaps for the future of a call, or for another
         # thread of the program. A coroutine also needs its event loop.
         if thread["name"] == states.COROUTINE:
