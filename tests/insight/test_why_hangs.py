@@ -229,7 +229,7 @@ MORE = {
         partial(more.within_step, 0, more.stop),
         "silent",
         ("w0",),
-        ("w0 does not answer", "is in rendezvous_again, and waits for w0", "and 1 more like it"),
+        ("w0 does not answer", "main thread is in rendezvous_again, and waits for w0"),
     ),
     "long step of an elastic group": Hang(
         3,
