@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from telegrad import reporting as states
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.events import MADE
 from telegrad.ext.graphs import Conductor
@@ -28,30 +29,7 @@ from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import stores
 from telegrad.ext.texts import plural, progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
-from telegrad.reporting import (
-    ASKS,
-    BEGIN,
-    COROUTINE,
-    JOINING,
-    JOINS,
-    LEAVING,
-    MEETINGS,
-    MEMBER,
-    NEXT,
-    QUEUED,
-    RUNNING,
-    SPARE,
-    UNFINISHED,
-    CallIn,
-    CallOut,
-    PassOut,
-    ReferenceKind,
-    ThreadState,
-    WaitState,
-    WorkerState,
-    listed,
-    stacks,
-)
+from telegrad.reporting import CallIn, CallOut, PassOut, ReferenceKind, ThreadState, WaitState, WorkerState, stacks
 from telegrad.reporting.dump import log_lines, recorder
 
 MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
@@ -71,11 +49,11 @@ class Observer:
         self._size: int | None = None  # of the group that it joins
         self._place = ""  # address of that group's store
         self._begun = self._since = perf_counter()
-        self.phase = JOINING
+        self.phase = states.JOINING
         # Returns the workers it waits for while joining or leaving.
         # Those of a spare are members of the running generation, and not missing.
         self.missing: Callable[[], list[str]] = lambda: [
-            who for wait in self._joining() if wait.what != NEXT for who in wait.missing()
+            who for wait in self._joining() if wait.what != states.NEXT for who in wait.missing()
         ]
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
@@ -83,7 +61,7 @@ class Observer:
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
-        return [wait for wait in progress.under_way() if wait.what in JOINS and wait.worker in ("", self.name)]
+        return [wait for wait in progress.under_way() if wait.what in states.JOINS and wait.worker in ("", self.name)]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""
@@ -100,15 +78,15 @@ class Observer:
     def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
         """Enter the phase MEMBER, with the worker's name and rank in its group."""
         self.name, self._rank, self.members = name, rank, members
-        self.phase, self._since, self.missing = MEMBER, perf_counter(), list
+        self.phase, self._since, self.missing = states.MEMBER, perf_counter(), list
 
     def leaving(self, missing: Callable[[], list[str]]) -> None:
         """Enter the phase LEAVING."""
-        self.phase, self._since, self.missing = LEAVING, perf_counter(), missing
+        self.phase, self._since, self.missing = states.LEAVING, perf_counter(), missing
 
     def account(self) -> WorkerState:
         now, members = perf_counter(), self.members()
-        joining = self._joining() if self.phase == JOINING else []
+        joining = self._joining() if self.phase == states.JOINING else []
         threads, calls_in, waiting, runs = self._threads(now)
         for member in members:
             self._note_process(member)
@@ -121,7 +99,7 @@ class Observer:
             program=_program(),
             clock=now,
             time=time.time(),
-            phase=SPARE if any(wait.what == NEXT for wait in joining) else self.phase,
+            phase=states.SPARE if any(wait.what == states.NEXT for wait in joining) else self.phase,
             phase_age=now - self._since,
             idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
@@ -157,20 +135,20 @@ class Observer:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
         going_on = sorted(inspection.calls_going_on(agent), key=lambda each: each[0].begun)
-        others = [_call_in(call, UNFINISHED, now, None) for call, _ in going_on]
+        others = [_call_in(call, states.UNFINISHED, now, None) for call, _ in going_on]
         for (_, coroutine), told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
             if frames := inspection.frames_of(coroutine):
-                wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
+                wait = WaitState(what=states.BEGIN, on=[], about="", age=told_call["age"])
                 created = coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
                 told_call["thread"] = id(frames[0])
-                state = _state(id(frames[0]), COROUTINE, frames, wait if created else None, True)
+                state = _state(id(frames[0]), states.COROUTINE, frames, wait if created else None, True)
                 told["threads"].append({**state, "awaits": _awaited(frames, runs)})
-        others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
+        others += [_call_in(call, states.QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
         # and be in two of the lists. The state that was seen first is kept, so each call is listed once.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
         unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
-        calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
+        calls_in += states.listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
         told["calls_done"], told["shared"] = agent.served, inspection.shared(agent)
@@ -190,8 +168,8 @@ class Observer:
             )
             for pending in inspection.calls_out(agent)
         )
-        told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
-        if self.phase != JOINING:  # it has the group's key
+        told["calls_out"] = states.listed(calls_out, lambda call: (call["to"], call["function"]))
+        if self.phase != states.JOINING:  # it has the group's key
             told["group"] = agent.keys.group[:12]
             told["generation"] = 0 if worker.turning is None else worker.turning.generation.number
             told["references"] = worker.references.counts()
@@ -203,9 +181,9 @@ class Observer:
         call = next((each for each in told["calls_in"] if (each["caller"], each["number"]) == (caller, number)), None)
         if call is None:
             return ""
-        if call["state"] == QUEUED:
+        if call["state"] == states.QUEUED:
             return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
-        if call["state"] == RUNNING:
+        if call["state"] == states.RUNNING:
             threads = [each for each in told["threads"] if each["number"] == call["thread"]]
         else:  # such as those of a pipeline's batch, whose user code runs on a thread that serves no call
             serving = {each["thread"] for each in told["calls_in"]}
@@ -238,7 +216,7 @@ class Observer:
             stood = inspection.stands(stack, worker.agent) if worker is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
-            calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
+            calls_in += [_call_in(call, states.RUNNING, now, thread.ident) for call in stood.serves]
             described = self._thread(thread, stack, stood)
             if described is not None:
                 threads.append({**described, "awaits": _awaited(stack, runs)})
@@ -251,7 +229,7 @@ class Observer:
         # in. The stack shows the others. For MEETINGS the announced one is better: it names the missing workers, while
         # the stack shows a plain call or future.
         told = wait_of(thread.ident)
-        wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
+        wait = told if told is not None and told["what"] in states.MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
             wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
         elif wait is None and stood.waits is None and told is not None:
@@ -260,7 +238,7 @@ class Observer:
             begun = stood.serves[-1].begun if stood.serves else 0.0
             wait = told if told["age"] <= perf_counter() - begun else None
         elif wait is None and stood.waits is None and thread is threading.current_thread():
-            wait = WaitState(what=ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
+            wait = WaitState(what=states.ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
@@ -354,7 +332,7 @@ def wait_of(thread: int | None) -> WaitState | None:
     if told is None:
         return None
     text = told.text()
-    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest names the missing workers
+    about = text.partition(":")[0] if told.what in states.MEETINGS else text  # the rest names the missing workers
     return WaitState(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
 
 
