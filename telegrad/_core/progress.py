@@ -81,7 +81,7 @@ class Wait:
         worker: str = "",
         level: int = logging.WARNING,
     ) -> None:
-        """`what` is the function that the user called, or "next generation". Any thread may call `text` and `missing`.
+        """`what` is the called function, or names the wait for a generation. Any thread may call `text` and `missing`.
 
         `text` says what it waits for, for people. `missing` names the workers that it waits for, by name or as "rank
         2". `place` is that of the store, if it waits for one. `worker` is the name of the waiting worker, if it has
@@ -92,6 +92,7 @@ class Wait:
         self.missing = missing
         self.place = place
         self.worker = worker
+        self.group = ""  # the id of the running group that the worker is to join, once it is known
         self.thread = threading.get_ident()
         self.begun = monotonic()
         self.lined = _a_person_waits()

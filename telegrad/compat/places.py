@@ -89,12 +89,16 @@ def modules() -> dict[str, ModuleType]:
 
 def _refuse(place: str, name: str) -> NoReturn:
     """Serve as the `__getattr__` of a module that replaces `place`, for the names that it does not have."""
+    frame = sys._getframe(1)
+    wanted = frame.f_locals["name"] if frame.f_code.co_name == "_find_and_load_unlocked" else ""  # `import place.name`
+    name = wanted.rpartition(".")[2] or name  # not `__path__`, which that asks for
     text = (
         f"module {place!r} has no attribute {name!r}: Telegrad serves this module, without the inner workings of "
         "torch's own. What to use instead of these is in docs/migration.md of Telegrad"
     )
-    # `from place import name` would turn an AttributeError into an ImportError without its text.
-    frame = sys._getframe(1)
+    # Imports would turn an AttributeError into an ImportError without its text.
+    if wanted:
+        raise ModuleNotFoundError(text, name=wanted)
     if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
         raise ImportError(text, name=place)
     raise AttributeError(text)

@@ -191,6 +191,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             return importlib.machinery.ModuleSpec(fullname, _Ready(ready), is_package=hasattr(ready, "__path__"))
         act = self.acts.get(fullname)
         if act is None:
+            place, _, leaf = fullname.rpartition(".")
+            if place in self.ready and sys._getframe(2).f_code.co_name != "find_spec":  # that of `importlib.util`
+                try:
+                    getattr(self.ready[place], leaf)
+                except AttributeError as error:  # its text has advice
+                    raise ModuleNotFoundError(str(error), name=fullname) from None
             return None
         # Asks the finders that would have been asked without this one, and only wraps the loader of their answer.
         for finder in sys.meta_path:

@@ -35,9 +35,12 @@ from telegrad.insight.phrases import (
     who,
 )
 from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
-from telegrad.reporting import COROUTINE, LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
+from telegrad.reporting import COROUTINE, LEAVING, MEETINGS, MOVES, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
+# What a worker has not done for which others wait, by their wait.
+_CALLED = {GATHER: "reached shutdown's _all_gather", "shutdown": "called shutdown"}
+_CALLED |= dict.fromkeys(("rendezvous_again", MOVES), "called rendezvous_again")
 
 _MEETS = re.compile(
     r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
@@ -110,7 +113,8 @@ class Causes:
         graph = self._graph
         meetings: dict[str, list[Node]] = defaultdict(list)
         lines: dict[tuple[str, int], list[Node]] = defaultdict(list)
-        for node, thread in graph.threads.items():
+        for node in graph.own:
+            thread = graph.threads[node]
             at, wait = thread["at"], thread["wait"]
             if wait is not None and wait["what"] in MEETINGS and wait["age"] >= graph.long:
                 meetings[wait["about"]].append(node)
@@ -325,8 +329,8 @@ class Causes:
         else:
             subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
-        if any(edge.why == "thread" for _, edge in graph.into[first]):
-            title = f"A thread waits for this one, it seems: {title}"
+        if ways := [edge for _, edge in graph.into[first] if edge.why == "thread"]:
+            title = f"A thread waits for this one{', it seems' if all(way.guess for way in ways) else ''}: {title}"
         elif kind == "loop":
             title = f"The event loop of {first.worker} is blocked, it seems: {title}"
         elif kind == "value":
@@ -351,14 +355,14 @@ class Causes:
         """Describe a worker that has not called shutdown. If it is busy, the others may just serve it, which is no
         hang."""
         graph, thread, account = self._graph, self._graph.threads[main], self._graph.accounts[main.worker]
-        parting = [node for node in graph.threads if graph.wait(node) in ("shutdown", GATHER)]
-        since = max(map(graph.age, parting), default=0.0)
-        gathers = any(graph.wait(node) == GATHER for node in parting)
-        done = "reached shutdown's _all_gather" if gathers else "called shutdown"
+        since = max((graph.age(node) for node in graph.threads if graph.wait(node) in _CALLED), default=0.0)
+        reasons = {edge.why for _, edge in graph.into[Node(WORKER, main.worker)]}
+        done = next((said for what, said in _CALLED.items() if what in reasons), "called shutdown")
         # The state is that of one moment, and a driver between two steps may be asleep. So a recent call, pass or step
-        # counts as work as well. In a dynamic group workers do not wait for each other's shutdown.
+        # counts as work as well. In a dynamic group, unlike an elastic one, workers do not wait for each other's
+        # shutdown.
         at_work = graph.awaits[main] or thread["wait"] is not None or thread_state(thread) == BUSY
-        if at_work or account["idle"] < min(since, LULL) or account["size"] is None:
+        if at_work or account["idle"] < min(since, LULL) or not (account["size"] or account["generation"]):
             title = (
                 f"{main.worker} is busy, and has not {done} yet; others have, and serve calls meanwhile. Its main "
                 "thread"

@@ -29,6 +29,7 @@ from telegrad.insight import chrome_trace
 from telegrad.insight.chrome_trace import ClockOffset, Exchange, WorkerTrace
 from telegrad.insight.history import Source
 from telegrad.insight.seen_groups import group
+from telegrad.reporting import SPARE
 from telegrad.rpc import rpc_async, rpc_sync, workers
 
 EXCHANGES = 50  # with one worker of each other clock, in each comparison
@@ -247,12 +248,13 @@ def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: fl
         after = {account["worker"]: account["clock"] for account in accounts}
         time.sleep(seconds)
     events = source.events(after)
-    hosts = {account["worker"]: account["host"] for account in accounts}
+    hosts = {account["worker"]: account["host"] for account in accounts if account["phase"] != SPARE}
     names = list(dict.fromkeys([*hosts, *sorted(events)]))
     offsets = chrome_trace.clocks_of(events, names[0], hosts) if names else {}
     told = _write(path, {name: WorkerTrace(events.get(name, []), offsets[name]) for name in names})
-    lost = {name: why for account in accounts for name, why in account["gone"].items()} | dict(silent)
-    return told + "".join(f"\n  {name}: no events; {why}" for name, why in sorted(lost.items()) if name not in names)
+    others = {name: why for account in accounts for name, why in account["gone"].items()} | dict(silent)
+    others |= {each["worker"]: "it is a spare, in no generation" for each in accounts if each["phase"] == SPARE}
+    return told + "".join(f"\n  {name}: no events; {why}" for name, why in sorted(others.items()) if name not in names)
 
 
 def _place_for(path: str | os.PathLike[str]) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from telegrad.ext.texts import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
-from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, NEXT, QUEUED, CallOut, ThreadState, WaitState
+from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, MOVES, NEXT, QUEUED, CallOut, ThreadState, WaitState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -148,6 +148,7 @@ def doing(thread: ThreadState) -> str:
         ASKS: "asks for this report",
         "init_rpc": f"joins the group, and waits for {on or 'the others'}",
         "store": "joins the group, and waits for the store",
+        MOVES: f"moves to the next generation, and waits for {on or wait['about'] or 'the others'}",
         NEXT: f"waits for the next generation, while that of {on or 'others'} is running",
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",
         "backward": f"waits for a backward pass{' to which ' + on + ' must contribute' if on else ''}",
@@ -175,6 +176,9 @@ def waiting(group: WaitGraph, node: Node) -> list[str]:
         thread = group.threads[node]
         guessed = not thread["wait"] and any(edge.why == "future" for edge in group.edges(node))
         does = "waits for calls, it seems" if guessed and thread_state(thread) == ASLEEP else doing(thread)
+        if joined := group.joined(node):
+            names = several(group.threads[each]["name"] for each in joined)
+            does = f"waits for its thread{'s' * (len(joined) > 1)} {names}"
         return [f"{who(group, node)} {does}{lasting(age)}", *lines_of(thread)]
     if node.kind != CALL:
         verb = "waits" if queued == 1 else "wait"

@@ -21,7 +21,7 @@ from telegrad.ext.processes import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
-from telegrad.reporting import ASKS, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
+from telegrad.reporting import ASKS, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, SPARE, UNFINISHED, WorkerState, counts
 from telegrad.reporting.figures import oldest_call
 from telegrad.reporting.introspection import introspection_of
 from telegrad.version import VERSION
@@ -249,7 +249,7 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
 
 
 def _phase(phase: str) -> Metric:
-    phases = {each: float(each == phase) for each in (JOINING, MEMBER, LEAVING)}
+    phases = {each: float(each == phase) for each in (JOINING, SPARE, MEMBER, LEAVING)}
     return _gauge("phase", "1 for the phase of the worker's life; no phase: it is in no group", phases, "phase")
 
 

@@ -17,7 +17,7 @@ from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import INDENT, NOTE, WEIGHTS, Finding, doing, lasting, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.reporting import JOINING, JOINS, LEAVING, NEXT, QUEUED, RUNNING, WaitState, WorkerState, counts
+from telegrad.reporting import JOINING, JOINS, LEAVING, NEXT, QUEUED, RUNNING, SPARE, WaitState, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
 STARTING = 10.0  # seconds in which a worker may still import torch
@@ -80,7 +80,7 @@ class Report:
         still = f"{plural(left, 'cancelled call')} still run{'s' if left == 1 else ''}; " if left else ""
         lines = Counter(
             f"{at['function']} ({os.path.basename(at['file'])}:{at['line']})"
-            for thread in self._graph.threads.values()
+            for thread in map(self._graph.threads.__getitem__, self._graph.own)
             if (at := thread["at"]) is not None and thread["asleep"] is False and thread["wait"] is None
         )
         busiest = several(f"{place} on {plural(count, 'thread')}" for place, count in lines.most_common(3))
@@ -93,7 +93,9 @@ class Report:
     def _each_worker(self) -> list[str]:
         """Return one line for all workers that do the same."""
         alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for account in sorted(self._sight.accounts, key=lambda each: (each["rank"], each["worker"])):
+        for account in sorted(
+            self._sight.accounts, key=lambda each: (not each["members"], each["rank"], each["worker"])
+        ):
             key, said = self._doing(account)
             alike[key].append((account["worker"], said))
         lines = []
@@ -184,7 +186,7 @@ def joining(graph: WaitGraph) -> Iterator[Finding]:
     """Find workers that join at the same store and have waited for long."""
     places: dict[tuple[str, bool], list[WorkerState]] = defaultdict(list)
     for account in graph.accounts.values():
-        if account["phase"] == JOINING:
+        if account["phase"] in (JOINING, SPARE):
             # Until the store is found, only the text of the wait has its address.
             found = _STORE.search((wait := _join_wait(account))["about"])
             places[account["place"] or (found[1] if found else ""), wait["what"] == NEXT].append(account)
@@ -270,7 +272,7 @@ def generations(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]
     """Find workers of different groups or generations; a note if no other finding exists."""
     lots: dict[tuple[str, int], list[str]] = defaultdict(list)
     for account in graph.accounts.values():
-        if account["phase"] != JOINING:
+        if account["phase"] not in (JOINING, SPARE):
             lots[account["group"], account["generation"]].append(account["worker"])
     if len(lots) > 1:
         several_groups = len({group for group, _ in lots}) > 1

@@ -86,7 +86,13 @@ class HostGroup:
     def __init__(self, places: Iterable[DebugAddress], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
         self._programs = sorted(programs)
-        self._silent: set[DebugAddress] = set()  # at the last query; replaced as a whole
+        names = Counter(place.worker for place in self._places)
+        # Workers without a name have that of their role until they join.
+        self._names = {
+            place: place.worker if names[place.worker] == 1 else f"{place.worker} ({place.own_pid})"
+            for place in self._places
+        }
+        self._last: set[DebugAddress] = set()  # the places to ask last for events; replaced as a whole
 
     def __str__(self) -> str:
         """Return the program and the workers on this host, for users."""
@@ -102,7 +108,7 @@ class HostGroup:
         told = ask_all(self._places, DUMP, None, PATIENCE)
         silent = "nothing was written, because it did not answer: {}"
         return {
-            place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
+            self._names[place]: silent.format(said) if isinstance(said, Exception) else str(said)
             for place, said in told.items()
         }
 
@@ -110,11 +116,15 @@ class HostGroup:
         # The workers of this host are asked by their own sockets, which works also for workers that have not joined or
         # are declared lost. Only the other members are asked through those that know them.
         told = ask_all(self._places, ACCOUNT, None, PATIENCE)
-        answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
-        accounts: dict[str, WorkerState] = {each["worker"]: each for each in answered}
-        self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
-        silent = _states({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
-        silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
+        accounts: dict[str, WorkerState] = {}
+        for place, each in told.items():
+            if isinstance(each, dict):  # the worker may have got its own name since `_names` was made
+                name = self._names[place] if each["worker"] == place.worker else each["worker"]
+                accounts[name] = each | {"worker": name}  # type: ignore[assignment]
+        quiet = {self._names[place]: place for place, each in told.items() if not isinstance(each, dict)}
+        self._last = {place for place, each in told.items() if not isinstance(each, dict) or not each["members"]}
+        silent = _states({name: place for name, place in quiet.items() if not isinstance(told[place], Malformed)})
+        silent |= {name: str(told[place]) for name, place in quiet.items() if name not in silent}
         beyond = others_of(accounts.values()) - silent.keys()
         unanswered: dict[str, str] = {}
         for place, answer in told.items():
@@ -131,13 +141,12 @@ class HostGroup:
             else:
                 unanswered |= dict.fromkeys(known, f"{place.worker} was asked about it, and gave no answer")
         silent |= {name: unanswered[name] for name in sorted(beyond & unanswered.keys())}
-        accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
-        return _sight(accounts_told, silent, [place.worker for place in told])
+        ordered = sorted(accounts.values(), key=lambda each: (not each["members"], each["rank"], each["worker"]))
+        return _sight(ordered, silent, [*self._names.values()])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
-        # Any worker can ask the whole group. Those that have answered last time come first, because a silent one costs
-        # the whole OF_ALL.
-        for place in sorted(self._places, key=lambda each: each in self._silent):
+        # Any member can ask the whole group; a spare knows only itself, and a silent worker costs the whole OF_ALL.
+        for place in sorted(self._places, key=lambda each: each in self._last):
             told = ask_all([place], GROUP_EVENTS, dict(after), OF_ALL)[place]
             if isinstance(told, dict):
                 return told
@@ -184,8 +193,12 @@ def groups_here() -> dict[str, HostGroup]:
     found: dict[tuple[int, str], list[DebugAddress]] = {}
     known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
     silent: list[DebugAddress] = []
+    # A process that moves to the next generation has a worker there as well, which has not joined yet.
+    members = {(each["host"], each["pid"]) for each in told.values() if isinstance(each, dict) and each["members"]}
     for place, account in told.items():
         if isinstance(account, dict):
+            if not account["members"] and (account["host"], account["pid"]) in members:
+                continue
             group = place.user, account["group"] or account["place"]
             found.setdefault(group, []).append(place)
             known.setdefault(group, []).append(account)

@@ -281,6 +281,7 @@ def _threads(account: WorkerState) -> Table:
     rows = [
         Row((thread["name"], doing(account, thread) or None, _place(thread["at"]), asleep[thread["asleep"]]))
         for thread in account["threads"]
+        if not thread.get("foreign")
     ]
     return Table("Threads", THREADS, rows)
 

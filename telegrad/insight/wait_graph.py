@@ -31,7 +31,8 @@ GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shut
 MOST_GUESSES = 16  # maximum number of guessed edges of one node
 # Waits in which a thread holds neither a lock nor a slot.
 AT_REST = ("shutdown", "serve", *states.JOINS, states.BEGIN)
-_FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
+# Waits that name the missing workers.
+_FOR_WORKERS = ("shutdown", "rendezvous_again", states.MOVES, "workers", "value", GATHER)
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 # The innermost frame of a thread that waits for a lock of Python's library.
 _LIBRARY_LOCK = re.compile(r"(?P<file><frozen importlib\._bootstrap>|\S*/logging/__init__\.py):\d+ (acquire|handle)$")
@@ -118,6 +119,7 @@ class GroupIndex:
                     self.serves[Node(THREAD, me, came["thread"])] = call
             alone = [call for call in self.calls_of[me] if self.calls_out[call]["thread"] is None]
             self.unattended[me] = sorted(alone, key=self.age, reverse=True)
+        self.own = [node for node, thread in self.threads.items() if not thread.get("foreign")]
 
     def came(self, name: str, *states: str) -> list[Node]:
         """Return the incoming calls of a worker that are in one of these states."""
@@ -134,8 +136,7 @@ class GroupIndex:
 
     def wait(self, thread: Node | None) -> str:
         """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
-        wait = self.threads[thread]["wait"] if thread is not None else None
-        return wait["what"] if wait is not None else ""
+        return wait["what"] if thread is not None and (wait := self.threads[thread]["wait"]) is not None else ""
 
     def age(self, node: Node) -> float:
         """Return the seconds that a node has waited; 0 if unknown."""
@@ -191,7 +192,7 @@ class WaitGraph(GroupIndex):
         """Return the nodes that have waited for long for one of these, nearest first."""
         found = search(nodes, lambda node: [source for source, _ in self.into[node]])
         long = set(self.starts)
-        return [node for node in found if node in long or (node.kind == CALL and self.age(node))]
+        return [each for each in found if each in long or (each.kind == CALL and self.age(each)) or self.joined(each)]
 
     def cycles(self) -> list[list[Node]]:
         """Return the cycles of nodes that wait for each other, each by its shortest path."""
@@ -238,7 +239,7 @@ class WaitGraph(GroupIndex):
         # Calls of workers that do not answer are known from their callees only.
         strangers = (call for call in self.calls_in if call.worker not in self.accounts)
         calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
-        threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
+        threads = [thread for thread in self.own if not self.awaits[thread] and self._is_long(thread)]
         # A pass for which a thread waits is reached from that thread, and shown below it. `backward_async` has passes
         # without one.
         waited_for = {edge.to for thread in threads for edge in self.edges(thread)}
@@ -254,24 +255,24 @@ class WaitGraph(GroupIndex):
             # examines the workers that join.
             known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
             return wait["what"] not in ("serve", *states.JOINS) and (age >= self.long or not known)
-        if node not in self.serves and any(
-            edge.why == "future" and self.age(edge.to) >= self.long for edge in self.edges(node)
-        ):
+        edges = (edge for each in search([node], self.joined) for edge in self.edges(each))
+        calls = (edge.to for edge in edges if edge.why in ("future", "call"))
+        if node not in self.serves and any(self.age(call) >= self.long for call in calls):
             return True
         return lock_of(thread) is not None and (not age or age >= self.long)
+
+    def joined(self, node: Node) -> list[Node]:
+        """Return the threads for which a thread waits, as far as its stack shows them."""
+        return [edge.to for edge in self.edges(node) if edge.why == "thread" and not edge.guess]
 
     # Edges
 
     def _direct(self, node: Node) -> list[Edge]:
         """Return the edges of a node, except those to lock holders."""
-        if node.kind == CALL:
-            return self._of_call(node)
-        if node.kind == THREAD:
-            return self._of_thread(node)
+        if (of := {CALL: self._of_call, THREAD: self._of_thread, PASS: self._of_pass}.get(node.kind)) is not None:
+            return of(node)
         if node.kind == SLOTS:
             return [Edge(thread, "slots") for thread in self.holders(node.worker)]
-        if node.kind == PASS:
-            return self._of_pass(node)
         if node.kind == WORK:
             return [Edge(thread, "pass") for thread in self._inside(node.worker, _AUTOGRAD)]
         return self._of_worker(node.worker)
@@ -307,6 +308,9 @@ class WaitGraph(GroupIndex):
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
+        joined = [Edge(Node(THREAD, me, number), "thread") for number in thread.get("awaits", [])]
+        if wait is None and (known := [edge for edge in joined if edge.to in self.threads]):
+            return known
         # User code waits for something that Telegrad does not know: perhaps for the future of a call, or for another
         # thread of the program. A coroutine also needs its event loop.
         if thread["name"] == states.COROUTINE:

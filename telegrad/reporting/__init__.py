@@ -20,6 +20,7 @@ from telegrad.ext.events import Event, events
 from telegrad.ext.texts import safe
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
+SPARE = "spare"  # instead of `joining`: it waits for the next generation of an elastic group
 # States of an incoming call; UNFINISHED: the function has returned a future or a coroutine that is not done yet.
 RUNNING, QUEUED, UNFINISHED = "running", "queued", "going on"
 MOST_ALIKE = 256  # maximum number of similar calls in a list
@@ -76,7 +77,8 @@ ASKS = "asks"  # the wait of a thread of the program that asks for the report
 
 # Functions that all workers of a group call, and that wait for each other.
 MEETINGS = ("barrier", "all_reduce", "process_group")
-NEXT = "next generation"  # the wait of a worker, such as a spare, for a generation that runs: no hang
+NEXT = "next generation"  # the wait of a spare, until a generation that runs ends: no hang
+MOVES = "move to the next generation"  # the wait of a member of an elastic group
 JOINS = ("init_rpc", "store", NEXT)  # waits of a worker that joins
 
 
@@ -99,6 +101,10 @@ class ThreadState(TypedDict):
     wait: WaitState | None
     asleep: bool | None  # True if the kernel has it asleep; None if unknown
     holds: NotRequired[list[str]]  # the objects, such as locks, of the `with` statements around its lines
+    # True for a daemon thread that runs no function of the program, as those of notebooks and debuggers: it may hold a
+    # lock, but its wait is not one of the program.
+    foreign: NotRequired[bool]
+    awaits: NotRequired[list[int]]  # the threads that it joins, or for whose results in a pool it waits
     objects: NotRequired[dict[str, int]]  # the identities of objects that its functions may lock, as far as known
 
 
@@ -133,7 +139,7 @@ class LogLine(TypedDict):
 class WorkerState(TypedDict):
     worker: str
     rank: int
-    group: str  # the same for all members of the group, and for no other group
+    group: str  # the same for all members and spares of the group, and for no other group
     pid: int
     host: str
     program: str  # the program that runs, for users

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import socket
@@ -9,13 +10,18 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from concurrent.futures import wait as wait_for_futures
+from concurrent.futures.thread import _WorkItem
+from itertools import takewhile
 from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+from telegrad import reporting as states
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.events import MADE
 from telegrad.ext.graphs import Conductor
@@ -23,32 +29,14 @@ from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import stores
 from telegrad.ext.texts import plural, progress
 from telegrad.ext.workers import Leaving, Member, Membership, Worker
-from telegrad.reporting import (
-    ASKS,
-    BEGIN,
-    COROUTINE,
-    JOINING,
-    LEAVING,
-    MEETINGS,
-    MEMBER,
-    QUEUED,
-    RUNNING,
-    UNFINISHED,
-    CallIn,
-    CallOut,
-    PassOut,
-    ReferenceKind,
-    ThreadState,
-    WaitState,
-    WorkerState,
-    listed,
-    stacks,
-)
+from telegrad.reporting import CallIn, CallOut, PassOut, ReferenceKind, ThreadState, WaitState, WorkerState, stacks
 from telegrad.reporting.dump import log_lines, recorder
 
 MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
 MOST_REFERENCES = 10_000  # the oldest references that are grouped by type
 MOST_KINDS = 20
+
+Threads = dict[int, int]  # by the id of an object
 
 
 class Observer:
@@ -61,17 +49,19 @@ class Observer:
         self._size: int | None = None  # of the group that it joins
         self._place = ""  # address of that group's store
         self._begun = self._since = perf_counter()
-        self.phase = JOINING
+        self.phase = states.JOINING
         # Returns the workers it waits for while joining or leaving.
-        self.missing: Callable[[], list[str]] = lambda: [who for wait in self._joining() for who in wait.missing()]
+        # Those of a spare are members of the running generation, and not missing.
+        self.missing: Callable[[], list[str]] = lambda: [
+            who for wait in self._joining() if wait.what != states.NEXT for who in wait.missing()
+        ]
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
         self._processes: dict[str, int] = {}  # of members on this host that are present or gone, by name
 
     def _joining(self) -> list[progress.Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
-        # Not those for the next generation, which name members of the running one: these are not missing.
-        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self.name)]
+        return [wait for wait in progress.under_way() if wait.what in states.JOINS and wait.worker in ("", self.name)]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""
@@ -88,31 +78,32 @@ class Observer:
     def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
         """Enter the phase MEMBER, with the worker's name and rank in its group."""
         self.name, self._rank, self.members = name, rank, members
-        self.phase, self._since, self.missing = MEMBER, perf_counter(), list
+        self.phase, self._since, self.missing = states.MEMBER, perf_counter(), list
 
     def leaving(self, missing: Callable[[], list[str]]) -> None:
         """Enter the phase LEAVING."""
-        self.phase, self._since, self.missing = LEAVING, perf_counter(), missing
+        self.phase, self._since, self.missing = states.LEAVING, perf_counter(), missing
 
     def account(self) -> WorkerState:
         now, members = perf_counter(), self.members()
-        threads, calls_in, waiting = self._threads(now)
+        joining = self._joining() if self.phase == states.JOINING else []
+        threads, calls_in, waiting, runs = self._threads(now)
         for member in members:
             self._note_process(member)
         told = WorkerState(
             worker=self.name,
             rank=self._rank,
-            group="",
+            group=next((wait.group for wait in joining), "")[:12],
             pid=os.getpid(),
             host=socket.gethostname(),
             program=_program(),
             clock=now,
             time=time.time(),
-            phase=self.phase,
+            phase=states.SPARE if any(wait.what == states.NEXT for wait in joining) else self.phase,
             phase_age=now - self._since,
             idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
-            place=self._place or next((wait.place for wait in self._joining()), ""),
+            place=self._place or next((wait.place for wait in joining), ""),
             size=self._size,
             generation=0,
             members={member.name: member.host for member in members},
@@ -137,26 +128,27 @@ class Observer:
             log=log_lines.lines(time.time()),
         )
         if self._worker is not None:
-            self._tell_of(self._worker, told, now, waiting)
+            self._tell_of(self._worker, told, now, waiting, runs)
         return told
 
-    def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
+    def _tell_of(self, worker: Worker, told: WorkerState, now: float, waiting: Threads, runs: Threads) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = worker.agent, told["calls_in"]
         going_on = sorted(inspection.calls_going_on(agent), key=lambda each: each[0].begun)
-        others = [_call_in(call, UNFINISHED, now, None) for call, _ in going_on]
+        others = [_call_in(call, states.UNFINISHED, now, None) for call, _ in going_on]
         for (_, coroutine), told_call in zip(going_on[:MOST_COROUTINES], others, strict=False):
             if frames := inspection.frames_of(coroutine):
-                wait = WaitState(what=BEGIN, on=[], about="", age=told_call["age"])
+                wait = WaitState(what=states.BEGIN, on=[], about="", age=told_call["age"])
                 created = coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
                 told_call["thread"] = id(frames[0])
-                told["threads"].append(_state(id(frames[0]), COROUTINE, frames, wait if created else None, True))
-        others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
+                state = _state(id(frames[0]), states.COROUTINE, frames, wait if created else None, True)
+                told["threads"].append({**state, "awaits": _awaited(frames, runs)})
+        others += [_call_in(call, states.QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # The stacks were read first, then the calls in progress, then the queues. A call may have moved on meanwhile
         # and be in two of the lists. The state that was seen first is kept, so each call is listed once.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
         unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
-        calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
+        calls_in += states.listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
         told["calls_done"], told["shared"] = agent.served, inspection.shared(agent)
@@ -176,8 +168,8 @@ class Observer:
             )
             for pending in inspection.calls_out(agent)
         )
-        told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
-        if self.phase != JOINING:  # it has the group's key
+        told["calls_out"] = states.listed(calls_out, lambda call: (call["to"], call["function"]))
+        if self.phase != states.JOINING:  # it has the group's key
             told["group"] = agent.keys.group[:12]
             told["generation"] = 0 if worker.turning is None else worker.turning.generation.number
             told["references"] = worker.references.counts()
@@ -189,9 +181,9 @@ class Observer:
         call = next((each for each in told["calls_in"] if (each["caller"], each["number"]) == (caller, number)), None)
         if call is None:
             return ""
-        if call["state"] == QUEUED:
+        if call["state"] == states.QUEUED:
             return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
-        if call["state"] == RUNNING:
+        if call["state"] == states.RUNNING:
             threads = [each for each in told["threads"] if each["number"] == call["thread"]]
         else:  # such as those of a pipeline's batch, whose user code runs on a thread that serves no call
             serving = {each["thread"] for each in told["calls_in"]}
@@ -204,8 +196,8 @@ class Observer:
         ]
         return f": for {call['age']:.1f} s so far{where[0] if len(where) == 1 else ''}"
 
-    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
-        """Return the threads, the calls that they run, and the waiting threads by id of the call."""
+    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], Threads, Threads]:
+        """Return the threads, the calls that they run, the waiting threads by id of the call, and `_runs_of_pools`."""
         found = stacks.all_stacks()
         # This frame and those below it are taken out of the stack of this thread. Otherwise `found`, a variable of this
         # frame, would contain the frame itself. This cycle would keep the frames of all threads, with the variables of
@@ -214,8 +206,8 @@ class Observer:
         del mine[mine.index(sys._getframe()) :]
         threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
-        waiting: dict[int, int] = {}
-        worker = self._worker
+        waiting: Threads = {}
+        worker, runs = self._worker, _runs_of_pools(found)
         for thread in threading.enumerate():
             # The thread started after the stacks were read.
             stack = found.get(thread.ident or 0)
@@ -224,11 +216,11 @@ class Observer:
             stood = inspection.stands(stack, worker.agent) if worker is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
-            calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
+            calls_in += [_call_in(call, states.RUNNING, now, thread.ident) for call in stood.serves]
             described = self._thread(thread, stack, stood)
             if described is not None:
-                threads.append(described)
-        return threads, calls_in, waiting
+                threads.append({**described, "awaits": _awaited(stack, runs)})
+        return threads, calls_in, waiting, runs
 
     def _thread(
         self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands
@@ -237,7 +229,7 @@ class Observer:
         # in. The stack shows the others. For MEETINGS the announced one is better: it names the missing workers, while
         # the stack shows a plain call or future.
         told = wait_of(thread.ident)
-        wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
+        wait = told if told is not None and told["what"] in states.MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
             wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
         elif wait is None and stood.waits is None and told is not None:
@@ -246,11 +238,12 @@ class Observer:
             begun = stood.serves[-1].begun if stood.serves else 0.0
             wait = told if told["age"] <= perf_counter() - begun else None
         elif wait is None and stood.waits is None and thread is threading.current_thread():
-            wait = WaitState(what=ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
+            wait = WaitState(what=states.ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
-        return _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
+        state = _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
+        return state if serves or not thread.daemon else {**state, "foreign": True}
 
 
 def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
@@ -339,7 +332,7 @@ def wait_of(thread: int | None) -> WaitState | None:
     if told is None:
         return None
     text = told.text()
-    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest names the missing workers
+    about = text.partition(":")[0] if told.what in states.MEETINGS else text  # the rest names the missing workers
     return WaitState(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
 
 
@@ -385,3 +378,39 @@ _WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {
     ),
     futures.wait_for.__code__: _future,
 }
+
+
+# Waits of the program for its own threads
+
+# The functions of Python that wait for threads, each with its variable that has a thread, a set of
+# futures, or a future or a function that a thread of a pool runs.
+_AWAITED = {
+    threading.Thread.join.__code__: "self",
+    Future.result.__code__: "self",
+    Future.exception.__code__: "self",
+    wait_for_futures.__code__: "fs",
+    as_completed.__code__: "pending",
+    asyncio.to_thread.__code__: "func_call",
+}
+
+
+def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> Threads:
+    """Return the threads of pools, by the ids of the future and of the function that each of them runs."""
+    runs: Threads = {}
+    for thread, frames in stacks_by_thread.items():
+        works = (frame.f_locals.get("self") for frame in frames if frame.f_code is _WorkItem.run.__code__)
+        for work in (each for each in works if each is not None):  # it is None at the end of `run`
+            function = work.fn if hasattr(work, "fn") else work.task[0]  # `task` since Python 3.14
+            runs |= {id(work.future): thread, id(function): thread}
+    return runs
+
+
+def _awaited(frames: Sequence[FrameType], runs: Threads) -> list[int]:
+    """Return the threads for which a thread or a coroutine waits below its innermost line of the program."""
+    found = set()
+    for frame in takewhile(lambda frame: not stacks.is_users(frame), reversed(frames)):
+        thing = frame.f_locals.get(_AWAITED[frame.f_code]) if frame.f_code in _AWAITED else None
+        for each in thing.copy() if isinstance(thing, set) else (thing,):
+            if thread := each.ident if isinstance(each, threading.Thread) else runs.get(id(each)):
+                found.add(thread)
+    return sorted(found)

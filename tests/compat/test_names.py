@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 import types
 from typing import Any
+
+import pytest
 
 from telegrad.compat.substitution import _family
 from tests.cluster import processes
@@ -69,6 +72,11 @@ def refusals() -> list[tuple[bool, str]]:
                 exec(use, {"module": module})
             except (ImportError, AttributeError) as error:
                 found.append((hasattr(module, name), f"{type(error).__name__}: {error}"))
+    for name in ("_x", "api._x"):
+        there = importlib.util.find_spec("torch.distributed.rpc._x") is not None
+        with pytest.raises(ModuleNotFoundError) as caught:
+            importlib.import_module(f"torch.distributed.rpc.{name}")
+        found.append((there, f"{caught.typename}: {caught.value}"))
     return found
 
 
@@ -78,7 +86,7 @@ def test_a_missing_name_is_refused_with_advice_however_it_is_used() -> None:
     assert [(there, text.partition(":")[0]) for there, text in found] == [
         (False, "ImportError"),
         (False, "AttributeError"),
-    ] * 2
+    ] * 2 + [(False, "ModuleNotFoundError")] * 2
     for _, text in found:
         assert "has no attribute '_" in text
         assert "without the inner workings of torch's own" in text

@@ -214,7 +214,7 @@ def test_only_the_wait_of_a_spare_worker_is_no_sign_of_a_fault(place: Place) -> 
     assert early.result(WAIT) == formed
     spare = place.come("spare", limits, timeout=1.0, client=place.engine.client(0.05))
     survivor = place.come("early", limits, before(formed, "early"), 1)
-    wait_until(lambda: kinds() == {"spare": "next generation", "early": "init_rpc"})
+    wait_until(lambda: kinds() == {"spare": "next generation", "early": "move to the next generation"})
     assert place.come("late", limits, before(formed, "late"), 1).result(WAIT) == survivor.result(WAIT)
     wait_until(lambda: kinds() == {"spare": "next generation"})
     place.engine.kill()

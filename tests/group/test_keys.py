@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import pathlib
+import pickle
 import re
 import stat
 import subprocess
@@ -126,6 +128,14 @@ def test_a_line_that_is_no_key_is_refused_in_each_setting(line: str, path: pathl
             find_keys(given)
     with pytest.raises(errors.UsageError, match="TELEGRAD_KEY looks like"):
         find_keys(None, {"TELEGRAD_KEY": line})
+
+
+@pytest.mark.parametrize("kind", [rpc.TelegradOptions, rpc.TensorPipeRpcBackendOptions])
+def test_the_text_of_options_does_not_contain_the_key_but_copies_do(kind: type[rpc.TelegradOptions]) -> None:
+    options = kind(key="a secret of the group")
+    assert "a secret of" not in f"{options!r} {vars(options)}"
+    for copied in (copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert (copied.key, vars(copied)) == (options.key, vars(options))
 
 
 def test_an_option_with_two_keys_is_refused() -> None:

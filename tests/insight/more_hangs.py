@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pathlib
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -130,6 +131,19 @@ def pool_in_pool() -> None:
     pool = concurrent.futures.ThreadPoolExecutor(1)
     say()
     pool.submit(lambda: pool.submit(leaf).result()).result()
+
+
+def map_in_pool() -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda _: slumber(), range(1)))
+
+
+async def in_thread() -> None:
+    await asyncio.to_thread(slumber)
+
+
+def call_in_pool() -> None:
+    concurrent.futures.ThreadPoolExecutor(1).submit(rpc.rpc_sync, "worker1", slumber).result()
 
 
 def import_slow() -> None:
@@ -327,8 +341,30 @@ def leaving_early(rank: int, stage: Stage) -> None:
     rpc.shutdown()
 
 
-def spare(_: int, stage: Stage) -> None:
+# Elastic groups
+
+
+def elastic(count: int, stage: Stage) -> None:
     options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{stage.port}")
-    rpc.init_rpc(role="w", min_workers=2, max_workers=2, rpc_backend_options=options)
+    rpc.init_rpc(role="w", min_workers=count, max_workers=count, rpc_backend_options=options)
+
+
+def spare(_: int, stage: Stage) -> None:
+    elastic(2, stage)
     stage.hangs()
     rpc.serve()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def within_step(late: int, act: Callable[[], object], _: int, stage: Stage) -> None:
+    """Have the worker of the rank `late` do something else, while the others wait for it."""
+    elastic(3, stage)
+    rpc.rendezvous_again()
+    rpc.rendezvous_again()  # the first one returns at once: perhaps not all have joined
+    if rpc.generation().rank == late:
+        stage.hangs()
+        act()
+    rpc.rendezvous_again()

@@ -131,7 +131,7 @@ class Outside:
     """A source of states for an outside observer: two workers, one of which has died."""
 
     def look(self) -> GroupSnapshot:
-        account: Any = {"worker": "a", "host": "x", "clock": 5.0, "gone": {"b": "it died"}}
+        account: Any = {"worker": "a", "host": "x", "clock": 5.0, "phase": "member", "gone": {"b": "it died"}}
         return GroupSnapshot([account], {"c": "it is stopped"})
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:

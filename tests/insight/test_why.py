@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import NOTE, Finding, doing, seconds, several
 from telegrad.insight.report import Report, status
-from telegrad.reporting import JOINING, LEAVING, SourceLine, ThreadState, WaitState, WorkerState
+from telegrad.reporting import JOINING, LEAVING, MOVES, SourceLine, ThreadState, WaitState, WorkerState
 from telegrad.reporting.observer import Observer
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
@@ -65,6 +66,40 @@ def test_the_report_knows_the_thread_that_asks() -> None:
     assert [each and each["what"] for each in waits] == ["asks"]
 
 
+def test_threads_of_other_programs_are_no_waits_but_may_hold_a_lock() -> None:
+    scene = Scene("worker0", "worker1", "worker2")
+    own = {"name": "IPythonHistorySavingThread", "inside": ["/usr/lib/python3/threading.py:629 wait"]}
+    for name in ("worker0", "worker1"):
+        scene.thread(name, "train.py:9 main: input()")
+        scene.thread(name, "history.py:8 run: self.save_flag.wait()", **own)
+    assert Report(scene.sight).findings[0].kind == "barrier"
+    for name in ("worker0", "worker1"):
+        scene[name]["threads"][1]["foreign"] = True
+    assert Report(scene.sight).findings == []
+    scene.call("worker1", "worker0", "train.log", 3, runs="train.py:4 log: with guard:")
+    scene["worker0"]["threads"][1]["holds"] = ["guard"]
+    _, told = only(scene, "lock", "worker0")
+    assert "worker0's thread IPythonHistorySavingThread" in told
+
+
+def test_the_report_marks_daemon_threads_without_code_of_the_program() -> None:
+    gate, ready = threading.Event(), threading.Event()
+
+    def own() -> None:
+        ready.set()
+        gate.wait()
+
+    waits = [threading.Thread(target=target, daemon=True) for target in (gate.wait, own)]
+    for thread in waits:
+        thread.start()
+    ready.wait()
+    try:
+        known = {each["number"]: each.get("foreign", False) for each in Observer("w").account()["threads"]}
+        assert [known[thread.ident or 0] for thread in waits] == [True, False]
+    finally:
+        gate.set()
+
+
 def test_a_silent_worker_without_waiting_workers() -> None:
     scene = Scene("worker0")
     scene.silent["worker1"] = "its interpreter is held"
@@ -81,6 +116,18 @@ def joining(*names: str, size: int | None, missing: list[str]) -> Scene:
         _tell(scene[name], phase=JOINING, phase_age=12.0, size=size, missing=missing, members={})
         scene.thread(name, "train.py:5 main: rpc.init_rpc(name)", wait=wait("init_rpc", *missing))
     return scene
+
+
+def test_a_worker_that_moves_to_the_next_generation_without_another() -> None:
+    scene = Scene("a")
+    scene.thread("a", "train.py:8 main: rpc.rendezvous_again()", wait=wait(MOVES, "b", about="runs until 'b'", age=5.0))
+    scene.silent["b"] = "its process is stopped"
+    _, told = only(scene, "silent", "b")
+    assert "a's main thread moves to the next generation, and waits for b, for 5.0 s" in told
+    scene.silent.clear()
+    scene["a"]["threads"][0]["wait"] = wait(MOVES, about="1 worker of 2 joined: 'a'", age=5.0)
+    _, told = only(scene, "wait", "a")
+    assert "moves to the next generation, and waits for 1 worker of 2 joined: 'a'" in told
 
 
 def test_sizes_that_differ() -> None:

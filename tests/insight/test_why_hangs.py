@@ -16,15 +16,15 @@ from functools import partial
 import pytest
 
 from telegrad._core.sockets import HAS_UNIX
-from telegrad.insight import seen_groups
+from telegrad.insight import collect, seen_groups
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import NOTE, Finding
 from telegrad.insight.report import Report
-from telegrad.insight.seen_groups import HostGroup
+from telegrad.insight.seen_groups import HostGroup, groups_here
 from telegrad.reporting import debug_server
 from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 from tests.insight import more_hangs as more
-from tests.insight.hangs import HANGS, Hang, Stage, led, work
+from tests.insight.hangs import HANGS, Hang, Stage, led, slumber, work
 
 LONG = 0.3  # seconds, shorter than the default so that the tests are short
 WITHIN = 2.0  # seconds
@@ -109,7 +109,7 @@ MORE = {
     ),
     "semaphore": called(more.get_permit, "permits.acquire()", "its holder is not known", kind="lock"),
     "queue": called(more.read_empty_queue, "tasks.get()", OWN),
-    "thread": called(more.join_thread, "thread.join()", OWN),
+    "thread": called(more.join_thread, "thread.join()", OWN, "waits for its thread prefetch"),
     "program": called(more.run_program, 'subprocess.run(["cat"]', OTHER),
     "socket": called(more.receive, "values[0].recv(1)", OUTSIDE),
     "lock taken twice": called(
@@ -119,6 +119,15 @@ MORE = {
         kind="lock deadlock",
     ),
     "pool in a pool": called(more.pool_in_pool, "pool.submit(lambda: pool.submit(leaf).result()).result()", OWN),
+    "pool": called(more.map_in_pool, "waits for its thread ThreadPoolExecutor-0_0", "in slumber: held.wait()"),
+    "to_thread": called(more.in_thread, "waits for its thread asyncio_0", "in slumber: held.wait()"),
+    "call in a pool": led(
+        more.call_in_pool,
+        "asleep",
+        "worker1",
+        "worker0's main thread waits for its thread ThreadPoolExecutor-0_0",
+        "in slumber: held.wait()",
+    ),
     "import": both(
         more.import_slow,
         more.import_too,
@@ -215,6 +224,20 @@ MORE = {
         "subscriber.at_least(3",
     ),
     "unpublished": led(more.unpublished, "wait", "worker0", "waits in finding a value", "no worker publishes it"),
+    "stopped leader of an elastic group": Hang(
+        3,
+        partial(more.within_step, 0, more.stop),
+        "silent",
+        ("w0",),
+        ("w0 does not answer", "main thread is in rendezvous_again, and waits for w0"),
+    ),
+    "long step of an elastic group": Hang(
+        3,
+        partial(more.within_step, 1, slumber),
+        "shutdown",
+        ("w1",),
+        ("w1 has not called rendezvous_again", "w0's main thread is in", "w2's main thread is in"),
+    ),
     "call during shutdown": Hang(
         2, more.leaving_early, "asleep", ("worker1",), ("slumber, for", "in slumber: held.wait()", "rpc.shutdown()")
     ),
@@ -222,7 +245,8 @@ MORE = {
 
 
 # `tests/witness` asks stopped workers and ones whose interpreter is held; other cases have the same waits as these.
-REPEATED = {*MORE, "stopped", "held interpreter", "no gather", "wait for all"} - {"blocked loop"}
+REPEATED = {*MORE, "stopped", "held interpreter", "no gather", "wait for all"} - {"blocked loop", "pool", "to_thread"}
+REPEATED -= {"call in a pool", "stopped leader of an elastic group", "long step of an elastic group"}
 
 
 @pytest.mark.parametrize(
@@ -249,13 +273,30 @@ def test_a_working_group_has_no_findings(tmp_path: pathlib.Path) -> None:
     assert len(titles) < 2, titles  # on a busy machine, one step may be a long wait
 
 
-def test_a_spare_of_an_elastic_group_is_a_note(tmp_path: pathlib.Path) -> None:
-    with hanging(Hang(3, more.spare, "wait", (), (), 2), tmp_path) as group:
-        wait_until(lambda: [each.kind for each in Report(look_at(group), LONG).findings] == ["wait"])
-        report = Report(look_at(group), LONG)
+def test_spares_of_an_elastic_group_are_a_note_in_its_group(tmp_path: pathlib.Path) -> None:
+    with hanging(Hang(4, more.spare, "wait", (), (), 2), tmp_path) as group:
+        pids = {process.pid for process in group}
+
+        def found() -> list[HostGroup]:
+            return [each for each in groups_here().values() if pids & {place.pid for place in each._places}]
+
+        def noted(group: HostGroup) -> list[int]:
+            return [len(finding.workers) for finding in Report(group.look(), LONG).findings]
+
+        wait_until(lambda: list(map(noted, found())) == [[2]])
+        (whole,) = found()
+        sight = whole.look()
+        told = collect.trace_from_outside(tmp_path / "trace.json", whole)
+    report = Report(sight, LONG)
     (note,) = report.findings
     assert (note.kind, note.weight, report.status) == ("wait", NOTE, 0)
-    assert "w waits for the next generation: generation 1 is running until 'w0', 'w1' call rendezv" in note.title
+    first, second = note.workers
+    title = f"{first} and {second} wait for the next generation: generation 1 is running until 'w0', 'w1' call rendezv"
+    assert title in note.title
+    assert [account["worker"] for account in sight.accounts] == ["w0", "w1", first, second]
+    assert [account["phase"] for account in sight.accounts] == ["member", "member", "spare", "spare"]
+    assert "2 workers, " in told
+    assert f"{second}: no events; it is a spare" in told
 
 
 # Other processes, which may imitate workers

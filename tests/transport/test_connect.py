@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import re
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.security.tls import server_context
 from telegrad._core.sockets import HAS_UNIX, tune_tcp, unix_address
 from telegrad._core.transport.connect import Target, connect
-from telegrad.errors import HandshakeError, PeerUnreachable
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable
 from tests.cluster import PATIENCE, in_threads, wait_until
 from tests.transport.test_tls import Authority
 
@@ -68,6 +69,34 @@ def test_a_worker_that_closes_during_the_tls_handshake_may_refuse_the_certificat
             connect(target, Keyring([new_key()]), ME, files, "tcp", PATIENCE, 0.0)
 
     in_threads(die, reach)
+
+
+@pytest.mark.parametrize(
+    ("alert", "told"),
+    [
+        (20, "with worker 'w1' failed (it sent the alert 'bad record mac'): perhaps it is no worker"),
+        (40, "with worker 'w1' failed (it sent the alert 'handshake failure'): the two ends allow no common"),
+        (70, "with worker 'w1' failed (it sent the alert 'protocol version'): the two ends allow no common"),
+        (48, "failed: worker 'w1' refuses the certificate of this worker"),
+        (None, "WRONG_VERSION_NUMBER"),
+    ],
+)
+def test_an_alert_of_tls_is_told_as_what_it_is(alert: int | None, told: str, tmp_path: pathlib.Path) -> None:
+    files = Authority(tmp_path, "ours").files("w")
+    server = socket.create_server(("127.0.0.1", 0))
+    target = Target("w1", OTHER.incarnation, "", server.getsockname(), StreamId(""))
+
+    def refuse() -> None:
+        with server, server.accept()[0] as sock:
+            sock.recv(1 << 16)
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" if alert is None else bytes([21, 3, 3, 0, 2, 2, alert]))
+
+    def reach() -> None:
+        with pytest.raises(AuthenticationFailed, match=re.escape(told)) as raised:
+            connect(target, Keyring([new_key()]), ME, files, "tcp", PATIENCE, 0.0)
+        assert ("certificate" in str(raised.value)) is (alert == 48)
+
+    in_threads(refuse, reach)
 
 
 @pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")

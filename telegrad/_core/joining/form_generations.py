@@ -221,6 +221,7 @@ class _Joining:
     def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
         self._held, self._me, self._is_alive = held, me, is_alive
         self._coming, self._limits = coming, coming.limits
+        self._what = "move to the next generation" if coming.before.number else "init_rpc"  # of `Wait`
         self._until = monotonic() + coming.timeout
         self._state = ElasticState()
         self._quorum = Quorum(coming.limits)
@@ -231,7 +232,7 @@ class _Joining:
         self._knocked: dict[str, float] = {}  # the time, by incarnation
 
     def join(self) -> Formed:
-        with Wait("init_rpc", self._text, lambda: self._quorum.missing(), worker=self._me.name) as self._wait:
+        with Wait(self._what, self._text, lambda: self._quorum.missing(), worker=self._me.name) as self._wait:
             self._wait.place = self._held.meet(0).where
             while True:
                 try:
@@ -240,7 +241,7 @@ class _Joining:
                     with contextlib.suppress(DirectoryLost):
                         self._held.renew()
                 except DirectoryLost as error:
-                    self._wait.what, self._lost = "init_rpc", f"the directory of the group does not answer: {error}"
+                    self._wait.what, self._lost = self._what, f"the directory of the group does not answer: {error}"
                     if monotonic() > self._until:
                         raise
                     self._held.restart()
@@ -254,6 +255,8 @@ class _Joining:
         arrival = Arrival(self._me, self._coming.before, str(self._limits))
         while True:
             self._look(directory)
+            if self._quorum.awaited():
+                self._wait.group = group
             mine = self._state.came.get(self._me.incarnation, ABSENT)
             if self._me.incarnation in self._state.running.lives:
                 if mine != ABSENT:
@@ -296,7 +299,7 @@ class _Joining:
             )
         awaited = [member for member in quorum.awaited() if self._lives(member)]
         is_spare = bool(awaited) and self._coming.before.me not in running.lives
-        self._quorum, self._wait.what = quorum, "next generation" if is_spare else "init_rpc"
+        self._quorum, self._wait.what = quorum, "next generation" if is_spare else self._what
         if awaited:
             self._waits_for = running.number
         # A spare worker waits as long as that generation lives; its timeout begins only after that.

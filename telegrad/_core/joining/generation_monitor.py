@@ -92,7 +92,7 @@ class GenerationMonitor:
         """
         seen = monotonic()
         deadline = seen + timeout if timeout else inf
-        with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
+        with Wait("rendezvous_again", self._awaited, self._answering, worker=self._me.name) as wait:
             while (told := self._told(pause := max(0.0, min(wait.left, deadline - seen, TICK)), self._left)) == "":
                 # Leave out the time in which this worker did not run itself, such as after SIGSTOP.
                 deadline += max(0.0, (now := monotonic()) - seen - pause)
@@ -147,10 +147,14 @@ class GenerationMonitor:
 
     def _missing(self) -> list[str]:
         with self._changed:
-            missing = self._steps.missing - {self._me.id}
+            missing = sorted(self._steps.missing - {self._me.id})
+        return [self.generation.members[rank].name for rank in missing]
+
+    def _answering(self) -> list[str]:
+        """Return the missing workers at the leader; at the others the leader, which has not answered."""
+        with self._changed:
             leader = self._steps.leader
-        ranks = sorted(missing) if missing or leader == self._me.id else []
-        return [self.generation.members[rank].name for rank in ranks]
+        return self._missing() if leader == self._me.id else [self.generation.members[leader].name]
 
     def _awaited(self) -> str:
         missing = self._missing()

@@ -88,27 +88,36 @@ def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
 
 
 _ALERT = "_ALERT_"  # in OpenSSL's reasons that are alerts of the other end
+_OF_CERTIFICATES = re.compile("CERTIFICATE|UNKNOWN_CA")  # reasons of either end, as below
+_NOTHING_COMMON = re.compile("PROTOCOL|CIPHER|HANDSHAKE_FAILURE|INSUFFICIENT|SIGNATURE_ALGORITHM")
 _FOREIGN = range(18, 22)  # OpenSSL's codes for chains that do not end at a certificate of `authority`
 
 
 def refusal(error: ssl.SSLError, files: TlsFiles, name: str = "") -> str:
-    """Return why a TLS handshake failed, with the owner of a refused certificate and advice.
+    """Return why a TLS handshake failed, with advice, and the owner of the certificate if one was refused.
 
     `files` are those of this worker; `name` is the worker that accepted the connection, "" if this one did.
     """
     # `since`: a worker reads its files for each connection that it makes. For those that it accepts, a file that was
     # renewed on disk does not count until it restarts.
     other, acceptor = (f"worker {name!r}", f"Worker {name!r}") if name else ("the other end", "This worker")
+    code = error.reason or ""
+    alert = code.partition(_ALERT)[2].lower().replace("_", " ")
     if isinstance(error, ssl.SSLCertVerificationError):
         why, whose = error.verify_message, f"of {other}"
         if error.verify_code in _FOREIGN:
             why = f"another authority has signed it ({why})"
         said = f"this worker refuses the certificate of {other}"
-    elif _ALERT in (error.reason or ""):
-        why, whose = error.reason.partition(_ALERT)[2].lower().replace("_", " "), "of this worker"
+    elif alert and _OF_CERTIFICATES.search(code):
+        why, whose = alert, "of this worker"
         said = f"{other} refuses the certificate of this worker, {files.certificate!r}"
     else:
-        return f"the TLS handshake with {other} failed ({error}): {CHECK}"
+        told = f"the TLS handshake with {other} failed ({f'it sent the alert {alert!r}' if alert else error}): "
+        if _OF_CERTIFICATES.search(code):
+            return told + CHECK
+        if _NOTHING_COMMON.search(code):
+            return told + "the two ends allow no common TLS version or cipher; compare the OpenSSL settings of both"
+        return told + "perhaps it is no worker with TLS, or a proxy changes the data; check what is between the hosts"
     since = f"{acceptor} uses its TLS files as they were when it started: restart it if they were renewed since"
     return f"the TLS handshake failed: {said}: {why}. {_advice(why, whose)}. {since}"
 

@@ -92,6 +92,8 @@ class TelegradOptions(RpcBackendOptions):
         >>> rpc.shutdown()
     """
 
+    __slots__ = ("key",)  # so `vars` does not contain the secret: programs log that
+
     def __init__(
         self,
         *,
