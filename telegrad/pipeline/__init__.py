@@ -116,7 +116,7 @@ class Pipeline(nn.Module, Recoverable):
         checks.count("stage", stage, 0, len(self.stages) - 1, "the number of a stage")
         made, old = _as_module(module), self.stages[stage]
         if isinstance(made, RemoteModule) and isinstance(old, RemoteModule):
-            made._surplus = old._surplus
+            made._surplus, made._order = old._surplus, old._order
         self.stages[stage] = made
         self._driver = None
 
@@ -216,7 +216,12 @@ class Pipeline(nn.Module, Recoverable):
         pipeline = cls(stages, chunks, schedule, tied)
         pipeline.training = model.training
         pipeline._inputs = found.inputs
-        # A pipeline that was split from a model uses the model's names in its state.
+        # A pipeline that was split from a model uses the model's names and order in its state.
+        if found.inputs is not None:
+            positions = {parameter: at for at, parameter in enumerate(model.parameters())}
+            order = {name: positions[own] for name, own in model.named_parameters(remove_duplicate=False)}
+            for number, stage in enumerate(stages):
+                stage._order = number, order
         pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
         by_stages = partial(_name_by_stages, found.parts)
         pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]

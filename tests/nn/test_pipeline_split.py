@@ -30,8 +30,8 @@ WORKERS = ["w1", "w2", "w0"]
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)  # before the layers, though it is used after them
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, value: Tensor, mask: Tensor) -> Tensor:
         given = value
@@ -50,7 +50,9 @@ def plain_batch() -> tuple[Any, Tensor]:
 
 
 def trains_alike(pipeline: Pipeline, model: nn.Module, batch: Callable[[], tuple[Any, Tensor]]) -> None:
-    train_both(pipeline, model, torch.optim.Adam, (batch() for _ in range(3)), lr=0.05)
+    ours = train_both(pipeline, model, torch.optim.Adam, (batch() for _ in range(3)), lr=0.05)
+    # a torch optimizer loads the state by position
+    assert ours.state_dict()["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
     state = pipeline.state_dict()
     assert list(state) == list(model.state_dict())
     for name, value in model.state_dict().items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class RemotePart(NamedTuple):
     # own parameters and 1 for its references, and a number among these.
     place: tuple[int, ...] = ()
     is_spread: bool = False  # it contains a Recoverable
+    positions: Mapping[str, int] | None = None  # of its parameters in the whole model, where the module's are others
 
 
 def branches(model: Model) -> list[RemotePart]:
@@ -165,9 +166,9 @@ def references_of(module: nn.Module, prefix: str = "", place: tuple[int, ...] = 
     for number, (name, part) in enumerate(module.named_modules()):
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
-            yield RemotePart(
-                path.removesuffix(part._surplus).removesuffix("."), part.module_rref, (*place, number, 1, 0)
-            )
+            stage, positions = part._order
+            path = path.removesuffix(part._surplus).removesuffix(".")
+            yield RemotePart(path, part.module_rref, (*place, number - stage, 1, 0), False, positions)
         else:
             found = [
                 each
@@ -206,6 +207,9 @@ def places_of(branch: RemotePart) -> dict[int, tuple[int, ...]]:
     value = branch.root.local_value()
     if not isinstance(value, nn.Module):
         return {id(value): branch.place}
+    if branch.positions:
+        named = value.named_parameters()
+        return {id(parameter): (*branch.place, branch.positions.get(name, 0)) for name, parameter in named}
     return {
         id(parameter): (*branch.place, number, 0, index)
         for number, part in reversed([*enumerate(value.modules())])  # the first of several is kept

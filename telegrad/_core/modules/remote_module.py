@@ -90,6 +90,8 @@ class RemoteModule(nn.Module):
     _trains = True  # the module has parameters that require gradients
     _represented: Id | None = None  # the value that the other attributes describe
     _surplus = ""  # suffix of its name in a model that the names of its parts in that model do not have
+    # Of a stage whose parameters are not in the order of the undivided model: its number, and the positions there.
+    _order: tuple[int, Mapping[str, int] | None] = (0, None)
 
     def __init__(
         self,
