@@ -17,6 +17,7 @@ from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
+from telegrad._core.agent.health import Prober
 from telegrad._core.agent.incoming import CallScheduler
 from telegrad._core.agent.outgoing import EachCall, EncodedCall, call_each, notice_to
 from telegrad._core.agent.peer import Peer
@@ -84,6 +85,7 @@ class Agent:
         self.reached = self._connections.reached  # called when a connection to or from a worker was made
         # Methods of the parts, without a call of this object between
         self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
+        self.prober = Prober(settings, self._connections.listener)
         self.forget_names, self.note_return = self._connections.forget_names, self._connections.note_return
         self.park_daemons, self.check_open = self._connections.park_daemons, self._connections.check_open
         self.waiting = self._reactor.waiting

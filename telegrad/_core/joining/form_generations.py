@@ -17,7 +17,7 @@ import os
 import threading
 from math import inf
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from telegrad._core.directory.directory import (
     ABSENT,
@@ -59,7 +59,15 @@ from telegrad._core.stores.find_directory import (
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
-from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, TelegradError, UsageError, WorkerTaken
+from telegrad.errors import (
+    GroupEnded,
+    GroupIncomplete,
+    HandshakeError,
+    RendezvousError,
+    TelegradError,
+    UsageError,
+    WorkerTaken,
+)
 
 SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
@@ -183,6 +191,14 @@ class DirectoryLease:
             found.directory.revoke(self.lease)
 
 
+class Prober(Protocol):
+    """Connects a worker that joins to others, see `agent/health.py`."""
+
+    def answer_probes(self, me: Member, keys: Keyring) -> None: ...
+
+    def probe(self, member: Member) -> HandshakeError | None: ...
+
+
 class JoinRequest(NamedTuple):
     """A worker's request to join the next generation."""
 
@@ -203,7 +219,7 @@ class JoinRequest(NamedTuple):
             return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
 
-    def join(self, held: DirectoryLease, me: Member, is_alive: IsAlive) -> Formed:
+    def join(self, held: DirectoryLease, me: Member, is_alive: IsAlive, prober: Prober) -> Formed:
         """Join the next generation, as soon as there is one; return it.
 
         Raises:
@@ -213,13 +229,16 @@ class JoinRequest(NamedTuple):
             DirectoryLost: the directory did not answer in time.
             DirectoryReset: it is another one than that of the last generation.
             RendezvousError: the group has other limits.
+            HandshakeError: this worker and those of the group cannot connect to each other, as with other TLS files.
         """
-        return _Joining(held, self, me, is_alive).join()
+        return _Joining(held, self, me, is_alive, prober).join()
 
 
 class _Joining:
-    def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
-        self._held, self._me, self._is_alive = held, me, is_alive
+    def __init__(
+        self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive, prober: Prober
+    ) -> None:
+        self._held, self._me, self._is_alive, self._prober = held, me, is_alive, prober
         self._coming, self._limits = coming, coming.limits
         self._until = monotonic() + coming.timeout
         self._state = ElasticState()
@@ -251,6 +270,7 @@ class _Joining:
         group, _ = Registry(directory).identify()
         if self._coming.before.group not in ("", group):
             raise DirectoryReset("the directory of the group was restarted without its data: start the group again")
+        self._prober.answer_probes(self._me, self._coming.keys.within(group))
         arrival = Arrival(self._me, self._coming.before, str(self._limits))
         while True:
             self._look(directory)
@@ -259,6 +279,9 @@ class _Joining:
                 if mine != ABSENT:
                     directory.swap(COME + self._me.incarnation, None, mine)
                 return self._state.running._replace(group=group)
+            first = next((each for each in self._state.arrivals if self._lives(each.member)), arrival)
+            # Before the arrival is written: a generation that continues does not end for a worker that cannot join.
+            self._check(mine, first)
             if mine == ABSENT:
                 directory.swap(COME + self._me.incarnation, arrival.to_json().encode(), ABSENT, self._held.lease)
                 # Only after that: the worker that ends the group removes the pointer, and looks for arrivals after that
@@ -267,8 +290,6 @@ class _Joining:
                 if self._coming.before.number == 0:
                     self._held.restore_pointer()
                 continue
-            first = next(each for each in self._state.arrivals if self._lives(each.member))
-            self._check(mine, first)
             decides = first.member.incarnation == self._me.incarnation
             late = monotonic() > self._until
             if (decides or late) and self._decide(directory, late):
@@ -304,12 +325,12 @@ class _Joining:
             self._until = monotonic() + self._coming.timeout
 
     def _check(self, mine: int, first: Arrival) -> None:
-        """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
+        """Raise an error if this worker, which came at the revision `mine` if it has come, cannot join the group."""
         running = self._state.running
         for other in running.members:
             # The generation formed after this worker had come, with another worker of its name: `Quorum.chosen` takes
             # only the first of two.
-            if other.name == self._me.name and self._state.since > mine and not running.has_ended:
+            if other.name == self._me.name and self._state.since > mine != ABSENT and not running.has_ended:
                 raise WorkerTaken(
                     f"the name {self._me.name!r} is not unique, two workers claim it: {other} and {self._me}. Give "
                     "each its own name; or give a role and no name, and names are assigned"
@@ -321,6 +342,12 @@ class _Joining:
                     f"{self._me} expects a group of {self._limits} workers, but {other} expects one of {limits}: "
                     "give all workers the same min_workers and max_workers"
                 )
+        # Members of a generation can connect to each other. So it suffices to probe one, and the worker that decides,
+        # which in turn probes all new ones.
+        if self._coming.before.me not in running.lives:
+            for other in (*self._quorum.awaited()[:1], first.member):
+                if error := self._prober.probe(other):
+                    raise type(error)(f"{self._me} cannot join the group of {other}: {error}") from error
 
     def _decide(self, directory: Directory, late: bool) -> bool:
         """Return True if a generation has formed, or members of it were found dead."""
@@ -329,7 +356,10 @@ class _Joining:
             # Probe all members again right before the decision: a generation with a dead member would end at its next
             # step. The compare-and-set does nothing if another worker has decided meanwhile; the caller reads the
             # result in any case.
-            if all(self._lives(member, fresh=True) for member in formed.members):
+            new = formed.members[formed.survivors :]
+            refused = {each.incarnation for each in new if self._prober.probe(each)}
+            self._dead |= refused
+            if not refused and all(self._lives(member, fresh=True) for member in formed.members):
                 directory.swap(GENERATION, formed.to_json().encode(), self._state.since)
             return True
         if late:

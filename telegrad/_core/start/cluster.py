@@ -89,7 +89,7 @@ def start(
         joint_calls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name or "", role=role)
         extensions.each(lambda each: each.on_start(worker, meeting.rank, meeting.world_size, meeting.where))
-        joined = join(meeting, me, options.silence, timeout)
+        joined = join(meeting, me, options.silence, timeout, worker.agent.prober)
         if isinstance(joined.directory, DynamicGroup):
             undo.callback(joined.directory.leave)
         _check(joined.me, joined.directory)
@@ -155,7 +155,8 @@ class Elastic:
         worker.elastic = self
         worker.at_end.append(partial(self._ended, worker))
         self._has_joined = before is FIRST
-        self.turning_of(worker).begin(self._held, self._limits.most, is_alive, worker.membership.greet)
+        may_join = lambda other: is_alive(other) and not worker.agent.prober.probe(other)  # noqa: E731
+        self.turning_of(worker).begin(self._held, self._limits.most, may_join, worker.membership.greet)
         return worker
 
     def turning_of(self, worker: Worker) -> GenerationMonitor:
