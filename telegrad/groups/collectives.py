@@ -85,9 +85,9 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     Raises:
         UsageError: this worker is not in the group.
         CallTimeout: some workers did not arrive in time.
-        PeerLost: a worker died, or left, before it arrived.
+        PeerLost: a worker died, or left, before it arrived; or, in an elastic group, has called shutdown.
     """
-    agent = current.agent()
+    agent, turning = current.agent(), current.here().turning
     limit = limit_of(timeout, agent.timeout)
     checks.text("name", name, empty=True)
     if op is not None:
@@ -99,9 +99,9 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     what = spelled(*key)
     missing: list[str] = []  # in the keeper's last answer
 
-    def ask(patience: float, withdraws: bool = False) -> list[str] | None:
+    def ask(patience: float, question: Callable[..., Any], *args: Any, of: str = keeper) -> list[str] | None:
         try:
-            said: list[str] | None = agent.call(keeper, who_is_missing, (number, withdraws), None, patience, what)
+            said: list[str] | None = agent.call(of, question, args, None, patience, what)
         except TelegradError:  # the keeper is lost, and then `met` fails, or it is stopped
             return None
         return said
@@ -117,13 +117,18 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
         with Wait(kind, text, lambda: missing, worker=agent.name) as wait:
             while not agent.wait_for(met, max(0.0, min(until - monotonic(), ASK))):
                 if (left := until - monotonic()) > 0:
-                    missing = ask(min(left, PATIENCE)) or []
+                    patience = min(left, PATIENCE)
+                    # Before the missing workers: one that leaves arrived before it called shutdown(), or never does.
+                    leaving = ask(patience, who_leaves, of=turning.leader) if turning is not None else None
+                    missing = ask(patience, who_is_missing, number) or []
+                    for name in set(leaving or ()).intersection(missing):
+                        raise PeerLost(f"{what}: worker {name!r} will not arrive: it has called shutdown()")
                     wait.look()
                     continue
                 # The first worker decides in one step: either this arrival is withdrawn, or all have arrived and the
                 # result is under way. So a worker that raises CallTimeout was not counted, if the first worker answers.
                 patient_until = monotonic() + PATIENCE
-                late = ask(PATIENCE, withdraws=True)
+                late = ask(PATIENCE, who_is_missing, number, True)
                 if late is None:  # all arrived just now, or the keeper does not answer
                     if agent.wait_for(met, max(0.0, patient_until - monotonic())):
                         break
@@ -295,8 +300,14 @@ def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None
     return met
 
 
-def who_is_missing(number: int, withdraws: bool) -> list[str] | None:
+def who_is_missing(number: int, withdraws: bool = False) -> list[str] | None:
     return current.here().attached(CollectiveManager).missing(_arrival(number), withdraws)
+
+
+def who_leaves() -> list[str]:
+    """Return the workers of this elastic group that have called shutdown(), if this worker leads."""
+    turning = current.here().turning
+    return turning.leaving() if turning is not None else []
 
 
 def _arrival(number: int) -> CollectiveArrival:

@@ -31,7 +31,7 @@ from telegrad._core.stores.address import knock
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad.reporting.introspection import introspection_of
-from tests.cluster import PATIENCE, Process, free_port, pause, processes, wait_until
+from tests.cluster import PATIENCE, Process, free_port, pause, processes, run_all, wait_until
 from tests.rpc.members import error_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -388,6 +388,25 @@ def test_a_shutdown_ends_the_wait_of_another_thread(tcp: str) -> None:
         made[0].begin(wait_and_leave, tcp)
         name, seconds = made[0].end(2 * PATIENCE)
         assert (name, seconds < 2 + PATIENCE / 3) == ("ShutDown", True)
+
+
+def leave_in_a_step(place: str, name: str, leaver: int) -> int:
+    """The worker of rank `leaver` shuts down within a step, in which the others reduce a value; return a size."""
+    join(place, name, 2, 3)
+    wait_until(lambda: rpc.rendezvous_again().size == 3)
+    now, workers = rpc.generation(), rpc.workers()
+    if now.rank != leaver:
+        with pytest.raises(errors.PeerLost, match=f"worker '{workers[leaver].name}' will not arrive: it has called"):
+            rpc.group(workers).all_reduce(torch.ones(1))
+        now = rpc.rendezvous_again()
+    rpc.shutdown()
+    return now.size
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_reduction_ends_if_a_worker_leaves_in_its_step(tcp: str, leaver: int) -> None:
+    with processes(3) as made:
+        assert sorted(run_all(made, lambda rank: leave_in_a_step(tcp, f"w{rank}", leaver))) == [2, 2, 3]
 
 
 waiting: list[Future[Any]] = []
