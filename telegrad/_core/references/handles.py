@@ -28,7 +28,7 @@ from telegrad._core.processes import PACKAGE
 from telegrad._core.references import Id, key_of, number
 from telegrad._core.references.reference_protocol import OWNER_DIED, References
 from telegrad._core.threads import Background
-from telegrad.errors import CallCancelled, CallTimeout, OwnerLost, PeerError, RRefError, RRefLost
+from telegrad.errors import CallCancelled, CallTimeout, GenerationOver, OwnerLost, PeerError, RRefError, RRefLost
 
 CREATE, CREATED, HERE = range(3)  # kinds: a creating call, the answer to it, a creating call to the worker itself
 
@@ -80,14 +80,23 @@ class ValueSlot(Signal):
         return self.open()
 
 
+class EndedHandles(queue.SimpleQueue[Any]):
+    """The queue of one table's ended handles. All its handles have it, also those that outlive the table."""
+
+    over: PeerError | None = None  # why no other worker can be reached any more; stored once
+
+    def check_generation(self) -> None:
+        """Raise GenerationOver if these handles are of an earlier generation of an elastic group."""
+        if isinstance(self.over, GenerationOver):
+            raise fresh(self.over)
+
+
 class Handle:
     """A reference count held by a Python object; each reference that a user sees holds one handle."""
 
     __slots__ = ("box", "ended", "fault", "id", "owner")
 
-    def __init__(
-        self, ended: queue.SimpleQueue[Any], id_: Id, owner: Identity, box: ValueSlot | None, fault: str = ""
-    ) -> None:
+    def __init__(self, ended: EndedHandles, id_: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> None:
         """The handle's end puts its id into `ended`."""
         self.ended = ended
         self.id = id_
@@ -220,7 +229,7 @@ class Maker:
         """`wrap` creates the object for users from a handle. A thread runs `serve` once there are references."""
         self.agent = agent
         self._wrap = wrap
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
+        self._events = EndedHandles()  # ids of ended handles, None (to wake up), functions
         self._thread = Background("telegrad-references", serve)
         # Nothing is sent, no slot is filled and no value is freed under it.
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations

@@ -93,7 +93,6 @@ class ReferenceTable(Maker):
         self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
         self.closed = False
-        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         # A loss is reported by the thread that reads or connects. `_on_lost` goes through all references and sends, so
@@ -109,8 +108,8 @@ class ReferenceTable(Maker):
 
     def reach(self, handle: Handle) -> Identity:
         """Return the owner to call; raises as `check`."""
-        if self.over is not None:
-            raise fresh(self.over)
+        if self._events.over is not None:
+            raise fresh(self._events.over)
         self.check(handle)
         try:
             return self.agent.peer(handle.owner).identity
@@ -121,8 +120,8 @@ class ReferenceTable(Maker):
 
     def check(self, handle: Handle) -> None:
         """Raise an error if a reference cannot be used."""
-        if self.over is not None and handle.box is None:
-            raise fresh(self.over)
+        if self._events.over is not None and handle.box is None:
+            raise fresh(self._events.over)
         creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
@@ -198,6 +197,10 @@ class ReferenceTable(Maker):
             self._thread.want()
         return box
 
+    def end(self, over: PeerError) -> None:
+        """Set the error of all later uses of references to values of other workers."""
+        self._events.over = over
+
     def known(self, ref: Id) -> ValueSlot | None:
         """Return the box if it already exists."""
         return self._boxes.get(ref)
@@ -218,6 +221,7 @@ class ReferenceTable(Maker):
         for handle in references:
             # Each table has a queue of its own, so the queue tells the groups of one process apart.
             if handle.ended is not self._events:
+                handle.ended.check_generation()
                 raise UsageError(
                     f"the reference {number(handle.id)} belongs to a group that this worker has left; create it again "
                     "after init_rpc"
@@ -483,7 +487,7 @@ class ReferenceTable(Maker):
             if self.closed:
                 return
             self.closed = True
-            self.over = self.over or reason
+            self._events.over = self._events.over or reason
             boxes, self._boxes = self._boxes, {}
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]

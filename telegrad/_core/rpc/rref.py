@@ -101,11 +101,16 @@ class RRef(Generic[T]):
     # The owner
 
     def owner(self) -> WorkerInfo:
-        """Return the worker that has the value."""
-        return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
+        """Return the worker that has the value; raises as `owner_name`."""
+        return WorkerInfo(self.owner_name(), self._handle.owner.id)
 
     def owner_name(self) -> str:
-        """Return the name of the worker that has the value."""
+        """Return the name of the worker that has the value.
+
+        Raises:
+            GenerationOver: an elastic group is in another generation, where another worker may have that name.
+        """
+        self._handle.ended.check_generation()
         return self._handle.owner.name
 
     def is_owner(self) -> bool:

@@ -207,13 +207,14 @@ class Elastic:
         # The new worker replaces the old one before that ends, so that the process is a worker at any time. `over` is
         # set before the end, too: uses of the old references then raise GenerationOver, and no error of a lost
         # connection.
-        made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
         ended = GenerationOver(
-            f"{over} generation {self.generation_of(made).number} now: repeat the call, or make the object again there"
+            f"{over} generation {self.generation_of(made).number} now. Create references, modules and optimizers again "
+            "there, or restore them from a checkpoint; then repeat the call, in a new autograd context if it needs one"
         )
-        worker.references.over = ended
+        made.conductor.contexts.succeed(worker.conductor.contexts, str(ended))
+        worker.references.end(ended)
         worker.end(MOVED, reason=ended)
         return made
 
