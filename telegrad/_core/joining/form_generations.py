@@ -339,7 +339,7 @@ class _Joining:
         for other, limits in told:
             if limits != str(self._limits):
                 raise RendezvousError(
-                    f"{self._me} expects a group of {self._limits} workers, but {other} expects one of {limits}: "
+                    f"{self._me} expects a group of {self._limits.workers}, but {other} expects one of {limits}: "
                     "give all workers the same min_workers and max_workers"
                 )
         # Members of a generation can connect to each other. So it suffices to probe one, and the worker that decides,
@@ -364,7 +364,7 @@ class _Joining:
             return True
         if late:
             raise GroupIncomplete(
-                f"{self._me} has waited {self._coming.timeout:g} s for a group of {self._limits} workers: "
+                f"{self._me} has waited {self._coming.timeout:g} s for a group of {self._limits.workers}: "
                 f"{self._quorum.lacks()}. Check the logs of the other workers, or allow more time with rpc_timeout"
             )
         return False
@@ -383,4 +383,4 @@ class _Joining:
 
     def _text(self) -> str:
         me = self._me.name or self._me.role
-        return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits} workers)"
+        return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits.workers})"
