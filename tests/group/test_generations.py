@@ -13,7 +13,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
 from telegrad._core.joining import form_generations
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
 from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.quorum import (
     COME,
@@ -42,7 +42,7 @@ def member(name: str, life: int = 0) -> Member:
     return Member(name, -1, f"{name}/{life}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
 
 
-class Place:
+class Place(Prober):
     """A directory for the workers of a test, and the incarnations that are dead."""
 
     def __init__(self) -> None:

@@ -3,8 +3,6 @@
 The connections of a stopped process stay open, so nothing reports the stop. On the same host the kernel knows a
 process's state, so a busy process is never considered silent. From other hosts only messages can be seen, so the
 `heartbeat` option requests them. A process that is busy for longer and lets no other thread run also counts as silent.
-
-`Prober` checks, before workers are in one group, that they can connect to each other.
 """
 
 from __future__ import annotations
@@ -15,21 +13,13 @@ from collections.abc import Callable, Iterable
 from math import inf
 from time import process_time
 
-from telegrad._core.calls.settings import Settings
 from telegrad._core.host.resources import wake_ups
-from telegrad._core.membership.members import Member
-from telegrad._core.membership.suspects import remember
 from telegrad._core.processes import Stops, stopped
-from telegrad._core.security.handshake import PROBE, Hello
-from telegrad._core.security.keyring import Keyring
-from telegrad._core.transport.connect import Target, connect, one_sided
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.listener import Listener
 from telegrad._core.transport.silence import Silence
-from telegrad.errors import HandshakeError, PeerSilent, PeerUnreachable
+from telegrad.errors import PeerSilent
 
 TICKS = 1.0  # maximal seconds between two ticks of a running worker
-ANSWERS = 2.0  # seconds for the connection of a probe, and as many for its handshake
 LATEST = 20  # switch intervals of the interpreter (0.1 s by default): the latest wake-up of a thread on a busy machine
 
 log = logging.getLogger("telegrad")
@@ -123,43 +113,3 @@ class _Watched:
             link.ask()
         self._written = link.written
         return heard
-
-
-class Prober:
-    """Tells a worker that joins which others it can connect to."""
-
-    def __init__(self, settings: Settings, listener: Listener) -> None:
-        self._settings = settings
-        self._listener = listener
-        self._known: dict[str, HandshakeError | None] = {}  # the results, by incarnation
-
-    def answer_probes(self, me: Member, keys: Keyring) -> None:
-        """Let workers that join the group of these keys, too, `probe` this one before it has joined."""
-        self._claim = Hello(me.name, me.id, me.incarnation, me.program)
-        self._keys = keys
-        self._listener.serve(keys, self._claim)
-
-    def probe(self, member: Member) -> HandshakeError | None:
-        """Return why that worker and this one cannot connect to each other, and log it once.
-
-        Return None also if that worker does not answer: its death is found in other ways.
-        """
-        if member.incarnation not in self._known:
-            error = self._error_of(member) if member.incarnation != self._claim.incarnation else None
-            remember(self._known, member.incarnation, error)
-            if error is not None:
-                log.warning("telegrad: %s cannot be in a group with this worker: %s", member, error)
-        return self._known[member.incarnation]
-
-    def _error_of(self, member: Member) -> HandshakeError | None:
-        tls, transport, name = self._settings.tls, self._settings.transport, member.name or member.role
-        if member.uses_tls != (tls is not None):
-            return one_sided(name)
-        target = Target(name, member.incarnation, "", member.tcp, PROBE)
-        try:
-            connect(target, self._keys, self._claim, tls, transport, ANSWERS, self._settings.silence).sock.close()
-        except HandshakeError as error:
-            return error
-        except PeerUnreachable:
-            pass
-        return None

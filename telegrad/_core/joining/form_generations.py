@@ -17,7 +17,7 @@ import os
 import threading
 from math import inf
 from time import monotonic, sleep
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from telegrad._core.directory.directory import (
     ABSENT,
@@ -45,8 +45,11 @@ from telegrad._core.joining.quorum import (
 from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.suspects import remember
 from telegrad._core.progress import Wait
+from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles
 from telegrad._core.stores.address import host_identity, is_here
 from telegrad._core.stores.find_directory import (
     DirectoryMonitor,
@@ -59,10 +62,13 @@ from telegrad._core.stores.find_directory import (
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
+from telegrad._core.transport.connect import Target, connect, one_sided
+from telegrad._core.transport.listener import Listener
 from telegrad.errors import (
     GroupEnded,
     GroupIncomplete,
     HandshakeError,
+    PeerUnreachable,
     RendezvousError,
     TelegradError,
     UsageError,
@@ -72,6 +78,7 @@ from telegrad.errors import (
 SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
 KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or came first
+ANSWERS = 2.0  # seconds for the connection of a probe, and as many for its handshake
 LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
 
 log = logging.getLogger("telegrad")
@@ -191,12 +198,39 @@ class DirectoryLease:
             found.directory.revoke(self.lease)
 
 
-class Prober(Protocol):
-    """Connects a worker that joins to others, see `agent/health.py`."""
+class Prober:
+    """Tells which others a worker can connect to, before they are in one group."""
 
-    def answer_probes(self, me: Member, keys: Keyring) -> None: ...
+    def __init__(self, listener: Listener, tls: TlsFiles | None, transport: str, silence: float) -> None:
+        self._listener, self._tls, self._transport, self._silence = listener, tls, transport, silence
+        self._known: dict[str, HandshakeError | None] = {}  # the results, by incarnation
 
-    def probe(self, member: Member) -> HandshakeError | None: ...
+    def answer_probes(self, me: Member, keys: Keyring) -> None:
+        """Let workers that join the group of these keys, too, `probe` this one before it has joined."""
+        self._serves = keys, Hello(me.name, me.id, me.incarnation, me.program)
+        self._known[me.incarnation] = None
+        self._listener.serve(*self._serves)
+
+    def probe(self, member: Member) -> HandshakeError | None:
+        """Return why that worker and this one cannot connect to each other, and log it once.
+
+        Return None also if that worker does not answer: its death is found in other ways.
+        """
+        if member.incarnation not in self._known:
+            remember(self._known, member.incarnation, error := self._error_of(member))
+            if error is not None:
+                log.warning("telegrad: %s cannot be in a group with this worker: %s", member, error)
+        return self._known[member.incarnation]
+
+    def _error_of(self, member: Member) -> HandshakeError | None:
+        target = Target(member.name or member.role, member.incarnation, "", member.tcp, PROBE)
+        if member.uses_tls != (self._tls is not None):
+            return one_sided(target.name)
+        try:
+            connect(target, *self._serves, self._tls, self._transport, ANSWERS, self._silence).sock.close()
+        except (HandshakeError, PeerUnreachable) as error:
+            return error if isinstance(error, HandshakeError) else None
+        return None
 
 
 class JoinRequest(NamedTuple):
