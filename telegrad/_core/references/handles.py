@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
@@ -80,23 +81,14 @@ class ValueSlot(Signal):
         return self.open()
 
 
-class EndedHandles(queue.SimpleQueue[Any]):
-    """The queue of one table's ended handles. All its handles have it, also those that outlive the table."""
-
-    over: PeerError | None = None  # why no other worker can be reached any more; stored once
-
-    def check_generation(self) -> None:
-        """Raise GenerationOver if these handles are of an earlier generation of an elastic group."""
-        if isinstance(self.over, GenerationOver):
-            raise fresh(self.over)
-
-
 class Handle:
     """A reference count held by a Python object; each reference that a user sees holds one handle."""
 
     __slots__ = ("box", "ended", "fault", "id", "owner")
 
-    def __init__(self, ended: EndedHandles, id_: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> None:
+    def __init__(
+        self, ended: queue.SimpleQueue[Any], id_: Id, owner: Identity, box: ValueSlot | None, fault: str = ""
+    ) -> None:
         """The handle's end puts its id into `ended`."""
         self.ended = ended
         self.id = id_
@@ -114,6 +106,17 @@ class Handle:
     def __repr__(self) -> str:
         state = self.fault or (repr(self.box) if self.box is not None else f"on {self.owner.name!r}")
         return f"<Handle of {number(self.id)}: {state}>"
+
+
+# Why the generation of these handles' table has ended, by the queue that all handles of the table have, and that
+# outlives it with them.
+_over: WeakKeyDictionary[queue.SimpleQueue[Any], GenerationOver] = WeakKeyDictionary()
+
+
+def check_generation(handle: Handle) -> None:
+    """Raise GenerationOver if the reference is of an earlier generation of an elastic group."""
+    if (over := _over.get(handle.ended)) is not None:
+        raise fresh(over)
 
 
 def error_for(fault: str, handle: Handle, made: str) -> RRefError:
@@ -229,8 +232,9 @@ class Maker:
         """`wrap` creates the object for users from a handle. A thread runs `serve` once there are references."""
         self.agent = agent
         self._wrap = wrap
-        self._events = EndedHandles()  # ids of ended handles, None (to wake up), functions
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
         self._thread = Background("telegrad-references", serve)
+        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         # Nothing is sent, no slot is filled and no value is freed under it.
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
@@ -244,6 +248,10 @@ class Maker:
         """Set the worker's name, which may be assigned when it joins, before the first reference."""
         self._me = f"{name}#{self.agent.incarnation}"
         self._machine = References(self._me)
+
+    def end_generation(self, over: GenerationOver) -> None:
+        """Set the error of all later uses of references to values of other workers."""
+        self.over = _over[self._events] = over
 
     def own(self, box: ValueSlot) -> Handle:
         """Create a reference to the value that is, or will be, in `box`."""

@@ -45,6 +45,7 @@ from telegrad._core.references.handles import (
     Handle,
     Maker,
     ValueSlot,
+    check_generation,
     error_for,
     failed,
     warn_of_leaks,
@@ -108,8 +109,8 @@ class ReferenceTable(Maker):
 
     def reach(self, handle: Handle) -> Identity:
         """Return the owner to call; raises as `check`."""
-        if self._events.over is not None:
-            raise fresh(self._events.over)
+        if self.over is not None:
+            raise fresh(self.over)
         self.check(handle)
         try:
             return self.agent.peer(handle.owner).identity
@@ -120,8 +121,8 @@ class ReferenceTable(Maker):
 
     def check(self, handle: Handle) -> None:
         """Raise an error if a reference cannot be used."""
-        if self._events.over is not None and handle.box is None:
-            raise fresh(self._events.over)
+        if self.over is not None and handle.box is None:
+            raise fresh(self.over)
         creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
@@ -197,10 +198,6 @@ class ReferenceTable(Maker):
             self._thread.want()
         return box
 
-    def end(self, over: PeerError) -> None:
-        """Set the error of all later uses of references to values of other workers."""
-        self._events.over = over
-
     def known(self, ref: Id) -> ValueSlot | None:
         """Return the box if it already exists."""
         return self._boxes.get(ref)
@@ -221,7 +218,7 @@ class ReferenceTable(Maker):
         for handle in references:
             # Each table has a queue of its own, so the queue tells the groups of one process apart.
             if handle.ended is not self._events:
-                handle.ended.check_generation()
+                check_generation(handle)
                 raise UsageError(
                     f"the reference {number(handle.id)} belongs to a group that this worker has left; create it again "
                     "after init_rpc"
@@ -487,7 +484,7 @@ class ReferenceTable(Maker):
             if self.closed:
                 return
             self.closed = True
-            self._events.over = self._events.over or reason
+            self.over = self.over or reason
             boxes, self._boxes = self._boxes, {}
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]

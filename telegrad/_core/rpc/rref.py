@@ -19,7 +19,7 @@ from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.references import number
-from telegrad._core.references.handles import Handle, ValueSlot
+from telegrad._core.references.handles import Handle, ValueSlot, check_generation
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
@@ -110,7 +110,7 @@ class RRef(Generic[T]):
         Raises:
             GenerationOver: an elastic group is in another generation, where another worker may have that name.
         """
-        self._handle.ended.check_generation()
+        check_generation(self._handle)
         return self._handle.owner.name
 
     def is_owner(self) -> bool:

@@ -214,7 +214,7 @@ class Elastic:
             "there, or restore them from a checkpoint; then repeat the call, in a new autograd context if it needs one"
         )
         made.conductor.contexts.succeed(worker.conductor.contexts, str(ended))
-        worker.references.end(ended)
+        worker.references.end_generation(ended)
         worker.end(MOVED, reason=ended)
         return made
 
