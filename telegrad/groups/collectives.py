@@ -115,9 +115,10 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
                 if (left := until - monotonic()) > 0:
                     left = min(left, PATIENCE)
                     # Before the missing workers: one that leaves arrived before it called shutdown(), or never does.
-                    leaving = ask(left, who_leaves, of=turning.leader) if turning is not None else None
+                    leaving = (ask(left, who_leaves, of=turning.leader) if turning is not None else None) or []
                     missing = ask(left, who_is_missing, number) or []
-                    for name in set(leaving or ()).intersection(missing):
+                    # If this worker is in shutdown() itself, it serves a call that arrives here, and others may, too.
+                    for name in set(leaving).intersection(missing) if agent.name not in leaving else ():
                         raise PeerLost(f"{what}: worker {name!r} will not arrive: it has called shutdown()")
                     wait.look()
                     continue

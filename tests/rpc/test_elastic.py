@@ -445,6 +445,25 @@ def test_a_reduction_ends_if_a_worker_leaves_in_its_step(tcp: str, leaver: int) 
         assert sorted(run_all(made, lambda rank: leave_in_a_step(tcp, f"w{rank}", leaver))) == [2, 2, 3]
 
 
+def meet() -> None:
+    rpc.group(["b", "c"]).barrier()
+
+
+def have_others_meet(place: str, name: str) -> None:
+    join(place, name, 3, 3)
+    if name == "a":
+        first = rpc.rpc_async("b", meet)
+        pause(1.2)  # in which it asks for workers that leave
+        rpc.rpc_sync("c", meet)
+        first.wait()
+    rpc.shutdown()
+
+
+def test_calls_to_workers_in_shutdown_may_meet_in_a_barrier(tcp: str) -> None:
+    with processes(3) as made:
+        assert run_all(made, lambda rank: have_others_meet(tcp, "abc"[rank])) == [None] * 3
+
+
 waiting: list[Future[Any]] = []
 
 
