@@ -59,7 +59,8 @@ class Contexts:
         self._contexts: dict[int, AutogradContext] = {}
         self._open: dict[int, int] = {}  # open contexts by the rank of their owner, without this worker's own
         self._passes: dict[int, int] = {}  # passes in open contexts, by the rank of their owner
-        self._ended: dict[int, bool] = {}  # recently ended contexts; True if this worker lost the owner
+        # recently ended contexts; True if this worker lost the owner; a text if their generation of the group has ended
+        self._ended: dict[int, bool | str] = {}
         # A rank is given again after a worker has left. The random start keeps the new worker of that rank from using
         # ids that other workers remember as ended. `next` is atomic.
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))
@@ -101,11 +102,17 @@ class Contexts:
         """Return the context with that id; raise ContextEnded if this worker has no such context."""
         context = self._contexts.get(id_)
         if context is None:
-            raise ContextEnded(
+            raise self.error_of(
+                id_,
                 f"Could not find autograd context with id: {id_} on worker {self._agent.name!r}. It has ended, or this "
-                "worker took no part in it; use the id inside the `with` block that created it"
+                "worker took no part in it; use the id inside the `with` block that created it",
             )
         return context
+
+    def error_of(self, id_: int, text: str) -> ContextEnded:
+        """Return the error for a context that has ended, with this text unless its generation has ended."""
+        over = self._ended.get(id_)
+        return ContextEnded(f"the autograd context with id: {id_} has ended: {over}" if isinstance(over, str) else text)
 
     def join(self, id_: int) -> AutogradContext | None:
         """Return the context that another worker refers to, and create it here if needed. Return None if it has ended.
@@ -160,18 +167,19 @@ class Contexts:
 
     def check_kept(self, id_: int) -> None:
         """Raise ContextLost if this worker dropped a context that its owner may still use."""
-        if self._ended.get(id_):
+        if self._ended.get(id_) is True:
             raise ContextLost(
                 f"worker {self._agent.name!r} has dropped the autograd context with id: {id_}, because it could not "
                 "reach its owner. Begin a new context"
             )
 
-    def succeed(self, former: Contexts) -> None:
-        """Take over from a former worker of this process. The contexts of that worker have ended."""
+    def succeed(self, former: Contexts, over: str) -> None:
+        """Take over from the worker of the last generation, which is `over`: its contexts have ended."""
         with former._lock:
-            ended = [*former._contexts, *former._ended]
+            ended = {id_: isinstance(why, str) and why for id_, why in former._ended.items()}
+            ended |= dict.fromkeys(former._contexts, over)
         with self._lock:
-            self._ended.update(dict.fromkeys(ended, False))
+            self._ended.update(ended)
 
     def release(self, id_: int, sender: Identity | None = None, forsaken: bool = False) -> None:
         """End a context here and, unless this worker has `forsaken` its owner, on all workers that learned of it here.

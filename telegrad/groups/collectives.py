@@ -85,9 +85,9 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     Raises:
         UsageError: this worker is not in the group.
         CallTimeout: some workers did not arrive in time.
-        PeerLost: a worker died, or left, before it arrived.
+        PeerLost: a worker died, or left, before it arrived; or, in an elastic group, has called shutdown.
     """
-    agent = current.agent()
+    agent, turning = current.agent(), current.here().turning
     limit = limit_of(timeout, agent.timeout)
     checks.text("name", name, empty=True)
     if op is not None:
@@ -99,16 +99,12 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     what = spelled(*key)
     missing: list[str] = []  # in the keeper's last answer
 
-    def ask(patience: float, withdraws: bool = False) -> list[str] | None:
-        try:
-            said: list[str] | None = agent.call(keeper, who_is_missing, (number, withdraws), None, patience, what)
-        except TelegradError:  # the keeper is lost, and then `met` fails, or it is stopped
-            return None
-        return said
+    def ask(patience: float, question: Callable[..., Any], *args: Any, of: str = keeper) -> Any:
+        with contextlib.suppress(TelegradError):  # the keeper is lost, and then `met` fails, or it is stopped
+            return agent.call(of, question, args, None, patience, what)
+        return None
 
-    def text() -> str:
-        return f"{what}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
-
+    text = lambda: f"{what}: {listed([*map(repr, missing)] or ['others'])} did not arrive yet"  # noqa: E731
     # The call has no timeout of its own: this thread keeps the time, since it can name the missing workers.
     until = monotonic() + (limit or threading.TIMEOUT_MAX)
     met = agent.begin(keeper, PreparedCall(arrive, (key, number, group, value, op), None, None, what), 0)
@@ -117,13 +113,19 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
         with Wait(kind, text, lambda: missing, worker=agent.name) as wait:
             while not agent.wait_for(met, max(0.0, min(until - monotonic(), ASK))):
                 if (left := until - monotonic()) > 0:
-                    missing = ask(min(left, PATIENCE)) or []
+                    left = min(left, PATIENCE)
+                    # Before the missing workers: one that leaves arrived before it called shutdown(), or never does.
+                    leaving = (ask(left, who_leaves, of=turning.leader) if turning is not None else None) or []
+                    missing = ask(left, who_is_missing, number) or []
+                    # If this worker is in shutdown() itself, it serves a call that arrives here, and others may, too.
+                    for name in set(leaving).intersection(missing) if agent.name not in leaving else ():
+                        raise PeerLost(f"{what}: worker {name!r} will not arrive: it has called shutdown()")
                     wait.look()
                     continue
                 # The first worker decides in one step: either this arrival is withdrawn, or all have arrived and the
                 # result is under way. So a worker that raises CallTimeout was not counted, if the first worker answers.
                 patient_until = monotonic() + PATIENCE
-                late = ask(PATIENCE, withdraws=True)
+                late = ask(PATIENCE, who_is_missing, number, True)
                 if late is None:  # all arrived just now, or the keeper does not answer
                     if agent.wait_for(met, max(0.0, patient_until - monotonic())):
                         break
@@ -180,10 +182,11 @@ class CollectiveManager:
 
     def listen(self) -> None:
         """Subscribe to workers leaving the group."""
-        # The flag is set once this has succeeded. If two threads do it at the same time, the second call of `_on_leave`
-        # finds nothing to end.
+        # The flag is set once this has succeeded. If two threads do it at the same time, the second `give_up` of a
+        # worker finds nothing to end.
         if not self._listens:
-            current.here().membership.on_leave(self._on_leave)
+            whys = {"left": "it has left the group", "lost": "it was lost"}
+            current.here().membership.on_leave(lambda who, how: self.give_up(who.name, whys[how]))
             self._listens = True
 
     def arrive(
@@ -236,9 +239,6 @@ class CollectiveManager:
         if not self._meetings[key]:
             del self._meetings[key]
 
-    def _on_leave(self, who: WorkerInfo, how: str) -> None:
-        self.give_up(who.name, "it has left the group" if how == "left" else "it was lost")
-
     def give_up(self, name: str, why: str) -> None:
         """End the meetings that wait for a worker, with an error for all that have arrived."""
         with self._lock:
@@ -287,7 +287,7 @@ def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None
     meetings: CollectiveManager = here.attached(CollectiveManager)
     meetings.listen()
     met = meetings.arrive(key, arrival, members, value, op)
-    # Look after the arrival: a member that left before it was not in a meeting yet when `_on_leave` was called.
+    # Look after the arrival: a member that left before it was not in a meeting yet when `give_up` was called.
     there = {worker.name for worker in here.membership.view().workers}
     for each in members:
         if each not in there:
@@ -295,8 +295,13 @@ def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None
     return met
 
 
-def who_is_missing(number: int, withdraws: bool) -> list[str] | None:
+def who_is_missing(number: int, withdraws: bool = False) -> list[str] | None:
     return current.here().attached(CollectiveManager).missing(_arrival(number), withdraws)
+
+
+def who_leaves() -> list[str]:
+    """Return the workers of this elastic group that have called shutdown(), if this worker leads."""
+    return turning.leaving() if (turning := current.here().turning) is not None else []
 
 
 def _arrival(number: int) -> CollectiveArrival:

@@ -315,9 +315,8 @@ class DistributedOptimizer(Optimizer):
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
-            raise ContextEnded(
-                f"the autograd context with id: {context_id} has ended: call {method}() inside its `with` block"
-            )
+            text = f"the autograd context with id: {context_id} has ended: call {method}() inside its `with` block"
+            raise contexts.error_of(context_id, text)
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
             counts = call_all(

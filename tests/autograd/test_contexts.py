@@ -136,7 +136,7 @@ def test_a_successor_remembers_no_more_ends(contexts: Contexts, agent: Any) -> N
     former._ended = dict.fromkeys(range(REMEMBERED), False)
     for number in range(3):
         former.join(FOREIGN + number)
-    contexts.succeed(former)
+    contexts.succeed(former, "generation 1 has ended")
     contexts.release(FOREIGN)
     assert len(contexts._ended) == REMEMBERED
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
 from telegrad._core.joining import form_generations
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
 from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.quorum import (
     COME,
@@ -42,7 +42,7 @@ def member(name: str, life: int = 0) -> Member:
     return Member(name, -1, f"{name}/{life}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
 
 
-class Place:
+class Place(Prober):
     """A directory for the workers of a test, and the incarnations that are dead."""
 
     def __init__(self) -> None:
@@ -56,6 +56,12 @@ class Place:
     def lives(self, who: Member) -> bool:
         assert not self.over, "the test is over"
         return who.incarnation not in self.dead
+
+    def answer_probes(self, *_: object) -> None:
+        """Do nothing: `probe` asks no worker."""
+
+    def probe(self, who: Member) -> errors.HandshakeError | None:
+        return errors.AuthenticationFailed("the keys differ") if who.name == "stranger" else None
 
     def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> DirectoryLease:
         held = DirectoryLease("file:///nowhere", KEYS, ttl)
@@ -76,7 +82,7 @@ class Place:
     ) -> Future[Formed]:
         held = self.held(client)
         coming = JoinRequest(held, KEYS, limits, before or Before(), -1, timeout)
-        return self._pool.submit(coming.join, held, member(name, life), lives or self.lives)
+        return self._pool.submit(coming.join, held, member(name, life), lives or self.lives, self)
 
     def put(self, key: str, value: str) -> None:
         found = self.engine.state.entries.get(key)
@@ -159,6 +165,14 @@ def test_the_next_worker_decides_if_the_first_has_died(place: Place) -> None:
     assert not place.history()
     place.dead.add("ghost/0")
     assert all(len(names(future.result(WAIT))) == 3 for future in coming)
+
+
+def test_a_worker_that_the_first_cannot_connect_to_is_not_chosen(place: Place) -> None:
+    coming = [place.come("a", GroupSize(2, 2))]
+    place.wait_for("a")
+    place.put(COME + "stranger/0", Arrival(member("stranger"), limits="2").to_json())
+    coming.append(place.come("b", GroupSize(2, 2)))
+    assert [names(future.result(WAIT)) for future in coming] == [["a", "b"]] * 2
 
 
 def test_two_workers_of_the_same_name_do_not_both_join(place: Place) -> None:
@@ -413,7 +427,7 @@ def test_interrupts_reach_a_worker_that_waits(place: Place) -> None:
     held = place.held()
     coming = JoinRequest(held, KEYS, GroupSize(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
-        coming.join(held, member("b"), lives)
+        coming.join(held, member("b"), lives, place)
 
 
 class Silent:

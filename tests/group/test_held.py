@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -173,7 +174,7 @@ def test_a_worker_that_comes_as_the_group_ends_restores_the_pointer(
     monkeypatch.setattr(JoinRequest, "join", join_as_it_ends)
     coming = JoinRequest(held, KEYS, GroupSize(1, 1), Before(), -1, PATIENCE)
     late = FORMED.members[0]._replace(name="late", incarnation="another life")
-    joined = join(coming.meet(PATIENCE), late, 0.0, PATIENCE)
+    joined = join(coming.meet(PATIENCE), late, 0.0, PATIENCE, mock.Mock(**{"probe.return_value": None}))
     assert joined.generation is not None
     assert joined.generation.number == 2
     pointer = KeyValueStore(opened(place.url, -1, None, PATIENCE).store).read(POINTER)

@@ -81,12 +81,20 @@ def test_workers_with_other_limits_are_not_counted() -> None:
     assert names(Quorum(limits, NONE, [new("a", limits=limits), new("b", limits=GroupSize(3))]), quiet=True) == []
 
 
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [((1, 1), "1 worker"), ((1, 0), "1 or more workers"), ((1, 2), "1 to 2 workers"), ((2, 2), "2 workers")],
+)
+def test_limits_are_told_by_their_count(limits: tuple[int, int], text: str) -> None:
+    assert GroupSize(*limits).workers == text
+
+
 def test_survivors_come_first_by_their_ranks() -> None:
     running = generation(4, "a", "b", "c")
     come = new("x"), again("c", 4), again("b", 4), new("y")
     made = quorum(GroupSize(2, 4), *come, running=running)
     assert made.awaited() == [member("a", 0)]
-    assert "generation 4 is running until 'a' call rendezvous_again()" in made.lacks()
+    assert made.lacks() == "generation 4 is running until 'a' calls rendezvous_again(), or is lost"
     assert made.missing() == ["a"]
     assert names(made) == []
     made = quorum(GroupSize(2, 4), *come, running=running, dead=("a",))

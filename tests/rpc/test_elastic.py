@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,18 +21,20 @@ import pytest
 import torch
 
 import telegrad.rpc as rpc
-from telegrad import autograd, errors
+from telegrad import autograd, checkpoint, errors, optim
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Swap
 from telegrad._core.joining import form_generations
 from telegrad._core.joining.form_generations import DirectoryLease
 from telegrad._core.joining.quorum import COME, GENERATION
+from telegrad._core.modules.module_tree import branches
 from telegrad._core.stores import sealed_store
 from telegrad._core.stores.address import knock
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
+from telegrad.nn import RemoteModule
 from telegrad.reporting.introspection import introspection_of
-from tests.cluster import PATIENCE, Process, free_port, pause, processes, wait_until
+from tests.cluster import PATIENCE, Process, free_port, pause, processes, run_all, wait_until
 from tests.rpc.members import error_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -183,18 +186,22 @@ def test_too_few_workers_raise_group_incomplete(tcp: str) -> None:
 
 
 def values_end(place: str, name: str, folder: str) -> dict[str, str]:
-    """Return the errors of references, a context, a call and a future of an old generation."""
+    """Return the errors of objects of an old generation, the texts without ids and numbers of generations."""
     join(place, name, 2, 3)
     other = next(worker for worker in rpc.workers() if worker.name != name)
     theirs = rpc.remote(other, torch.ones, (2,))
     theirs.to_here()
     mine = rpc.RRef(torch.ones(2))
+    layer = RemoteModule(other, torch.nn.Linear, (2, 2))
+    optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, layer, lr=0.1)
     pending = rpc.rpc_async(other, time.sleep, (PATIENCE,))
     found = {}
 
     def tell(what: str, act: Any) -> None:
-        kind, _ = error_of(act)
-        found[what] = kind.__name__ if kind else ""
+        kind, said = error_of(act)
+        over = r"generation \d+ of the group has ended; .*, or restore them from a checkpoint; then"
+        says_all = re.search(rf"{over}|to the next generation .* Call it again after rendezvous_again", said)
+        found[what] = f"{kind.__name__}{'' if says_all else said}" if kind else ""
 
     with autograd.context() as context:
         number = rpc.generation().number
@@ -205,10 +212,34 @@ def values_end(place: str, name: str, folder: str) -> dict[str, str]:
         tell("to_here", theirs.to_here)
         tell("sent", lambda: rpc.rpc_sync(other.name, id, (theirs,)))
         tell("mine", lambda: rpc.rpc_sync(other.name, id, (mine,)))
+        tell("save", lambda: checkpoint.save({"layer": layer}, f"{folder}/checkpoint"))
+        tell("state", layer.state_dict)
+        tell("optimizer", optimizer.state_dict)
+        tell("step", lambda: optimizer.step(context))
+        tell("gradients", lambda: autograd.get_gradients(context))
         tell("context", lambda: autograd.backward(context, [torch.ones((), requires_grad=True) * 2]))
         tell("new", lambda: rpc.rpc_sync(other.name, abs, (-1,)))
     rpc.shutdown()
     return found
+
+
+def survive(place: str) -> list[str]:
+    """Kill the other worker, and return the errors of a module on it, in a generation where no worker has its name."""
+    join(place, "w0")
+    wait_until(lambda: rpc.rendezvous_again().size == 2)
+    layer = RemoteModule("w1", torch.nn.Linear, (2, 2))
+    os.kill(rpc.rpc_sync("w1", os.getpid), signal.SIGKILL)
+    wait_until(lambda: rpc.rendezvous_again().size == 1)
+    found = [error_of(act)[0] for act in (layer.state_dict, layer.remote_parameters, lambda: branches(layer))]
+    rpc.shutdown()
+    return [kind.__name__ if kind else "" for kind in found]
+
+
+def test_modules_of_a_lost_worker_raise_generation_over(tcp: str) -> None:
+    with processes(2) as made:
+        made[0].begin(survive, tcp)
+        made[1].begin(serve, tcp, "w1", 1)
+        assert made[0].end() == ["GenerationOver"] * 3
 
 
 def just_join(place: str, name: str) -> Any:
@@ -229,8 +260,13 @@ def test_objects_of_an_old_generation_raise_specific_errors(tcp: str, tmp_path: 
         assert each == {
             "pending": "GenerationOver",
             "to_here": "GenerationOver",
-            "sent": "UsageError",
-            "mine": "UsageError",
+            "sent": "GenerationOver",
+            "mine": "GenerationOver",
+            "save": "GenerationOver",
+            "state": "GenerationOver",
+            "optimizer": "GenerationOver",
+            "step": "ContextEnded",
+            "gradients": "ContextEnded",
             "context": "ContextEnded",
             "new": "",
         }
@@ -388,6 +424,44 @@ def test_a_shutdown_ends_the_wait_of_another_thread(tcp: str) -> None:
         made[0].begin(wait_and_leave, tcp)
         name, seconds = made[0].end(2 * PATIENCE)
         assert (name, seconds < 2 + PATIENCE / 3) == ("ShutDown", True)
+
+
+def leave_in_a_step(place: str, name: str, leaver: int) -> int:
+    """The worker of rank `leaver` shuts down within a step, in which the others reduce a value; return a size."""
+    join(place, name, 2, 3)
+    wait_until(lambda: rpc.rendezvous_again().size == 3)
+    now, workers = rpc.generation(), rpc.workers()
+    if now.rank != leaver:
+        with pytest.raises(errors.PeerLost, match=f"worker '{workers[leaver].name}' will not arrive: it has called"):
+            rpc.group(workers).all_reduce(torch.ones(1))
+        now = rpc.rendezvous_again()
+    rpc.shutdown()
+    return now.size
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_reduction_ends_if_a_worker_leaves_in_its_step(tcp: str, leaver: int) -> None:
+    with processes(3) as made:
+        assert sorted(run_all(made, lambda rank: leave_in_a_step(tcp, f"w{rank}", leaver))) == [2, 2, 3]
+
+
+def meet() -> None:
+    rpc.group(["b", "c"]).barrier()
+
+
+def have_others_meet(place: str, name: str) -> None:
+    join(place, name, 3, 3)
+    if name == "a":
+        first = rpc.rpc_async("b", meet)
+        pause(1.2)  # in which it asks for workers that leave
+        rpc.rpc_sync("c", meet)
+        first.wait()
+    rpc.shutdown()
+
+
+def test_calls_to_workers_in_shutdown_may_meet_in_a_barrier(tcp: str) -> None:
+    with processes(3) as made:
+        assert run_all(made, lambda rank: have_others_meet(tcp, "abc"[rank])) == [None] * 3
 
 
 waiting: list[Future[Any]] = []

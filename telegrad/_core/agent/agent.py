@@ -27,6 +27,7 @@ from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wa
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.interrupts import uninterrupted
+from telegrad._core.joining.form_generations import Prober
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh, rebuild, refused
 from telegrad._core.pickling.function_names import name_of, program
@@ -84,6 +85,7 @@ class Agent:
         self.reached = self._connections.reached  # called when a connection to or from a worker was made
         # Methods of the parts, without a call of this object between
         self.warn_lost, self.cut = self._connections.warn_lost, self._connections.cut
+        self.prober = Prober(self._connections.listener, settings.tls, settings.transport, settings.silence)
         self.forget_names, self.note_return = self._connections.forget_names, self._connections.note_return
         self.park_daemons, self.check_open = self._connections.park_daemons, self._connections.check_open
         self.waiting = self._reactor.waiting

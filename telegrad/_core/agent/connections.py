@@ -30,7 +30,7 @@ from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.security.handshake import Hello, StreamId
+from telegrad._core.security.handshake import PROBE, Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, connect, lost, one_sided, part
@@ -111,6 +111,7 @@ class Connections:
         self.over: PeerError | None = None  # once set, the error of all calls that fail
         self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
+        self._early: list[tuple[OpenedChannel, Hello, StreamId]] = []  # accepted before that; guarded by _lock
         self._parks = False  # True once the program has ended, see `park_daemons`
         self.names: dict[str | int | Identity, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
@@ -120,9 +121,12 @@ class Connections:
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory) -> None:
         """Accept connections from now on."""
-        claim = Hello(me.name, me.id, me.incarnation, me.program)
-        self._joined = _Joined(me, keys, directory, claim)
-        self.listener.serve(keys, claim)
+        with self._lock:
+            self._joined = _Joined(me, keys, directory, Hello(me.name, me.id, me.incarnation, me.program))
+            early, self._early = self._early, []
+        self.listener.serve(keys, self._joined.claim)
+        for each in early:
+            self._accept(*each)
 
     @property
     def joined(self) -> _Joined:
@@ -296,6 +300,14 @@ class Connections:
 
     def _accept(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         """Accept the connection of an authenticated worker."""
+        if stream_id == PROBE:
+            channel.sock.close()
+            return
+        with self._lock:
+            if self._joined is None:
+                # A worker that has joined calls this one, which has not read yet that it is a member, too.
+                self._early.append((channel, claim, stream_id))
+                return
         if stream_id.lane:
             self._join(channel, claim, stream_id)
             return
@@ -421,7 +433,9 @@ class Connections:
         """End all connections. Calls in flight fail, here and at their callers, which learn `how` this worker left."""
         with self._lock:
             self._left = reason, how
-            peers, accepted = list(self._peers.values()), list(self._accepted)
+            peers, accepted, early = list(self._peers.values()), list(self._accepted), self._early
+        for channel, *_ in early:
+            channel.sock.close()
         for peer in peers:
             peer.close(reason, how)
         for link in accepted:

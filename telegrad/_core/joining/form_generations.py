@@ -45,8 +45,11 @@ from telegrad._core.joining.quorum import (
 from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.suspects import remember
 from telegrad._core.progress import Wait
+from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles
 from telegrad._core.stores.address import host_identity, is_here
 from telegrad._core.stores.find_directory import (
     DirectoryMonitor,
@@ -59,11 +62,23 @@ from telegrad._core.stores.find_directory import (
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
-from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, TelegradError, UsageError, WorkerTaken
+from telegrad._core.transport.connect import Target, connect, one_sided
+from telegrad._core.transport.listener import Listener
+from telegrad.errors import (
+    GroupEnded,
+    GroupIncomplete,
+    HandshakeError,
+    PeerUnreachable,
+    RendezvousError,
+    TelegradError,
+    UsageError,
+    WorkerTaken,
+)
 
 SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
 KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or came first
+ANSWERS = 2.0  # seconds for the connection of a probe, and as many for its handshake
 LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
 
 log = logging.getLogger("telegrad")
@@ -183,6 +198,41 @@ class DirectoryLease:
             found.directory.revoke(self.lease)
 
 
+class Prober:
+    """Tells which others a worker can connect to, before they are in one group."""
+
+    def __init__(self, listener: Listener, tls: TlsFiles | None, transport: str, silence: float) -> None:
+        self._listener, self._tls, self._transport, self._silence = listener, tls, transport, silence
+        self._known: dict[str, HandshakeError | None] = {}  # the results, by incarnation
+
+    def answer_probes(self, me: Member, keys: Keyring) -> None:
+        """Let workers that join the group of these keys, too, `probe` this one before it has joined."""
+        self._serves = keys, Hello(me.name, me.id, me.incarnation, me.program)
+        self._known[me.incarnation] = None
+        self._listener.serve(*self._serves)
+
+    def probe(self, member: Member) -> HandshakeError | None:
+        """Return why that worker and this one cannot connect to each other, and log it once.
+
+        Return None also if that worker does not answer: its death is found in other ways.
+        """
+        if member.incarnation not in self._known:
+            remember(self._known, member.incarnation, error := self._error_of(member))
+            if error is not None:
+                log.warning("telegrad: %s cannot be in a group with this worker: %s", member, error)
+        return self._known[member.incarnation]
+
+    def _error_of(self, member: Member) -> HandshakeError | None:
+        target = Target(member.name or member.role, member.incarnation, "", member.tcp, PROBE)
+        if member.uses_tls != (self._tls is not None):
+            return one_sided(target.name)
+        try:
+            connect(target, *self._serves, self._tls, self._transport, ANSWERS, self._silence).sock.close()
+        except (HandshakeError, PeerUnreachable) as error:
+            return error if isinstance(error, HandshakeError) else None
+        return None
+
+
 class JoinRequest(NamedTuple):
     """A worker's request to join the next generation."""
 
@@ -203,7 +253,7 @@ class JoinRequest(NamedTuple):
             return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
 
-    def join(self, held: DirectoryLease, me: Member, is_alive: IsAlive) -> Formed:
+    def join(self, held: DirectoryLease, me: Member, is_alive: IsAlive, prober: Prober) -> Formed:
         """Join the next generation, as soon as there is one; return it.
 
         Raises:
@@ -213,13 +263,16 @@ class JoinRequest(NamedTuple):
             DirectoryLost: the directory did not answer in time.
             DirectoryReset: it is another one than that of the last generation.
             RendezvousError: the group has other limits.
+            HandshakeError: this worker and those of the group cannot connect to each other, as with other TLS files.
         """
-        return _Joining(held, self, me, is_alive).join()
+        return _Joining(held, self, me, is_alive, prober).join()
 
 
 class _Joining:
-    def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
-        self._held, self._me, self._is_alive = held, me, is_alive
+    def __init__(
+        self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive, prober: Prober
+    ) -> None:
+        self._held, self._me, self._is_alive, self._prober = held, me, is_alive, prober
         self._coming, self._limits = coming, coming.limits
         self._what = "move to the next generation" if coming.before.number else "init_rpc"  # of `Wait`
         self._until = monotonic() + coming.timeout
@@ -252,6 +305,7 @@ class _Joining:
         group, _ = Registry(directory).identify()
         if self._coming.before.group not in ("", group):
             raise DirectoryReset("the directory of the group was restarted without its data: start the group again")
+        self._prober.answer_probes(self._me, self._coming.keys.within(group))
         arrival = Arrival(self._me, self._coming.before, str(self._limits))
         while True:
             self._look(directory)
@@ -262,6 +316,9 @@ class _Joining:
                 if mine != ABSENT:
                     directory.swap(COME + self._me.incarnation, None, mine)
                 return self._state.running._replace(group=group)
+            first = next((each for each in self._state.arrivals if self._lives(each.member)), arrival)
+            # Before the arrival is written: a generation that continues does not end for a worker that cannot join.
+            self._check(mine, first)
             if mine == ABSENT:
                 directory.swap(COME + self._me.incarnation, arrival.to_json().encode(), ABSENT, self._held.lease)
                 # Only after that: the worker that ends the group removes the pointer, and looks for arrivals after that
@@ -270,8 +327,6 @@ class _Joining:
                 if self._coming.before.number == 0:
                     self._held.restore_pointer()
                 continue
-            first = next(each for each in self._state.arrivals if self._lives(each.member))
-            self._check(mine, first)
             decides = first.member.incarnation == self._me.incarnation
             late = monotonic() > self._until
             if (decides or late) and self._decide(directory, late):
@@ -307,12 +362,12 @@ class _Joining:
             self._until = monotonic() + self._coming.timeout
 
     def _check(self, mine: int, first: Arrival) -> None:
-        """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
+        """Raise an error if this worker, which came at the revision `mine` if it has come, cannot join the group."""
         running = self._state.running
         for other in running.members:
             # The generation formed after this worker had come, with another worker of its name: `Quorum.chosen` takes
             # only the first of two.
-            if other.name == self._me.name and self._state.since > mine and not running.has_ended:
+            if other.name == self._me.name and self._state.since > mine != ABSENT and not running.has_ended:
                 raise WorkerTaken(
                     f"the name {self._me.name!r} is not unique, two workers claim it: {other} and {self._me}. Give "
                     "each its own name; or give a role and no name, and names are assigned"
@@ -321,9 +376,15 @@ class _Joining:
         for other, limits in told:
             if limits != str(self._limits):
                 raise RendezvousError(
-                    f"{self._me} expects a group of {self._limits} workers, but {other} expects one of {limits}: "
+                    f"{self._me} expects a group of {self._limits.workers}, but {other} expects one of {limits}: "
                     "give all workers the same min_workers and max_workers"
                 )
+        # Members of a generation can connect to each other. So it suffices to probe one, and the worker that decides,
+        # which in turn probes all new ones.
+        if self._coming.before.me not in running.lives:
+            for other in (*self._quorum.awaited()[:1], first.member):
+                if error := self._prober.probe(other):
+                    raise type(error)(f"{self._me} cannot join the group of {other}: {error}") from error
 
     def _decide(self, directory: Directory, late: bool) -> bool:
         """Return True if a generation has formed, or members of it were found dead."""
@@ -332,12 +393,15 @@ class _Joining:
             # Probe all members again right before the decision: a generation with a dead member would end at its next
             # step. The compare-and-set does nothing if another worker has decided meanwhile; the caller reads the
             # result in any case.
-            if all(self._lives(member, fresh=True) for member in formed.members):
+            new = formed.members[formed.survivors :]
+            refused = {each.incarnation for each in new if self._prober.probe(each)}
+            self._dead |= refused
+            if not refused and all(self._lives(member, fresh=True) for member in formed.members):
                 directory.swap(GENERATION, formed.to_json().encode(), self._state.since)
             return True
         if late:
             raise GroupIncomplete(
-                f"{self._me} has waited {self._coming.timeout:g} s for a group of {self._limits} workers: "
+                f"{self._me} has waited {self._coming.timeout:g} s for a group of {self._limits.workers}: "
                 f"{self._quorum.lacks()}. Check the logs of the other workers, or allow more time with rpc_timeout"
             )
         return False
@@ -356,4 +420,4 @@ class _Joining:
 
     def _text(self) -> str:
         me = self._me.name or self._me.role
-        return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits} workers)"
+        return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits.workers})"

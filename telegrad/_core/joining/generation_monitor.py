@@ -134,6 +134,16 @@ class GenerationMonitor:
             return self._steps.leader == self._me.id
 
     @property
+    def leader(self) -> str:
+        with self._changed:
+            return self.generation.members[self._steps.leader].name
+
+    def leaving(self) -> list[str]:
+        """Return the workers that have called shutdown(), as far as they are known here. Only the leader knows all."""
+        with self._changed:
+            return [self.generation.members[rank].name for rank in self._steps.leaving]
+
+    @property
     def finished(self) -> bool:
         """Return True if all leave together."""
         return self._told(0) == FINISH

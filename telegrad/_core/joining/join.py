@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.host.private_files import create_once, state_folder
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
 from telegrad._core.joining.launchers import detect_launcher, one_of_several
 from telegrad._core.joining.quorum import Formed, lives_in
 from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
@@ -197,15 +197,16 @@ class Joined(NamedTuple):
     renew_seals: Callable[[], None] | None = None  # of a store that later workers read, if the key may be replaced
 
 
-def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -> Joined:
+def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float, prober: Prober) -> Joined:
     """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds.
 
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
+        HandshakeError: in an elastic group, this worker and the others cannot connect to each other.
     """
     coming: JoinRequest | None = meeting.coming
     if coming is not None and coming.held is not None:
-        return _join_elastic(meeting, coming, coming.held, me, timeout)
+        return _join_elastic(meeting, coming, coming.held, me, timeout, prober)
     if meeting.world_size is None:
         return _join_dynamic(meeting, me, silence, timeout)
     roster = _join_static(meeting, me, meeting.world_size, timeout)
@@ -314,7 +315,7 @@ def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float
 
 
 def _join_elastic(
-    meeting: RendezvousStore, coming: JoinRequest, held: DirectoryLease, me: Member, timeout: float
+    meeting: RendezvousStore, coming: JoinRequest, held: DirectoryLease, me: Member, timeout: float, prober: Prober
 ) -> Joined:
     """Form the next generation in the directory; for the first one, find the directory."""
 
@@ -327,7 +328,7 @@ def _join_elastic(
         _enter_directory(meeting, me, timeout, enter)
     else:
         held.serve_again()
-    generation = coming.join(held, me, is_alive)
+    generation = coming.join(held, me, is_alive, prober)
     members = Members(generation.members)
     mine = next(member for member in members if member.incarnation == me.incarnation)
     renew = _renewal(held.directory, _kept(held.meet(0)))

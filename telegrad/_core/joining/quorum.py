@@ -98,6 +98,10 @@ class GroupSize(NamedTuple):
             return str(self.least)
         return f"{self.least} to {self.most}" if self.most else f"{self.least} or more"
 
+    @property
+    def workers(self) -> str:
+        return f"{self} {'worker' if self == (1, 1) else 'workers'}"
+
 
 class Quorum:
     """The workers that have come, as one of them sees it."""
@@ -165,8 +169,8 @@ class Quorum:
         awaited = self.awaited()
         if awaited:
             names = listed([repr(member.name) for member in awaited])
-            number = self._running.number
-            return f"generation {number} is running until {names} call rendezvous_again(), or one of them is lost"
+            what = "calls rendezvous_again(), or" if len(awaited) == 1 else "call rendezvous_again(), or one of them"
+            return f"generation {self._running.number} is running until {names} {what} is lost"
         names = listed([repr(each.member.name or each.member.role) for each in self._here()])
         count = len(self.chosen()[0])
         more = "" if count < self._limits.least else "; more may join"

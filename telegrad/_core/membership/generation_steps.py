@@ -93,6 +93,11 @@ class GenerationBarrier:
         return self._how == LEAVING
 
     @property
+    def leaving(self) -> list[int]:
+        """The workers that have called shutdown(), as far as they are known here. Only the leader knows all."""
+        return self._who(LEAVING)
+
+    @property
     def leader(self) -> int:
         return min(self.alive)
 
@@ -212,7 +217,7 @@ class GenerationBarrier:
         if self.leader != self._me or self.told in (MOVE, FINISH) or self.missing:
             return []
         here = self._who(HERE)
-        leaving = self._who(LEAVING)
+        leaving = self.leaving
         # Serving workers have no steps of their own, so no work is left.
         if leaving and not here:
             self.told = FINISH

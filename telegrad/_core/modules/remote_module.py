@@ -172,7 +172,7 @@ class RemoteModule(nn.Module):
         if self._represented != self.module_rref._handle.id:  # it was recreated, now or by an earlier use
             mode = self.training
             there = self.module_rref, torch.device(self.device)
-            self._represent(self.module_rref, *rpc_sync(self.on, module_host.adopt, there))
+            self._represent(self.module_rref, *rpc_sync(self.module_rref.owner_name(), module_host.adopt, there))
             self.train(mode)
 
     # Calls
@@ -201,7 +201,7 @@ class RemoteModule(nn.Module):
                 value = call("", DEFAULT, args, kwargs, self)
             else:
                 given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
-                value = run(self.on, module_host.run_on_device, given)
+                value = run(self.module_rref.owner_name(), module_host.run_on_device, given)
             if loses:  # after the call, whose error matters more
                 hint_at_context(f"{self._kind} on worker {self.on!r}")
             return value
@@ -228,7 +228,7 @@ class RemoteModule(nn.Module):
             One reference for each.
         """
         checks.flag("recurse", recurse)
-        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, module_host.parameters_of, (self.module_rref, recurse))
+        parameters: list[RRef[nn.Parameter]] = self._there(module_host.parameters_of, recurse)
         return parameters
 
     # Operations on the whole module
@@ -241,7 +241,7 @@ class RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Implement `to`, `cuda`, `double` and similar methods of this handle, or of a module that contains it."""
-        self.device = rpc_sync(self.on, module_host.apply_to_tensors, (self.module_rref, fn, recurse))
+        self.device = self._there(module_host.apply_to_tensors, fn, recurse)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -260,8 +260,11 @@ class RemoteModule(nn.Module):
         checks.flag("set_to_none", set_to_none)
         self._have("zero_grad", set_to_none)
 
+    def _there(self, function: Callable[..., Any], *args: Any) -> Any:
+        return rpc_sync(self.module_rref.owner_name(), function, (self.module_rref, *args))
+
     def _have(self, method: str, *args: Any) -> Self:
-        rpc_sync(self.on, module_host.call, (self.module_rref, method, args))
+        self._there(module_host.call, method, args)
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -275,7 +278,7 @@ class RemoteModule(nn.Module):
             return destination
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
-        state: Any = rpc_sync(self.on, module_host.state_of, (self.module_rref, prefix, self.is_device_map_set))
+        state: Any = self._there(module_host.state_of, prefix, self.is_device_map_set)
         about = state._metadata
         if destination is None:
             destination = state
@@ -307,7 +310,7 @@ class RemoteModule(nn.Module):
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         # torch gives the versions of all parts to the outermost module only, and to each other one its own.
         versions = getattr(state_dict, "_metadata", None) or {"": local_metadata}
-        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, versions, assign))
+        missing, unexpected, error = self._there(module_host.load, own, versions, assign)
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)

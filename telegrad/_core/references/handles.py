@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
@@ -28,7 +29,7 @@ from telegrad._core.processes import PACKAGE
 from telegrad._core.references import Id, key_of, number
 from telegrad._core.references.reference_protocol import OWNER_DIED, References
 from telegrad._core.threads import Background
-from telegrad.errors import CallCancelled, CallTimeout, OwnerLost, PeerError, RRefError, RRefLost
+from telegrad.errors import CallCancelled, CallTimeout, GenerationOver, OwnerLost, PeerError, RRefError, RRefLost
 
 CREATE, CREATED, HERE = range(3)  # kinds: a creating call, the answer to it, a creating call to the worker itself
 
@@ -105,6 +106,17 @@ class Handle:
     def __repr__(self) -> str:
         state = self.fault or (repr(self.box) if self.box is not None else f"on {self.owner.name!r}")
         return f"<Handle of {number(self.id)}: {state}>"
+
+
+# Why the generation of these handles' table has ended, by the queue that all handles of the table have, and that
+# outlives it with them.
+_over: WeakKeyDictionary[queue.SimpleQueue[Any], GenerationOver] = WeakKeyDictionary()
+
+
+def check_generation(handle: Handle) -> None:
+    """Raise GenerationOver if the reference is of an earlier generation of an elastic group."""
+    if (over := _over.get(handle.ended)) is not None:
+        raise fresh(over)
 
 
 def error_for(fault: str, handle: Handle, made: str) -> RRefError:
@@ -222,6 +234,7 @@ class Maker:
         self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
         self._thread = Background("telegrad-references", serve)
+        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         # Nothing is sent, no slot is filled and no value is freed under it.
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
@@ -235,6 +248,10 @@ class Maker:
         """Set the worker's name, which may be assigned when it joins, before the first reference."""
         self._me = f"{name}#{self.agent.incarnation}"
         self._machine = References(self._me)
+
+    def end_generation(self, over: GenerationOver) -> None:
+        """Set the error of all later uses of references to values of other workers."""
+        self.over = _over[self._events] = over
 
     def own(self, box: ValueSlot) -> Handle:
         """Create a reference to the value that is, or will be, in `box`."""

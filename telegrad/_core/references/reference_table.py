@@ -45,6 +45,7 @@ from telegrad._core.references.handles import (
     Handle,
     Maker,
     ValueSlot,
+    check_generation,
     error_for,
     failed,
     warn_of_leaks,
@@ -93,7 +94,6 @@ class ReferenceTable(Maker):
         self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
         self.closed = False
-        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         # A loss is reported by the thread that reads or connects. `_on_lost` goes through all references and sends, so
@@ -218,6 +218,7 @@ class ReferenceTable(Maker):
         for handle in references:
             # Each table has a queue of its own, so the queue tells the groups of one process apart.
             if handle.ended is not self._events:
+                check_generation(handle)
                 raise UsageError(
                     f"the reference {number(handle.id)} belongs to a group that this worker has left; create it again "
                     "after init_rpc"

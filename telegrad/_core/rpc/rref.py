@@ -19,7 +19,7 @@ from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.references import number
-from telegrad._core.references.handles import Handle, ValueSlot
+from telegrad._core.references.handles import Handle, ValueSlot, check_generation
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
@@ -101,11 +101,16 @@ class RRef(Generic[T]):
     # The owner
 
     def owner(self) -> WorkerInfo:
-        """Return the worker that has the value."""
-        return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
+        """Return the worker that has the value; raises as `owner_name`."""
+        return WorkerInfo(self.owner_name(), self._handle.owner.id)
 
     def owner_name(self) -> str:
-        """Return the name of the worker that has the value."""
+        """Return the name of the worker that has the value.
+
+        Raises:
+            GenerationOver: an elastic group is in another generation, where another worker may have that name.
+        """
+        check_generation(self._handle)
         return self._handle.owner.name
 
     def is_owner(self) -> bool:

@@ -103,6 +103,7 @@ class StreamId(NamedTuple):
 
 
 ITSELF = StreamId()
+PROBE = StreamId("probe")  # the initiator only checks that both can connect to each other, and closes the connection
 
 
 class _End:

@@ -89,7 +89,7 @@ def start(
         joint_calls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name or "", role=role)
         extensions.each(lambda each: each.on_start(worker, meeting.rank, meeting.world_size, meeting.where))
-        joined = join(meeting, me, options.silence, timeout)
+        joined = join(meeting, me, options.silence, timeout, worker.agent.prober)
         if isinstance(joined.directory, DynamicGroup):
             undo.callback(joined.directory.leave)
         _check(joined.me, joined.directory)
@@ -155,7 +155,8 @@ class Elastic:
         worker.elastic = self
         worker.at_end.append(partial(self._ended, worker))
         self._has_joined = before is FIRST
-        self.turning_of(worker).begin(self._held, self._limits.most, is_alive, worker.membership.greet)
+        may_join = lambda other: is_alive(other) and not worker.agent.prober.probe(other)  # noqa: E731
+        self.turning_of(worker).begin(self._held, self._limits.most, may_join, worker.membership.greet)
         return worker
 
     def turning_of(self, worker: Worker) -> GenerationMonitor:
@@ -206,13 +207,14 @@ class Elastic:
         # The new worker replaces the old one before that ends, so that the process is a worker at any time. `over` is
         # set before the end, too: uses of the old references then raise GenerationOver, and no error of a lost
         # connection.
-        made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
         ended = GenerationOver(
-            f"{over} generation {self.generation_of(made).number} now: repeat the call, or make the object again there"
+            f"{over} generation {self.generation_of(made).number} now. Create references, modules and optimizers again "
+            "there, or restore them from a checkpoint; then repeat the call, in a new autograd context if it needs one"
         )
-        worker.references.over = ended
+        made.conductor.contexts.succeed(worker.conductor.contexts, str(ended))
+        worker.references.end_generation(ended)
         worker.end(MOVED, reason=ended)
         return made
 

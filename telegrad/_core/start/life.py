@@ -80,6 +80,7 @@ def init_rpc(
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` or `role` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why. Or this process may open too few files.
+        AuthenticationFailed: the workers have different keys; or in an elastic group, TLS files that do not match.
         PeerLost: the directory of the dynamic group has already declared this worker lost.
 
     Example:

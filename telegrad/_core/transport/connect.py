@@ -109,16 +109,12 @@ def connect(
             alert = alert_of(sock, error)
             sock.close()
             if alert is not None and tls is not None:
-                raise _refused(alert, target, tls) from alert
+                raise AuthenticationFailed(refusal(alert, tls, target.name)) from alert
             raise _broken_off(target, error, tls) from error
 
 
 def one_sided(name: str) -> AuthenticationFailed:
     return AuthenticationFailed(f"worker {name!r}: {ONE_SIDED}")
-
-
-def _refused(error: ssl.SSLError, target: Target, tls: TlsFiles) -> AuthenticationFailed:
-    return AuthenticationFailed(f"{refusal(error, tls, target.name)}; the call has not run")
 
 
 def _reach(
@@ -190,7 +186,7 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
             raise _broken_off(target, error, tls) from error
         if is_one_sided(error):
             raise one_sided(target.name) from None
-        raise _refused(error, target, tls) from error
+        raise AuthenticationFailed(refusal(error, tls, target.name)) from error
 
 
 def _broken_off(target: Target, error: OSError, tls: TlsFiles | None) -> PeerUnreachable:

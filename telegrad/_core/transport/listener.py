@@ -94,7 +94,10 @@ class Listener:
             each.sock.listen(BACKLOG)
 
     def serve(self, keys: Keyring, mine: handshake.Hello) -> None:
-        """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
+        """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue.
+
+        A second call replaces the keys and the claim for later connections.
+        """
         self._serves = keys, mine
         for door in self._doors:
             self._poller.watch(door, read=True)
