@@ -36,11 +36,8 @@ class EtcdAnswer(NamedTuple):
 
 
 class _Timed(io.RawIOBase):
-    """The socket given to http.client: each read and write ends at the deadline of its session.
-
-    The socket's own timeout would apply to each read, so a server that sends one byte now and then would block its
-    caller for ever.
-    """
+    """The socket given to http.client: each read and write ends at the deadline of its session. The socket's own
+    timeout would apply to each read, so a server that sends a byte now and then would block its caller for ever."""
 
     def __init__(self, sock: socket.socket, session: EtcdSession) -> None:
         self._sock, self._session = sock, session
@@ -110,14 +107,9 @@ class EtcdSession:
             return response.status, content or response.read()
 
     def lines(self, path: str, body: Json, token: str, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines of a streamed response as they arrive, each with the status. The last line may be empty.
-
-        The connection cannot be used for another request.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            Unanswered: the connection broke.
-        """
+        """Yield the lines of a streamed response as they arrive, each with the status; the last one may be empty. The
+        connection cannot be used for another request. Raise TimeoutError if the deadline passed, and Unanswered if the
+        connection broke."""
         with _broken():
             response = self._post(path, body, token, deadline)
             # `usable` looks at this, so a session with unread data of a stream is not used again. The response has a

@@ -218,12 +218,8 @@ def _packed(data: bytes) -> str:
 
 
 def answer_of(status: int, body: bytes) -> Json:
-    """Parse a response, or a line of a streamed one.
-
-    Raises:
-        Refused: etcd returned an error.
-        DirectoryRefused: the server is not an etcd with a JSON gateway.
-    """
+    """Parse a response, or a line of a streamed one. Raise EtcdRefused if etcd returned an error, and DirectoryRefused
+    if the server is not an etcd with a JSON gateway."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
@@ -278,8 +274,7 @@ class Continuity:
         self.broken = ""
 
     def check(self, header: Header, floor: int, linearizable: bool) -> str:
-        """Return a description of the fault, permanently after the first; "" if none. `floor`: `revision` when the
-        request was sent."""
+        """Return the fault, permanently after the first; "" if none. `floor`: `revision` when the request was sent."""
         if not self.broken and header.cluster:
             if self.cluster not in (0, header.cluster):
                 self.broken = (

@@ -62,8 +62,7 @@ Source = tuple[str, str]  # a process and one of its streams
 
 
 class Child:
-    """A child process with its own session and process group, which ends with this process, as do all processes that it
-    starts."""
+    """A child process with its own session and process group; it and all that it starts end with this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process; raise OSError if it cannot be started."""

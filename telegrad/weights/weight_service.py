@@ -103,10 +103,8 @@ class Endpoint(Closable, Generic[M]):
         self.update(self.machine.on_tick)
 
     def wait_until(self, check: Callable[[], T | None], wait: Wait, limit: float) -> T | None:
-        """Call `check` now and after each change; return its first result that is not None.
-
-        Return None after `limit` seconds; 0 for no limit.
-        """
+        """Call `check` now and after each change; return its first result that is not None, or None after `limit`
+        seconds, if that is not 0."""
         until = monotonic() + limit if limit > 0 else float("inf")
         with wait, self._service.agent.waiting():
             while True:
@@ -160,11 +158,8 @@ class WeightsService:
         return EndpointAddress(self.agent.name, self.agent.incarnation, number)
 
     def add(self, endpoint: Endpoint[Any], name: str = "") -> None:
-        """Deliver messages to an endpoint from now on. A publisher is registered under its name.
-
-        Raises:
-            UsageError: there already is a publisher of that name.
-        """
+        """Deliver messages to an endpoint from now on. A publisher is registered under its name; raise UsageError if
+        there already is one of that name."""
         with self.changed:
             if name in self.published:
                 raise UsageError(

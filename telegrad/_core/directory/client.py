@@ -322,12 +322,8 @@ class EmbeddedSession:
             self._sock.close()
 
     def ask(self, request: bytes, deadline: float) -> Reply:
-        """Send a request, and return its reply.
-
-        Raises:
-            OSError: the connection broke, or the deadline passed.
-            Unanswered: the other end is not a directory, or data was altered on the way.
-        """
+        """Send a request, and return its reply. Raise OSError if the connection broke, or the deadline passed;
+        Unanswered if the other end is not a directory, or data was altered on the way."""
         sock, channel = self._sock, self._channel
         assert sock is not None
         assert channel is not None
@@ -357,10 +353,8 @@ class EmbeddedDirectory:
     """A `Directory` that `directory_server.py` serves. `directory.py` documents its methods."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
-        """Initialise. The first operation connects. An operation waits `patience` seconds for the server.
-
-        `path` is the directory's file. The directory of another group that has got the port since is refused.
-        """
+        """Initialise. The first operation connects. An operation waits `patience` seconds for the server. `path` is the
+        directory's file. The directory of another group that has got the port since is refused."""
         self.address, self.keys = address, keys
         self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
         self.claim = Hello(secrets.token_hex(8), 0, "", "")

@@ -63,12 +63,8 @@ class FileStore:
     """One process's view of the file. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Create the file if it is missing.
-
-        Raises:
-            OSError: it cannot be opened, is not a regular file, or other users may write it.
-            StoreUntrusted: its content is not that of a store.
-        """
+        """Create the file if it is missing. Raise OSError if it cannot be opened, is not a regular file, or other users
+        may write it; StoreUntrusted if its content is not that of a store."""
         self.path = path
         self._lock = threading.Lock()  # guards all below; held while the file is locked, for at most LOCKED
         self._values: dict[str, bytes] = {}
@@ -289,11 +285,8 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
 
 
 def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store on a listening socket, which stays open for the caller; return the store and its port.
-
-    Raises:
-        StoreUnreachable: this process cannot connect to that socket.
-    """
+    """Serve a store on a listening socket, which stays open for the caller; return the store and its port. Raise
+    StoreUnreachable if this process cannot connect to that socket."""
     bound = listener.getsockname()
     host, port = text_of(bound), bound[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # at which this process can connect
