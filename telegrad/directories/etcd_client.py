@@ -17,10 +17,10 @@ from telegrad.directories import MOST_BYTES
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
-from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, SocketSession, Unanswered, Unsent, left
 from telegrad.ext.files import read_secret
 from telegrad.ext.joining import load_own
-from telegrad.ext.processes import shut, tune_tcp
+from telegrad.ext.processes import tune_tcp
 
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096
@@ -61,11 +61,10 @@ class _Timed(io.RawIOBase):
         # http.client closes its file at the end of each response, but the connection serves further requests.
 
 
-class EtcdSession:
+class EtcdSession(SocketSession):
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
         self.deadline = 0.0  # of the current exchange
         self._address, self._context = (host, port), context
-        self._sock: socket.socket | None = None
         self._http = HTTPConnection(host, port)
         self._http.auto_open = 0  # automatic opening would connect without the deadline
 
@@ -86,15 +85,7 @@ class EtcdSession:
 
     def usable(self) -> bool:
         # http.client drops the socket if the server closes the connection after a response.
-        return self._sock is not None and self._http.sock is not None and is_quiet(self._sock)
-
-    def interrupt(self) -> None:
-        if self._sock is not None:
-            shut(self._sock)
-
-    def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
+        return self._http.sock is not None and super().usable()
 
     def ask(self, path: str, body: Json, token: str, deadline: float) -> tuple[int, bytes]:
         """Send a request; return the status and the body of the response. Raises Unanswered."""
