@@ -157,15 +157,9 @@ class EtcdClient:
         self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
     ) -> EtcdAnswer:
         """Send a request to one endpoint after another until one answers, within the patience or until `until`.
-
         `repeat`: the request may be executed twice. Without it, no other attempt follows once etcd may have received
-        it.
-        `limit`: seconds for one endpoint.
-
-        Raises:
-            DirectoryLost: no endpoint answered, or etcd may have executed a request that must not be repeated.
-            Refused: etcd refuses the request, now and later.
-        """
+        it. `limit`: seconds for one endpoint. Raise DirectoryLost if no endpoint answered, or etcd may have executed a
+        request that must not be repeated, and EtcdRefused if etcd refuses the request, now and later."""
         if limit is None:
             limit = self.limit if repeat else self._write_limit
 

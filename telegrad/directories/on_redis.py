@@ -195,15 +195,10 @@ class RedisSession:
         self._connection.disconnect()
 
     def ask(self, *command: bytes | str | int) -> Any:
-        """Send a command and return its reply: bytes, numbers, None and lists of these.
-
-        The deadline applies until the reply begins. The socket's own timeout, which equals the patience, applies to
-        sending and to gaps in a reply, and the whole reply may come one patience later.
-
-        Raises:
-            Unanswered: no reply arrived.
-            RedisError: the server refuses the command, with a reply such as OOM, READONLY or BUSY.
-        """
+        """Send a command and return its reply: bytes, numbers, None and lists of these. The deadline applies until the
+        reply begins. The socket's own timeout, which equals the patience, applies to sending and to gaps in a reply,
+        and the whole reply may come one patience later. Raise Unanswered if no reply arrived, and RedisError if the
+        server refuses the command, with a reply such as OOM, READONLY or BUSY."""
         self._received = 0
         try:
             self._connection.send_command(*command)

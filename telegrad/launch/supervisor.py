@@ -339,15 +339,10 @@ class Supervisor:
 
 
 def _key_for_children(is_alone: bool) -> str:
-    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself.
-
-    An environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
-    children of workers need the key as well.
-
-    Raises:
-        UsageError: there is no key, and this host is not alone; or the given key cannot be used.
-        OSError: there is no folder for temporary files.
-    """
+    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself. An
+    environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
+    children of workers need the key as well. Raise UsageError if there is no key, and this host is not alone, or if the
+    given key cannot be used; OSError if there is no folder for temporary files."""
     if given_keys() is not None:
         return ""
     try:

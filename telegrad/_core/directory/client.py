@@ -129,13 +129,10 @@ class Sessions(Generic[S]):
         until: float | None = None,
         limit: float = float("inf"),
     ) -> Result[T]:
-        """Run an operation at one endpoint after the other, until one answers or the time is over.
-
-        `operation` gets a session and the time at which the attempt ends, after at most `limit` seconds. `repeat`: it
-        may be sent again when it may have been done. The last attempt ends at `until`, by default after `patience`
-        seconds. Raise DirectoryLost if no endpoint answered, or if the operation may have been done and must not be
-        done twice.
-        """
+        """Run an operation at one endpoint after the other, until one answers or the time is over. It gets a session
+        and the time at which the attempt ends, after at most `limit` seconds. `repeat`: it may be sent again when it
+        may have been done. The last attempt ends at `until`, by default after `patience` seconds. Raise DirectoryLost
+        if no endpoint answered, or if the operation may have been done and must not be done twice."""
         begun = monotonic()
         until = begun + self.patience if until is None else until
         failures: dict[int, str] = {}  # the last one of each endpoint

@@ -216,15 +216,10 @@ class FileStore:
 
 
 def check_is_store(host: str, port: int, patience: float) -> None:
-    """Ask the program that listens at an address for its number of keys, as torch's clients do.
-
-    torch's own client waits forever if another program accepts its connection and sends nothing, and a process that
-    ends while a thread is in that client is aborted. So it is used only after a store has answered.
-
-    Raises:
-        TimeoutError: it does not answer within `patience` seconds.
-        OSError: it is not a store, or no program listens there.
-    """
+    """Ask the program that listens at an address for its number of keys, as torch's clients do. torch's own client
+    waits forever if another program accepts its connection and sends nothing, and a process that ends while a thread is
+    in that client is aborted. So it is used only after a store has answered. Raise TimeoutError if it does not answer
+    within `patience` seconds, and OSError if it is not a store, or no program listens there."""
     deadline = monotonic() + patience
     data = b""
     try:
@@ -258,15 +253,9 @@ def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:
 
 
 def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store; only at `host`, if that is an address of this machine. Return the store and its port.
-
-    With `shared`, an existing store of this process at that port, for `torch.distributed` or an earlier group, is used
-    as well.
-
-    Raises:
-        OSError: the port is taken.
-        RuntimeError: torch cannot serve a store.
-    """
+    """Serve a store; only at `host`, if that is an address of this machine. Return the store and its port. With
+    `shared`, an existing store of this process at that port, for `torch.distributed` or an earlier group, is used as
+    well. Raise OSError if the port is taken, and RuntimeError if torch cannot serve a store."""
     address = listening_address(host)
     if address in ANYWHERE and is_address(host) and host not in ANYWHERE:
         log.warning(
