@@ -99,8 +99,7 @@ class EtcdSession(SocketSession):
 
     def lines(self, path: str, body: Json, token: str, deadline: float) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a streamed response as they arrive, each with the status; the last one may be empty. The
-        connection cannot be used for another request. Raise TimeoutError if the deadline passed, and Unanswered if the
-        connection broke."""
+        connection cannot be used again. Raise TimeoutError after the deadline, and Unanswered if it broke."""
         with _broken():
             response = self._post(path, body, token, deadline)
             # `usable` looks at this, so a session with unread data of a stream is not used again. The response has a

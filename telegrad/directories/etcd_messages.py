@@ -212,8 +212,7 @@ def _packed(data: bytes) -> str:
 
 
 def answer_of(status: int, body: bytes) -> Json:
-    """Parse a response, or a line of a streamed one. Raise EtcdRefused if etcd returned an error, and DirectoryRefused
-    if the server is not an etcd with a JSON gateway."""
+    """Parse a response, or a line of a stream; raise EtcdRefused for an error, DirectoryRefused for another server."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):

@@ -239,9 +239,8 @@ def check_own(address: Address) -> None:
 
 
 def connect(url: str, patience: float = 10.0) -> RedisDirectory:
-    """Return the directory of the only group that uses this database of a Redis server. Raise InvalidArgument if the
-    URL is wrong; DirectoryRefused if the server's settings, role or version are unsuitable, or it refuses the login;
-    DirectoryLost if no server answers."""
+    """Return the directory of the only group in this database of a Redis server. Raise InvalidArgument for a wrong URL;
+    DirectoryRefused for unsuitable settings, role or version, or a refused login; DirectoryLost without an answer."""
     return RedisDirectory(url, "group", patience)
 
 

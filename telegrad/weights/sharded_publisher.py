@@ -411,8 +411,7 @@ class Plan:
         self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the state by name. Parts like those of an owner are not copied; names of the same parts are joined
-        once."""
+        """Return the state by name; parts like an owner's are not copied, and those of two names are joined once."""
         # A tied weight has several names. The state has one tensor for them, as far as they have the same parts.
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}

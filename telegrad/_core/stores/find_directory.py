@@ -233,9 +233,8 @@ def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
 
 
 def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
-    """Return the directory that a pointer names, if it answers; and whether its process is gone. A stopped process
-    still has its port and its file. Another program may have the port of a process that is gone. A process that has
-    ended normally has removed its file."""
+    """Return the directory that a pointer names, if it answers; and whether its process is gone: another program may
+    then have its port. A stopped process still has port and file; one that has ended normally has removed its file."""
     if (listens := knock(pointer.address, KNOCK)) is not True:
         return None, listens is False
     directory = connect(pointer, keys, PATIENCE)
