@@ -40,10 +40,8 @@ _PART = re.compile(r"[0-9a-f]{16}__\d+_\d+\.distcp|\.metadata\.[0-9a-f]{16}\.tmp
 
 
 class _InSteps(io.FileIO):
-    """A file that is read and written in steps, which shows progress to other workers.
-
-    When the file is complete, torch syncs it to the disk. That would be one long step, so parts are synced before.
-    """
+    """A file that is read and written in steps, which shows progress to other workers. When it is complete, torch syncs
+    it to the disk; that would be one long step, so parts are synced before."""
 
     def __init__(self, file: io.BufferedIOBase, mode: str, note: Callable[[], None]) -> None:
         super().__init__(file.fileno(), mode, closefd=False)
@@ -169,10 +167,8 @@ def discard(path: str, mark: str) -> None:
 
 
 def keep_newest(path: str, count: int) -> None:
-    """Keep the newest `count` complete checkpoints in the parent folder, including this one.
-
-    Remove leftovers of killed saves. Symlinks and their targets stay, and so do checkpoints of other programs.
-    """
+    """Keep the newest `count` complete checkpoints in the parent folder, including this one; remove leftovers of killed
+    saves. Symlinks and their targets stay, and so do checkpoints of other programs."""
     folder = os.path.dirname(os.path.abspath(path))
     found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))
     for _, old in found[:-count]:

@@ -110,10 +110,7 @@ def _ask(path: str, function: Callable[..., T], args: Mapping[str, tuple[Any, ..
 
 def _with_own(name: str, own: Any, found: Any, writes: list[tuple[Tensor, Tensor]]) -> Any:
     """Return a value of the checkpoint with the tensors of `own` in place of its own; list these pairs in `writes`.
-
-    Raises:
-        UsageError: a tensor of `own` cannot be written, or the checkpoint has no such tensor.
-    """
+    Raise UsageError if a tensor of `own` cannot be written, or the checkpoint has no such tensor."""
     if isinstance(own, Tensor):
         _check_target(name, own, found)
         writes.append((own, found))

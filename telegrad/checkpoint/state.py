@@ -29,8 +29,7 @@ class OwnerState(NamedTuple):
 
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
-    """Return the folder's path for all owners, whatever their current folders are; raise UsageError if the arguments
-    have other types."""
+    """Return the folder's path for all owners, whatever their current folders; raise UsageError for other types."""
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:
@@ -128,11 +127,8 @@ def check_names(ways: Iterable[Mapping[str, Sequence[str | int]]]) -> None:
 
 
 class Pickled:
-    """A value that is written as a unit, since torch's planner would change it. Files name this class and module.
-
-    The planner takes each mapping apart and names its parts by text. So it loses empty mappings, the types of keys and
-    the type of the mapping.
-    """
+    """A value that is written as a unit; files name this class and module. torch's planner would take each mapping
+    apart, and name its parts by text: it loses empty mappings, the types of keys and the type of the mapping."""
 
     __slots__ = ("value",)
 

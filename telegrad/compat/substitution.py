@@ -39,10 +39,8 @@ class Substitution:
     def __init__(
         self, modules: Mapping[str, ModuleType], exports: Iterable[Export], put_off: Container[str] = ()
     ) -> None:
-        """`modules` are the new modules by the old names, each after its parent.
-
-        Modules in `put_off` run their own code only when more than their exports is needed.
-        """
+        """`modules` are the new modules by the old names, each after its parent; those in `put_off` run their own code
+        only when more than their exports is needed."""
         self._put_off = put_off
         self._modules = dict(modules)
         self._old: dict[str, ModuleType | None] = {}
@@ -209,10 +207,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that calls a function after another loader has run.
-
-    At the first import of a deferred module it only calls the function; at the second one it runs the module.
-    """
+    """A loader that calls a function after another loader has run. At the first import of a deferred module it only
+    calls the function; at the second one it runs the module."""
 
     def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -315,8 +311,7 @@ def serve_import(name: str, module: ModuleType) -> None:
 
 
 def import_before(first: str, names: Iterable[str]) -> None:
-    """Import `first` before any of these modules, because the function called after its import needs them fully
-    imported."""
+    """Import `first` before any of these modules: the function called after its import needs them fully imported."""
     _finder.behind.update(dict.fromkeys(names, first))
     _stand_first()
 

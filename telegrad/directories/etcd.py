@@ -71,11 +71,8 @@ PAUSE = 0.05  # seconds between two renewals while the leader changes
 
 
 def connect(url: str, patience: float = 10.0) -> EtcdDirectory:
-    """Return a directory on the etcd cluster of a URL. Nothing is sent yet.
-
-    Raises:
-        UsageError: the URL, or a file named in it, is wrong.
-    """
+    """Return a directory on the etcd cluster of a URL. Nothing is sent yet. Raise UsageError if the URL, or a file
+    named in it, is wrong."""
     return EtcdDirectory(messages.parse_url(url), patience)
 
 

@@ -17,10 +17,10 @@ from telegrad.directories import MOST_BYTES
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
-from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, SocketSession, Unanswered, Unsent, left
 from telegrad.ext.files import read_secret
 from telegrad.ext.joining import load_own
-from telegrad.ext.processes import shut, tune_tcp
+from telegrad.ext.processes import tune_tcp
 
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096
@@ -36,11 +36,8 @@ class EtcdAnswer(NamedTuple):
 
 
 class _Timed(io.RawIOBase):
-    """The socket given to http.client: each read and write ends at the deadline of its session.
-
-    The socket's own timeout would apply to each read, so a server that sends one byte now and then would block its
-    caller for ever.
-    """
+    """The socket given to http.client: each read and write ends at the deadline of its session. The socket's own
+    timeout would apply to each read, so a server that sends a byte now and then would block its caller for ever."""
 
     def __init__(self, sock: socket.socket, session: EtcdSession) -> None:
         self._sock, self._session = sock, session
@@ -64,11 +61,10 @@ class _Timed(io.RawIOBase):
         # http.client closes its file at the end of each response, but the connection serves further requests.
 
 
-class EtcdSession:
+class EtcdSession(SocketSession):
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
         self.deadline = 0.0  # of the current exchange
         self._address, self._context = (host, port), context
-        self._sock: socket.socket | None = None
         self._http = HTTPConnection(host, port)
         self._http.auto_open = 0  # automatic opening would connect without the deadline
 
@@ -89,15 +85,7 @@ class EtcdSession:
 
     def usable(self) -> bool:
         # http.client drops the socket if the server closes the connection after a response.
-        return self._sock is not None and self._http.sock is not None and is_quiet(self._sock)
-
-    def interrupt(self) -> None:
-        if self._sock is not None:
-            shut(self._sock)
-
-    def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
+        return self._http.sock is not None and super().usable()
 
     def ask(self, path: str, body: Json, token: str, deadline: float) -> tuple[int, bytes]:
         """Send a request; return the status and the body of the response. Raises Unanswered."""
@@ -110,14 +98,8 @@ class EtcdSession:
             return response.status, content or response.read()
 
     def lines(self, path: str, body: Json, token: str, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines of a streamed response as they arrive, each with the status. The last line may be empty.
-
-        The connection cannot be used for another request.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            Unanswered: the connection broke.
-        """
+        """Yield the lines of a streamed response as they arrive, each with the status; the last one may be empty. The
+        connection cannot be used again. Raise TimeoutError after the deadline, and Unanswered if it broke."""
         with _broken():
             response = self._post(path, body, token, deadline)
             # `usable` looks at this, so a session with unread data of a stream is not used again. The response has a
@@ -174,15 +156,9 @@ class EtcdClient:
         self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
     ) -> EtcdAnswer:
         """Send a request to one endpoint after another until one answers, within the patience or until `until`.
-
         `repeat`: the request may be executed twice. Without it, no other attempt follows once etcd may have received
-        it.
-        `limit`: seconds for one endpoint.
-
-        Raises:
-            DirectoryLost: no endpoint answered, or etcd may have executed a request that must not be repeated.
-            Refused: etcd refuses the request, now and later.
-        """
+        it. `limit`: seconds for one endpoint. Raise DirectoryLost if no endpoint answered, or etcd may have executed a
+        request that must not be repeated, and EtcdRefused if etcd refuses the request, now and later."""
         if limit is None:
             limit = self.limit if repeat else self._write_limit
 

@@ -6,11 +6,11 @@ The gateway writes 64-bit numbers as strings and bytes in base64, and omits fiel
 from __future__ import annotations
 
 import base64
-import functools
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from telegrad.errors import UsageError
@@ -28,8 +28,6 @@ NOT_FOUND, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 5, 8, 16
 PASSING = {1, 2, 4, 10, 13, 14}
 
 Json = dict[str, Any]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class EtcdSettings(NamedTuple):
@@ -64,17 +62,13 @@ class EtcdMalformed(Exception):
     """A response, or an entry in one, does not have the form that etcd uses."""
 
 
-def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Json, P], T]:
-    """Make a function that parses responses raise Malformed for those of another form."""
-
-    @functools.wraps(read)
-    def checked(answer: Json, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return read(answer, *args, **kwargs)
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-            raise EtcdMalformed(f"{type(error).__name__}: {error}") from None
-
-    return checked
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Decorate a function that parses responses: it raises EtcdMalformed for those of another form."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise EtcdMalformed(f"{type(error).__name__}: {error}") from None
 
 
 def parse_url(url: str) -> EtcdSettings:
@@ -139,30 +133,30 @@ def list_request(prefix: bytes) -> Json:
     return {"key": _packed(prefix), "range_end": _packed(end)}
 
 
-@_checked
+@_checked()
 def header_of(answer: Json) -> Header:
     header = answer.get("header", {})
     return Header(*(int(header.get(name, 0)) for name in ("cluster_id", "member_id", "revision", "raft_term")))
 
 
-@_checked
+@_checked()
 def swap_of(answer: Json, prefix: bytes) -> Swap:
     # After a deletion the last response is not a read, and there is no entry.
     found = answer["responses"][-1].get("response_range", {}).get("kvs", ())
     return Swap(bool(answer.get("succeeded", False)), _entry(found[0], prefix) if found else None)
 
 
-@_checked
+@_checked()
 def listing_of(answer: Json, prefix: bytes) -> Listing:
     return Listing(header_of(answer).revision, tuple(_entry(each, prefix) for each in answer.get("kvs", ())))
 
 
-@_checked
+@_checked()
 def events_of(answer: Json, prefix: bytes) -> list[Event]:
     return [_event(each, prefix) for each in answer.get("events", ())]
 
 
-@_checked
+@_checked()
 def ttl_of(answer: Json) -> float:
     """Return the TTL of a lease in seconds; 0 if the lease has ended."""
     seconds = float(answer.get("TTL", 0))
@@ -171,17 +165,17 @@ def ttl_of(answer: Json) -> float:
     return seconds
 
 
-@_checked
+@_checked()
 def lease_of(answer: Json) -> int:
     return int(answer["ID"])
 
 
-@_checked
+@_checked()
 def token_of(answer: Json) -> str:
     return str(answer["token"])
 
 
-@_checked
+@_checked()
 def compacted_of(message: Json) -> int:
     """Return the revision up to which etcd was compacted, if that ended a watch; else 0."""
     return int(message.get("compact_revision", 0))
@@ -218,12 +212,7 @@ def _packed(data: bytes) -> str:
 
 
 def answer_of(status: int, body: bytes) -> Json:
-    """Parse a response, or a line of a streamed one.
-
-    Raises:
-        Refused: etcd returned an error.
-        DirectoryRefused: the server is not an etcd with a JSON gateway.
-    """
+    """Parse a response, or a line of a stream; raise EtcdRefused for an error, DirectoryRefused for another server."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
@@ -278,8 +267,7 @@ class Continuity:
         self.broken = ""
 
     def check(self, header: Header, floor: int, linearizable: bool) -> str:
-        """Return a description of the fault, permanently after the first; "" if none. `floor`: `revision` when the
-        request was sent."""
+        """Return the fault, permanently after the first; "" if none. `floor`: `revision` when the request was sent."""
         if not self.broken and header.cluster:
             if self.cluster not in (0, header.cluster):
                 self.broken = (

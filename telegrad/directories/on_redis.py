@@ -195,15 +195,10 @@ class RedisSession:
         self._connection.disconnect()
 
     def ask(self, *command: bytes | str | int) -> Any:
-        """Send a command and return its reply: bytes, numbers, None and lists of these.
-
-        The deadline applies until the reply begins. The socket's own timeout, which equals the patience, applies to
-        sending and to gaps in a reply, and the whole reply may come one patience later.
-
-        Raises:
-            Unanswered: no reply arrived.
-            RedisError: the server refuses the command, with a reply such as OOM, READONLY or BUSY.
-        """
+        """Send a command and return its reply: bytes, numbers, None and lists of these. The deadline applies until the
+        reply begins. The socket's own timeout, which equals the patience, applies to sending and to gaps in a reply,
+        and the whole reply may come one patience later. Raise Unanswered if no reply arrived, and RedisError if the
+        server refuses the command, with a reply such as OOM, READONLY or BUSY."""
         self._received = 0
         try:
             self._connection.send_command(*command)
@@ -244,13 +239,8 @@ def check_own(address: Address) -> None:
 
 
 def connect(url: str, patience: float = 10.0) -> RedisDirectory:
-    """Return the directory of the only group that uses this database of a Redis server.
-
-    Raises:
-        InvalidArgument: the URL is wrong.
-        DirectoryRefused: the server's settings, role or version are unsuitable, or it refuses the login.
-        DirectoryLost: no server answers.
-    """
+    """Return the directory of the only group in this database of a Redis server. Raise InvalidArgument for a wrong URL;
+    DirectoryRefused for unsuitable settings, role or version, or a refused login; DirectoryLost without an answer."""
     return RedisDirectory(url, "group", patience)
 
 
@@ -258,11 +248,8 @@ class RedisDirectory:
     """A client of a directory on a Redis server. `telegrad/_core/directory/directory.py` documents its methods."""
 
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
-        """Connect and check the server.
-
-        Groups of different names are isolated from each other. An operation waits `patience` seconds for the server.
-        Raises the same errors as `connect`.
-        """
+        """Connect and check the server. Groups of different names are isolated from each other. An operation waits
+        `patience` seconds for the server. Raises the same errors as `connect`."""
         self._address = parse(url)
         check_own(self._address)
         self.scope = f"{self._address.db}/{group}"  # distinguishes this directory from those of other groups
@@ -328,12 +315,8 @@ class RedisDirectory:
         return answer
 
     def _run_with(self, operation: Callable[[RedisSession, float], T], repeat: bool = True) -> Result[T]:
-        """Run an operation with a session.
-
-        Raises:
-            StoreUntrusted: other programs have written to the group's keys.
-            DirectoryLost: the server refuses a command.
-        """
+        """Run an operation with a session. Raise StoreUntrusted if other programs have written to the group's keys, and
+        DirectoryLost if the server refuses a command."""
         try:
             return self._sessions.run(operation, repeat)
         except RedisMalformed as error:

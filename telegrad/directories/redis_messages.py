@@ -49,11 +49,8 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address:
-    """Parse a URL. With `rediss://` the query may give `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile`.
-
-    Raises:
-        InvalidArgument: the URL is wrong. The message does not repeat it, because it may contain a password.
-    """
+    """Parse a URL. With `rediss://` the query may give `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile`. Raise
+    InvalidArgument if the URL is wrong. The message does not repeat it, because it may contain a password."""
     try:
         parts = urllib.parse.urlsplit(url)
         port = 6379 if parts.port is None else parts.port
@@ -131,11 +128,7 @@ class RedisReply(NamedTuple):
 
 
 def read_reply(operation: str, about: object, reply: object) -> RedisReply:
-    """Parse the reply to an operation; `about` is its first argument.
-
-    Raises:
-        Malformed: other programs have written to the group's keys.
-    """
+    """Parse the reply to an operation, whose first argument was `about`; raise RedisMalformed for foreign content."""
     status, number, *content = _list(reply, "state", 2)
     revision = _number(number, "state")
     if status in _FAILED:

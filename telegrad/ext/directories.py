@@ -1,6 +1,6 @@
 """The protocol that a directory engine implements, and the functions for its clients."""
 
-from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, SocketSession, Unanswered, Unsent, left
 from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
@@ -21,6 +21,6 @@ from telegrad._core.directory.directory import (
 
 __all__ = [
     "ABSENT", "Compacted", "DirectoryLost", "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory", "Entry",
-    "Event", "Events", "Lease", "LeaseLost", "Listing", "Result", "Sessions", "Swap", "Unanswered", "Unsent",
-    "check_key", "check_ttl", "check_value", "is_quiet", "left",
+    "Event", "Events", "Lease", "LeaseLost", "Listing", "Result", "Sessions", "SocketSession", "Swap", "Unanswered",
+    "Unsent", "check_key", "check_ttl", "check_value", "left",
 ]  # fmt: skip

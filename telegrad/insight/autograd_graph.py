@@ -158,11 +158,8 @@ def _quoted(text: str) -> str:
 
 
 def joined(parts: Mapping[str, WorkerPart]) -> tuple[dict[str, WorkerPart], list[SentTensor]]:
-    """Return the parts, and the messages between them.
-
-    If the receiver does not know a message's node, it is added: autograd finds a `RecvNode` only from tensors computed
-    from it. Texts of nodes come from other processes, and are sanitized here.
-    """
+    """Return the parts, with the texts of other processes sanitized, and the messages between them. If the receiver
+    does not know a message's node, it is added: autograd finds a `RecvNode` only from tensors computed from it."""
     found = {
         name: part._replace(
             nodes=[GraphNode(node.kind, safe(node.name), safe(node.detail, lines=True)) for node in part.nodes],

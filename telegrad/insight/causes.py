@@ -108,8 +108,7 @@ class Causes:
     # Workers that are missing where the others wait
 
     def _barriers(self) -> Iterator[Finding]:
-        """Find threads that wait in a meeting, which knows the missing workers, and threads that wait at the same
-        line."""
+        """Find threads in a meeting, which knows the missing workers, and threads that wait at the same line."""
         graph = self._graph
         meetings: dict[str, list[Node]] = defaultdict(list)
         lines: dict[tuple[str, int], list[Node]] = defaultdict(list)
@@ -352,8 +351,7 @@ class Causes:
         return title, details, None
 
     def _late(self, main: Node) -> tuple[str, list[str], int | None]:
-        """Describe a worker that has not called shutdown. If it is busy, the others may just serve it, which is no
-        hang."""
+        """Describe a worker that has not called shutdown. If it is busy, the others may just serve it: no hang."""
         graph, thread, account = self._graph, self._graph.threads[main], self._graph.accounts[main.worker]
         since = max((graph.age(node) for node in graph.threads if graph.wait(node) in _CALLED), default=0.0)
         reasons = {edge.why for _, edge in graph.into[Node(WORKER, main.worker)]}
@@ -424,8 +422,7 @@ class Causes:
         return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
 
     def _key(self, node: Node) -> object:
-        """Return the key of similar waits: the same target from one line of any worker, or from one worker without a
-        line."""
+        """Return the key of similar waits: the target, and the line, or the worker if its line is unknown."""
         graph = self._graph
         waiter = node if node.kind == THREAD else graph.waiters.get(node)
         at = graph.threads[waiter]["at"] if waiter is not None else None

@@ -109,10 +109,7 @@ def clocks_of(
     events: Mapping[str, Sequence[Event]], reference: str, hosts: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, ClockOffset]:
     """Return the clock offsets of workers that cannot be queried, from recorded calls. Workers of one host share a
-    clock.
-
-    `hosts` has the known hosts of workers.
-    """
+    clock; `hosts` has the known hosts of workers."""
     clocks = {name: hosts.get(name, f"worker {name}") for name in {**hosts, **events}}
     ran = {(event[3], name, event[4]): event for name, own in events.items() for event in own if event[0] == kinds.RAN}
     exchanges: dict[tuple[str, str], list[Exchange]] = {}
@@ -129,10 +126,8 @@ def clocks_of(
 
 
 def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
-    """Return the events of a profile on the reference clock, without its marks; none if the marks are missing.
-
-    torch's profiler drops events once its buffers are full, which may include the marks.
-    """
+    """Return the events of a profile on the reference clock, without its marks; none if the marks are missing, since
+    torch's profiler drops events once its buffers are full."""
     events = profile["traceEvents"]
     spans = [(each.get("ts", 0.0) * 1e-6, (each.get("ts", 0.0) + each.get("dur", 0.0)) * 1e-6) for each in events]
     names = [str(each.get("name")) if each.get("ph") == "X" else "" for each in events]
@@ -366,10 +361,8 @@ def estimate(exchanges: Sequence[Exchange], how: str = MEASURED) -> ClockOffset:
 
 
 def offsets_from(reference: str, exchanges: Mapping[tuple[str, str], Sequence[Exchange]]) -> dict[str, ClockOffset]:
-    """Return the offsets of all clocks that are connected by exchanges, each through as few other clocks as possible.
-
-    `exchanges` is keyed by pairs of clocks, the asking worker's first. The uncertainties along a path add up.
-    """
+    """Return the offsets of all clocks that are connected by exchanges, each through as few others as possible, whose
+    uncertainties add up. `exchanges` is keyed by pairs of clocks, the asking worker's first."""
     known: dict[str, dict[str, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
     for (asking, asked), own in exchanges.items():
         known[asking][asked] += own
@@ -402,11 +395,8 @@ def mark(time: float) -> str:
 
 
 def offset_of_profile(regions: Iterable[tuple[str, float, float]]) -> ClockOffset | None:
-    """Return the offset of a profile's clock from its worker's clock, from the marks among its regions (name, begin,
-    end).
-
-    A mark lies between its own time and that of the next mark. Return None if there are fewer than two marks.
-    """
+    """Return the offset of a profile's clock from its worker's, from the marks among its regions (name, begin, end);
+    None if there are fewer than two. A mark lies between its own time and that of the next mark."""
     marks = sorted((float(name[len(MARK) :]), begun, ended) for name, begun, ended in regions if name.startswith(MARK))
     pairs = itertools.pairwise(marks)
     exchanges = [Exchange(sent, begun, ended, received) for (sent, begun, ended), (received, *_) in pairs]

@@ -47,11 +47,8 @@ def clock_reading() -> tuple[float, str]:
 
 
 def _which_clock() -> str:
-    """Return an id of the clock that perf_counter reads, which is equal in all processes that share it.
-
-    On Linux the kernel's clock is shared by all processes of a boot and of a time namespace. On other systems each
-    process may have its own clock.
-    """
+    """Return an id of the clock that perf_counter reads, equal in all processes that share it: on Linux those of a boot
+    and a time namespace. On other systems each process may have its own clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -224,8 +224,7 @@ class GroupHistory:
 
 
 def functions(events: Events) -> list[Function]:
-    """Return statistics of functions, the most time-consuming first; only the runs of a function that was not called
-    here."""
+    """Return statistics of functions, the most time-consuming first; of one not called here, those of its runs."""
     called: dict[str, list[float]] = defaultdict(list)
     ran: dict[str, list[float]] = defaultdict(list)
     failed: Counter[tuple[str, str]] = Counter()
@@ -306,11 +305,8 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
 
 
 def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: int = 4) -> list[dict[str, Any]]:
-    """Return the calls between two times, arranged in rows. Calls shorter than one of `parts` may be merged into one
-    span.
-
-    An unfinished call is an event with an infinite end; it gets a row below the others.
-    """
+    """Return the calls between two times in rows; those shorter than one of `parts` may be merged into one span. An
+    unfinished call is an event with an infinite end; it gets a row below the others."""
     least = (ended - begun) / parts
     found = []
     for worker, told in events.items():
@@ -360,11 +356,8 @@ def gantt(events: Events) -> dict[str, Any] | None:
 
 
 def training(events: Events, begun: float, ended: float, parts: int = 30) -> dict[str, Any]:
-    """Return the training steps between two times, and the seconds that each worker spent on each of SHARES.
-
-    A step is a context in which optimizers stepped; `series` has the number of steps in each of `parts` equal
-    intervals.
-    """
+    """Return the training steps between two times (contexts in which optimizers stepped), also in each of `parts` equal
+    intervals (`series`), and the seconds that each worker spent on each of SHARES."""
     steps: dict[object, float] = {}
     passes = []
     spent = {}

@@ -148,11 +148,8 @@ class Attached:
 
 
 class CallSpan(Attached):
-    """One side of a call, as a span and a histogram entry.
-
-    Inside its `with` block it is the current span of this thread. An exception that leaves the block ends it; otherwise
-    `end` or `end_with` does.
-    """
+    """One side of a call, as a span and a histogram entry. Inside its `with` block it is the current span of this
+    thread. An exception that leaves the block ends it; otherwise `end` or `end_with` does."""
 
     def __init__(self, span: Any, inside: Context, lasted: Histogram, attributes: dict[str, str]) -> None:
         super().__init__(inside)

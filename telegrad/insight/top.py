@@ -37,8 +37,7 @@ class TopView(NamedTuple):
     stacks: bool = False  # also show that worker's stacks
 
     def text(self, history: GroupHistory, height: int = 0, width: int = 0) -> str:
-        """Return the group as text, with tables that fit into `height` lines and `width` characters, if given; raise
-        UsageError if there is no such column or worker."""
+        """Return text within `height` and `width`, if given; raise UsageError for an unknown column or worker."""
         columns = list(dict.fromkeys(column for table in ALL for column in table))
         if self.sort and self.sort not in columns:
             raise UsageError(f"no table has a column {self.sort!r}; the columns are: {', '.join(columns)}")
@@ -77,8 +76,7 @@ GROUP = TopView()
 
 
 def run(source: Source, interval: float = 1.0, view: TopView = GROUP) -> None:
-    """Show a group, and query it every `interval` seconds, until Ctrl-C; raise UsageError if there is no such column or
-    worker."""
+    """Show a group, queried every `interval` seconds, until Ctrl-C; raise UsageError as `TopView.text` does."""
     history = GroupHistory()
     while True:
         begun = time.monotonic()
@@ -215,8 +213,7 @@ def of_group(history: GroupHistory) -> list[Table]:
 
 
 def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[str, list[Table]]:
-    """Return a text about a worker, and the tables of its latest state, optionally with the threads' stacks; raise
-    UsageError if there is no such worker."""
+    """Return a text about a worker and the tables of its latest state; raise UsageError if there is no such worker."""
     why = history.sight.silent.get(name) or history.lost().get(name)
     account = history.last.get(name)
     if why is None and account is None:
@@ -345,10 +342,8 @@ def _place(line: SourceLine | None) -> str | None:
 
 
 def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
-    """Return the texts of the rows that contain all `words`, sorted by a column, or by trouble and the first column.
-
-    The highest numbers come first. Texts are sorted naturally: "w2" before "w10". Unknown values come last.
-    """
+    """Return the texts of the rows that contain all `words`, sorted by a column, or by trouble and the first column:
+    the highest numbers first, texts naturally ("w2" before "w10"), unknown values last."""
     column = by if by in table.columns else next(iter(table.columns))
     index = list(table.columns).index(column)
     known = [row for row in table.rows if row.values[index] is not None]
@@ -368,9 +363,7 @@ def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
 
 def lines(columns: Columns, rows: Sequence[Sequence[str]], width: int = 0) -> tuple[list[str], list[str]]:
     """Return a table as lines, with columns as wide as needed, and the columns that do not fit into `width`, if given.
-
-    If not all fit, long texts are cut in the middle.
-    """
+    If not all fit, long texts are cut in the middle."""
     found = [list(columns), *rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     if width and sum(widths) + 2 * len(widths) - 2 > width:

@@ -45,18 +45,13 @@ HEADERS = {
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """Serves each connection on its own thread, at most MOST_CONNECTIONS of them, for at most LONGEST_CONNECTION
-    seconds."""
+    """Serves at most MOST_CONNECTIONS connections, each on its own thread for at most LONGEST_CONNECTION seconds."""
 
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str) -> None:
-        """Serve on a thread of that name, until `stop`.
-
-        Raises:
-            OSError: this process cannot listen at that host and port.
-            OverflowError: there is no such port.
-        """
+        """Serve on a thread of that name, until `stop`; raise OSError if this process cannot listen at that host and
+        port, and OverflowError if there is no such port."""
         self.address_family = family_of(host)
         self._lock = threading.Lock()  # guards _ends
         self._ends: dict[socket.socket, float] = {}  # the deadline of each open connection, oldest first

@@ -430,11 +430,8 @@ class _Worker:
 
 
 def _wake_at_interrupts() -> None:
-    """Make interrupts wake the event loop of a Jupyter kernel, which they do not do by default.
-
-    Otherwise a cell that awaits a call would continue to wait. Adding a handler for any signal to a loop makes all
-    signals wake it, so this adds one for SIGURG, which is not used.
-    """
+    """Make interrupts wake the event loop of a Jupyter kernel: otherwise a cell that awaits a call would continue to
+    wait. Adding a handler for any signal makes all signals wake a loop, so this adds one for the unused SIGURG."""
     if "ipykernel" in sys.modules:
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
             asyncio.get_running_loop().add_signal_handler(signal.SIGURG, int)

@@ -222,8 +222,7 @@ class _RestartBudget:
         self._quick = 0  # quick failures in a row
 
     def spend(self, begun: float, now: float) -> float | None:
-        """Record a failure of a run that began at `begun`; return when the next start may be, or None if no restart is
-        left."""
+        """Record a failure of a run begun at `begun`; return when it may start again, None if no restart is left."""
         while self._failures and self._failures[0] <= now - self._role.within:
             self._failures.popleft()
         if len(self._failures) >= self._role.restarts:

@@ -59,10 +59,8 @@ class Starter:
 
 
 class ForkedProcess:
-    """A worker that a starter forks, with the methods of `subprocess.Popen` that `telegrad.local` uses.
-
-    One thread calls `wait` without a limit. It sets the fields, which other threads read.
-    """
+    """A worker that a starter forks, with the methods of `subprocess.Popen` that `telegrad.local` uses. One thread
+    calls `wait` without a limit, and sets the fields, which other threads read."""
 
     def __init__(self, starter: Starter, arguments: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid = 0  # until it has been forked

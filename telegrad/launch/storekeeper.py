@@ -65,28 +65,21 @@ def _serve(listener: str, host: str, over: threading.Event) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad.ext.joining import (
-            OPEN,
-            SERVED,
-            KeyValueStore,
-            SealedStore,
-            SealRenewal,
-            find_directory,
-            find_keys,
-        )
+        from telegrad.ext import joining
+        from telegrad.ext.joining import find_directory
         from telegrad.ext.starting import serve_on
 
-        keys = find_keys()
+        keys = joining.find_keys()
         with socket.socket(fileno=int(listener)) as listening:
             port = listening.getsockname()[1]
             # A storekeeper that replaces a killed one finds the directory of the group by its note, which is named
             # after the port. The members that have joined continue to use that directory.
             keeping = find_directory.DirectoryMonitor(keys, host, find_directory.noted(port))
-            store = SealedStore(serve_on(listening)[0], keys)
+            store = joining.SealedStore(serve_on(listening)[0], keys)
         find_directory.note(port, keeping.pointer)
         find_directory.write_pointer(store, keeping.pointer._replace(launched=True))
-        KeyValueStore(store).write(SERVED, OPEN)
-        SealRenewal(store.renew).begin()
+        joining.KeyValueStore(store).write(joining.SERVED, joining.OPEN)
+        joining.SealRenewal(store.renew).begin()
         # Last: from here on the main thread may end the group, and the supervisor is told that the store is served.
         _served.extend((store, keeping))
     except BaseException:

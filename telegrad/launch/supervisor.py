@@ -27,19 +27,9 @@ from typing import IO
 
 from telegrad.compat import child_environment
 from telegrad.errors import UsageError
+from telegrad.ext import processes
 from telegrad.ext.files import create_once
 from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
-from telegrad.ext.processes import (
-    SAFE_PATH,
-    describe_exit,
-    family_of,
-    is_address,
-    listening_address,
-    new_session_options,
-    shared_cores,
-    signal_at_parents_end,
-    socket_address,
-)
 from telegrad.ext.texts import format_duration
 from telegrad.launch.output import STREAMS, LineBuffer, Output
 from telegrad.launch.policy import Action, EndServing, Log, Policy, RunConfig, SendSignal, StartProcess, WorkerSlot
@@ -62,8 +52,7 @@ Source = tuple[str, str]  # a process and one of its streams
 
 
 class Child:
-    """A child process with its own session and process group, which ends with this process, as do all processes that it
-    starts."""
+    """A child process with its own session and process group; it and all that it starts end with this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process; raise OSError if it cannot be started."""
@@ -74,7 +63,7 @@ class Child:
             stderr=subprocess.PIPE,
             env=dict(environment),
             preexec_fn=_before(os.getpid()),
-            **new_session_options(),
+            **processes.new_session_options(),
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -110,9 +99,9 @@ class Supervisor:
         self._host = host
         self._listener: socket.socket | None = None
         if node == 0:
-            address = host if is_address(host) else listening_address(host)
+            address = host if processes.is_address(host) else processes.listening_address(host)
             self._listener = socket.create_server(
-                socket_address(address, port), family=family_of(address), backlog=CROWD
+                processes.socket_address(address, port), family=processes.family_of(address), backlog=CROWD
             )
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
@@ -228,7 +217,7 @@ class Supervisor:
         named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         # Later variables take precedence. The worker's own name and place replace inherited ones, which this process
         # has if it is itself a worker of a `telegrad run`. The role's `env` can replace all.
-        given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
+        given = {**processes.shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
@@ -267,14 +256,14 @@ class Supervisor:
         listener = self._listener
         self._storekeeper = process = subprocess.Popen(
             [
-                *(sys.executable, *SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
+                *(sys.executable, *processes.SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
                 *([str(listener.fileno()), self._host] if listener is not None else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()] if listener is not None else [],
             env=child_environment({**os.environ, **self._key}),
-            **new_session_options(),
+            **processes.new_session_options(),
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -301,7 +290,7 @@ class Supervisor:
         elif data is not None:
             self._selector.unregister(self._from_storekeeper)
             self._from_storekeeper.close()
-            how = describe_exit(self._storekeeper.wait())
+            how = processes.describe_exit(self._storekeeper.wait())
             # A storekeeper that has served the store before is restarted, as after a SIGKILL. If it fails before that,
             # for example because torch is not installed, a second one would fail as well.
             if self._ready:
@@ -350,15 +339,10 @@ class Supervisor:
 
 
 def _key_for_children(is_alone: bool) -> str:
-    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself.
-
-    An environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
-    children of workers need the key as well.
-
-    Raises:
-        UsageError: there is no key, and this host is not alone; or the given key cannot be used.
-        OSError: there is no folder for temporary files.
-    """
+    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself. An
+    environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
+    children of workers need the key as well. Raise UsageError if there is no key, and this host is not alone, or if the
+    given key cannot be used; OSError if there is no folder for temporary files."""
     if given_keys() is not None:
         return ""
     try:
@@ -399,7 +383,7 @@ def _before(parent: int) -> Callable[[], None]:
         for number in (*ENDING, STATUS, FORWARDED):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        signal_at_parents_end(signal.SIGKILL)
+        processes.signal_at_parents_end(signal.SIGKILL)
         # The kernel sends no signal for a parent that ended before the call above.
         if os.getppid() != parent:
             os._exit(1)

@@ -200,11 +200,8 @@ def _end_with_parent(pipe: int) -> None:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End this process without the end of the interpreter, while a call still runs.
-
-    A thread that returns to an ended interpreter is stopped by Python. If it is in C++ code of torch, as in a backward
-    pass, that aborts the process.
-    """
+    """End this process without the end of the interpreter, while a call still runs. A thread that returns to an ended
+    interpreter is stopped by Python; in C++ code of torch, as in a backward pass, that aborts the process."""
     # Functions of `atexit` still run, as at a normal end; they may print, so the streams are flushed after them. Errors
     # are those of streams that the program has replaced, or whose reader has gone.
     atexit.unregister(end_threads)

@@ -40,11 +40,8 @@ class PipelineDriver:
     """The stations of a pipeline, and its pending batches."""
 
     def __init__(self, places: Sequence[RRef[nn.Module]], schedule: str, tied: Sequence[TiedWeight]) -> None:
-        """Create the stations for the modules of all stages.
-
-        Raises:
-            UsageError: the schedule does not allow this placement on workers, or a tied weight does not fit.
-        """
+        """Create the stations for the modules of all stages; raise UsageError if the schedule does not allow this
+        placement on workers, or a tied weight does not fit."""
         owners = [place.owner() for place in places]
         names = list(dict.fromkeys(owner.name for owner in owners))
         self.stations_of = tuple(names.index(owner.name) for owner in owners)  # station of each stage

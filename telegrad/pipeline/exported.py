@@ -207,12 +207,7 @@ class Inputs:
         return None, leaves
 
     def check(self, part: tuple[None, Sequence[Any]], mode: bool) -> None:
-        """Raise UsageError if the recorded operations are not valid for a micro-batch.
-
-        Args:
-            part: the micro-batch.
-            mode: True in training, False in evaluation.
-        """
+        """Raise UsageError if the recorded operations of a mode (True: training) do not fit a micro-batch."""
         # The result depends only on shapes, types and constants, which are the same in most micro-batches: those that
         # have passed are remembered.
         _, leaves = part

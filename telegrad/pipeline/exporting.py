@@ -106,10 +106,8 @@ class RecordedProgram:
                     self.first_operation.setdefault(path, at)
 
     def cut_points(self) -> tuple[list[CutPoint], int]:
-        """Return where stages can begin, and the number of trained values.
-
-        Of the places between the same two parameters, only the one that the fewest values cross is returned.
-        """
+        """Return where stages can begin, and the number of trained values. Of the places between the same two
+        parameters, only the one that the fewest values cross is returned."""
         # `crossing` first holds differences: a value counts from the operation behind the one that makes it up to its
         # last user. `accumulate` makes numbers of them. Parameters and buffers do not cross, since a stage holds its
         # own.
@@ -167,10 +165,8 @@ class RecordedProgram:
 
 
 def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.ExportedProgram:
-    """Record by running the forward pass. If that fails, or makes sizes constants, record by reading its bytecode.
-
-    Only reading the bytecode keeps len(x) and int(x.shape[0]) symbolic.
-    """
+    """Record by running the forward pass; if that fails, or makes sizes constants, by reading its bytecode, since only
+    that keeps len(x) and int(x.shape[0]) symbolic."""
     shapes = tree_map(_dimensions, inputs)
     found: list[torch.export.ExportedProgram] = []
     errors: list[Exception] = []
@@ -216,10 +212,7 @@ class _SharedMemory:
             self._groups.setdefault(self._root(node), []).append(node)
 
     def _follow(self, nodes: Iterable[fx.Node], outer: fx.Node | None) -> None:
-        """Record effects of operations.
-
-        `outer` is the operation that contains them, for example with another grad mode.
-        """
+        """Record effects of operations; `outer` is the one that contains them, such as one with another grad mode."""
         for node in nodes:
             for value, is_written, is_shared in _effects(node):
                 if is_shared:

@@ -114,11 +114,9 @@ def scalars_of(output: Any) -> list[str]:
 
 
 def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float], bool]:
-    """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
-
-    The last value is True if `check_sum` must confirm that. It is False for one micro-batch, and torch's own losses.
-    Raise UsageError if `loss` returns no scalar, or contradicts `reduction`.
-    """
+    """Return the loss for a micro-batch, and a factor for each; the sum of the products is the loss of the batch. The
+    last value is True if `check_sum` must confirm that; it is False for one micro-batch, and torch's own losses. Raise
+    UsageError if `loss` returns no scalar, or contradicts `reduction`."""
     # The reduction of an unknown loss is a guess ("mean", unless it has an attribute), which `check_sum` confirms after
     # the last micro-batch. A program that gives `reduction` says that it is right.
     unsure = reduction is None and len(sizes) > 1 and not _is_of_torch(loss)
@@ -250,10 +248,8 @@ def evaluated(loss: Loss, output: Any, targets: Any, is_part: bool) -> Tensor:
 
 
 def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
-    """Return a sum instead of a mean that does not divide by the sample count, and the divisor for the whole batch.
-
-    Cross entropy divides by the number of targets that are not ignored, or by the sum of their class weights.
-    """
+    """Return a sum instead of a mean that does not divide by the sample count, and the divisor for the whole batch: for
+    cross entropy the number of targets that are not ignored, or the sum of their class weights."""
     summed: Any
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
         ignored, weight = loss.ignore_index, loss.weight

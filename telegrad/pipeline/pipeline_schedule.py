@@ -41,10 +41,8 @@ InputKey = tuple[str, int, int]  # of an action that needs an input: kind, stage
 
 
 def input_of(action: Action, last: int) -> InputKey | None:
-    """Return the input that an action needs before it can begin, in a pipeline whose last stage has index `last`.
-
-    The first stage has all inputs of the batch, and the last stage needs no input for its backward.
-    """
+    """Return the input that an action needs to begin, in a pipeline whose last stage has index `last`. The first stage
+    has all inputs of the batch, and the last stage needs no input for its backward."""
     kind = BACKWARD if action.kind == INPUT else action.kind
     if kind in (WEIGHTS, SEND_WEIGHT, SEND_GRADIENT) or (kind, action.stage) in ((FORWARD, 0), (BACKWARD, last)):
         return None
@@ -134,10 +132,8 @@ def _one_by_one(progress: Progress, action: Action) -> Priority | None:
 
 
 def _zero_bubble(progress: Progress, action: Action) -> Priority | None:
-    """Like 1f1b, but the backward of weights, for which no other stage waits, fills idle time.
-
-    So late stages keep activations for it, of up to as many micro-batches as the first stage.
-    """
+    """Like 1f1b, but the backward of weights, for which no other stage waits, fills idle time. So late stages keep
+    activations for it, of up to as many micro-batches as the first stage."""
     count, stage = len(progress.stations), action.stage
     awaited = progress.forward[stage] - progress.backward[stage]
     if action.kind == FORWARD and (awaited >= count - stage or progress.kept(stage) >= count):
@@ -152,9 +148,7 @@ SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zero-bubble")
 
 def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     """Like 1f1b with several stages per station: micro-batches pass in groups, with one micro-batch for each station.
-
-    If the last group is not full, its missing micro-batches are removed from the plan of a full one.
-    """
+    If the last group is not full, its missing micro-batches are removed from the plan of a full one."""
     group = max(stations) + 1
     rounds = len(stations) // group
     full = -(-batches // group) * group

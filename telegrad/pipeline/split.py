@@ -45,11 +45,8 @@ def split_model(
     check: bool = True,
     chunks: int = 1,
 ) -> SplitModel:
-    """Cut a model into `count` stages, `at` the modules of these names, or by numbers of children of a sequence.
-
-    Raises:
-        UsageError: the model cannot be cut this way, or not at all.
-    """
+    """Cut a model into `count` stages, `at` the modules of these names, or by numbers of children of a sequence; raise
+    UsageError if the model cannot be cut this way, or not at all."""
     if not isinstance(model, nn.Module):
         checks.raise_invalid("model", "a module", model)
     if at is not None:

@@ -78,11 +78,8 @@ class Stage:
         return found
 
     def tie(self, name: str, weight: Tensor | None = None) -> None:
-        """Replace a parameter by that of another stage, under all names that it has here.
-
-        Without `weight`, the other parameter is on another worker. Then a buffer replaces it, which gets the value of
-        the other parameter before each batch, and gradients.
-        """
+        """Replace a parameter by that of another stage, under all names that it has here. Without `weight`, that one is
+        on another worker; then a buffer replaces it here, and gets its value before each batch, and gradients."""
         # A replica on another worker is a buffer, so that optimizers, clipping and counts of parameters see the weight
         # once. As a leaf that requires a gradient it still gets one, which `SEND_GRADIENT` takes to the owner.
         own = self.weight(name)
@@ -285,10 +282,8 @@ class Backward:
         inlet: StageInput | None,
         run_distributed: Callable[[Tensor], None],
     ) -> None:
-        """`outputs` require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
-
-        The gradients of leaves are added to `sums`.
-        """
+        """`outputs` require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root. The gradients
+        of leaves are added to `sums`."""
         self.outputs = outputs
         self._sums = sums
         self._inlet = inlet
@@ -299,10 +294,7 @@ class Backward:
         self._junctions: list[tuple[list[tuple[GradientEdge, Tensor]], list[Node]]] = []
 
     def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
-        """Return the gradients of the inlet, given those of the outputs.
-
-        Add those of leaves, unless `in_steps` defers them.
-        """
+        """Return the inlet's gradients, given those of the outputs; add the leaves', unless `in_steps` defers them."""
         there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
         inlet, self.outputs = self._inlet, ()
         if there:
@@ -331,11 +323,8 @@ class Backward:
     # In two steps
 
     def _run_first(self, graph: _Graph) -> bool:
-        """Take the first step, or return False if two steps are not possible.
-
-        Python nodes must not run twice, code of `torch.compile` refuses to run in a pass that keeps its graph, and
-        gradients of weights behind several junctions cannot be separated.
-        """
+        """Take the first step; return False if two are not possible: Python nodes must not run twice, compiled code
+        refuses a pass that keeps its graph, and gradients of weights behind several junctions cannot be separated."""
         if any(map(graphs.is_compiled, graph.nodes)):
             return False
         # A leaf behind two junctions would be counted twice, because the call from the one passes through the other.

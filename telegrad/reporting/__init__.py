@@ -179,8 +179,7 @@ C = TypeVar("C", CallOut, CallIn)
 
 
 def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
-    """Return the calls that a thread waits for or runs, and up to MOST_ALIKE of each other kind; the last has the
-    number of the rest."""
+    """Return calls with a thread, and up to MOST_ALIKE of each other kind; the last one has the number of the rest."""
     # A worker may have thousands of similar calls in flight for which no thread waits. Threads are few, and
     # `telegrad why` needs each call that one of them waits for or runs.
     found: list[C] = []

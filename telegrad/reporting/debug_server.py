@@ -152,10 +152,8 @@ class DebugServer:
 
 
 def places() -> list[DebugAddress]:
-    """Return the debug servers of this user's workers on this host; for root those of all users.
-
-    Sockets of other users with names like a worker's are skipped, with a warning.
-    """
+    """Return the debug servers of this user's workers on this host; for root those of all users. Sockets of other users
+    with names like a worker's are skipped, with a warning."""
     if not HAS_UNIX:
         return []
     me, until = os.geteuid(), monotonic() + FINDING
@@ -287,8 +285,7 @@ class _Questions(contextlib.AbstractContextManager["_Questions"]):
 
 
 def _peer_of(place: DebugAddress, inode: bytes) -> tuple[int, int] | None:
-    """Return the process that owns a socket (0 in another PID namespace) and its user; None if it has gone or cannot be
-    seen."""
+    """Return the process (0 in another PID namespace) and user that own a socket; None if it is gone or hidden."""
     try:
         with _connected(place) as sock:
             return credentials(sock)

@@ -51,11 +51,8 @@ log = logging.getLogger("telegrad")
 
 
 def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
-    """Write a new file that only this user can read, and remove old files of this user. Return None if dumps are off.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a new file that only this user can read, and remove old files of this user. Return None if dumps are off;
+    raise OSError if the file cannot be written."""
     named = os.environ.get(VARIABLE, "")
     if named == "off":
         return None
@@ -132,8 +129,7 @@ class Dumper:
 
 
 class Signalled:
-    """Handle SIGUSR2, unless the program uses it: write stacks to a file of the process, and call `act` on a new
-    thread."""
+    """Handle SIGUSR2, unless the program uses it: write stacks to a file, and call `act` on a new thread."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act: Callable[[], object] | None = act  # None: closed

@@ -73,8 +73,7 @@ class StateQueries:
         after: Callable[[str], float] = lambda _: 0.0,
         patience: float = PATIENCE,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the answers of the workers, and why the others gave none. Block until all answered, for `patience` at
-        most."""
+        """Return the answers, and why other workers gave none. Block until all answered, `patience` seconds at most."""
         until = monotonic() + patience
         number = next(self._numbers)
         answers: dict[str, bytes] = {}
@@ -129,8 +128,7 @@ class StateQueries:
             self._own[received][name] += inspection.size_of(message)
 
     def last_word(self, callee: Identity, number: int) -> str:
-        """Return the callee's state of a call from here, to append to a message; empty if it does not answer within
-        AT_ONCE."""
+        """Return the callee's state of a call, to append to a message; empty without an answer within AT_ONCE."""
         # Many calls to a worker that hangs time out at once. Only the first of them asks: otherwise each would wait
         # AT_ONCE for the same answer, and each question starts a thread there.
         now = monotonic()

@@ -313,8 +313,7 @@ Names = dict[str, Any]
 
 
 def wait_on(frames: Sequence[FrameType], missing: Missing) -> WaitState | None:
-    """Return the wait below the innermost user code. `missing` returns the workers that a joining or leaving worker
-    waits for."""
+    """Return the wait below the innermost user code. `missing` is `Observer.missing`."""
     # If several waits are found, the outermost is returned, because it is the most specific.
     last = None
     for frame in reversed(frames):

@@ -58,10 +58,8 @@ class Delta(NamedTuple):
 
 
 def encode(old: Sequence[Row], new: Sequence[Row], small: bool) -> Delta:
-    """Return the delta of two pieces, whose rows have the same types and lengths.
-
-    Without `small`, planes, which take ten times as long, are not tried.
-    """
+    """Return the delta of two pieces, whose rows have the same types and lengths. Without `small`, planes, which take
+    ten times as long, are not tried."""
     delta = Delta([], [])
     for before, after in zip(_joined(old), _joined(new), strict=True):
         encoding, tensors = _encode_row(before, after, small)
@@ -71,10 +69,8 @@ def encode(old: Sequence[Row], new: Sequence[Row], small: bool) -> Delta:
 
 
 def apply(delta: Delta, rows: Sequence[Row]) -> None:
-    """Turn the old piece into the new one, in place.
-
-    Raise DeltaRefused if the delta is damaged, or was made from other values. Some rows may have changed already.
-    """
+    """Turn the old piece into the new one, in place. Raise DeltaRefused if the delta is damaged, or was made from other
+    values; some rows may have changed already."""
     at = 0
     joined = _joined(rows)
     if len(joined) != len(delta.heads):
@@ -120,10 +116,8 @@ def _encode_row(old: Row, new: Row, small: bool) -> tuple[int, list[Tensor]]:
 
 
 def _gaps(changed: Tensor, itemsize: int) -> Tensor:
-    """Return the distance of each element to the one before, in the smaller of two types.
-
-    If a distance exceeds the type, unchanged elements are inserted between.
-    """
+    """Return the distance of each element to the one before, in the smaller of two types. Where a distance exceeds the
+    type, unchanged elements are inserted."""
     gaps = changed.diff(prepend=changed.new_zeros(1))
     # The first gap counts from the start of the row and may be 0, for which the quotient is -1.
     between = {dtype: (gaps - 1).div_(_reach(dtype), rounding_mode="floor").clamp_(min=0) for dtype in _GAPS}
@@ -139,10 +133,7 @@ def _reach(dtype: torch.dtype) -> int:
 
 
 def _planes(bits: Row, limit: int) -> list[Tensor] | None:
-    """Return the bytes of elements by position, deflated if worthwhile.
-
-    Return None if they take about `limit` bytes or more.
-    """
+    """Return the bytes of elements by position, deflated if worthwhile; None if they take about `limit` or more."""
     # Elements at equal distances represent the whole row: layers that hardly change may be anywhere in it.
     sample = _apart(bits[:: max(1, len(bits) // SAMPLE)].contiguous())
     size = sample.shape[1]
@@ -161,10 +152,8 @@ def _apart(bits: Row) -> Tensor:
 
 
 def _deflated(plane: Tensor) -> Tensor:
-    """Deflate a plane, or return it unchanged if that is smaller.
-
-    The strategy Z_RLE only encodes runs and frequencies, since flipped bits contain no repeated strings.
-    """
+    """Deflate a plane, or return it unchanged if that is smaller. Z_RLE only encodes runs and frequencies, since
+    flipped bits contain no repeated strings."""
     squeeze = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
     squeezed = squeeze.compress(memory(plane)) + squeeze.flush()
     return _bytes(squeezed) if len(squeezed) < len(plane) else plane
@@ -274,8 +263,7 @@ def deltas_of(several: Sequence[Any], tensors: Sequence[Tensor]) -> list[Delta]:
 def apply_deltas(
     layout: Layout, info: VersionInfo, old: Tensor | None, new: Tensor, piece: int, deltas: Sequence[Delta]
 ) -> None:
-    """Make a piece of a version from that of an older one; raise DeltaRefused if the deltas were not made from that
-    piece, or the older version is no longer here."""
+    """Make a piece of a version from that of an older one; raise DeltaRefused if that is another, or not here."""
     if old is None:
         raise DeltaRefused("a delta starts from a version which this worker no longer has")
     rows = rows_of(layout, info, new, piece)

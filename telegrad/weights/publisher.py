@@ -256,11 +256,8 @@ def check_wait(wait: Any) -> None:
 def join(
     name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
 ) -> EndpointAddress:
-    """Add a subscriber, and return its publisher.
-
-    Wait for a publisher of that name, unless `number` names one that must exist. If another one has taken its name,
-    return that one without adding the subscriber.
-    """
+    """Add a subscriber, and return its publisher. Wait for one of that name, unless `number` names one that must exist.
+    If another one has taken its name, return that one without adding the subscriber."""
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
     until = monotonic() + timeout if timeout else float("inf")
@@ -289,10 +286,8 @@ def join(
 
 
 def lost_error(name: str, worker: str, why: str, last: int) -> PublisherLost:
-    """Return the error of a subscriber that has read version `last`; `why` is empty if another publisher has the name.
-
-    A subscriber does not go over to that one, since `behind` and `at_least` would compare numbers of two publishers.
-    """
+    """Return the error of a subscriber that has read version `last`; `why` is empty if another publisher has the name:
+    a subscriber stays with its own, since `behind` and `at_least` would compare numbers of two."""
     if not why:
         why, hint = "another one has its name", "create a new Subscriber: its versions are numbered anew"
     elif last:

@@ -183,10 +183,8 @@ class ShardOwner:
                 self._prepared = attempt, described
 
     def publish(self, attempt: int, known: int) -> tuple[int, int, list[Content] | None]:
-        """Publish the parts of an attempt.
-
-        Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
-        """
+        """Publish the parts of an attempt; return the number of the version, the edition of its contents, and the
+        contents if `known` is another edition."""
         with self._publishing:
             latest, described = self._prepared
             if attempt != latest:
@@ -413,10 +411,7 @@ class Plan:
         self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the state by name. A part that matches an owner's part is not copied.
-
-        If two names are joined from the same parts, they are joined once.
-        """
+        """Return the state by name; parts like an owner's are not copied, and those of two names are joined once."""
         # A tied weight has several names. The state has one tensor for them, as far as they have the same parts.
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}

@@ -47,12 +47,9 @@ class ShardCopy(NamedTuple):
 
 
 def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[ShardCopy]:
-    """Return the copies that make all wanted parts, with each element copied once.
-
-    An element that several owners have is copied from the first of them. An empty part gets one copy without elements,
-    which has the type of the tensor. Raise UsageError if no owner has a wanted element, or if one has the tensor with a
-    different number of dimensions.
-    """
+    """Return the copies that make all wanted parts, with each element copied once, from its first owner. An empty part
+    gets one copy without elements, which has the type of the tensor. Raise UsageError if no owner has a wanted element,
+    or if one has the tensor with a different number of dimensions."""
     parts: dict[str, list[tuple[str, int, Box]]] = {}
     for owner, theirs in owned.items():
         for number, part in enumerate(theirs):

@@ -210,12 +210,8 @@ class Snapshots:
         self._shape: Any = None  # the complete content of the last layout
 
     def of(self, tree: Any) -> Snapshot:
-        """Return the tensors of a tree, with their layout.
-
-        Raises:
-            InvalidArgument: the tree contains something that cannot be published.
-            CannotEncode: the tree contains something that cannot be pickled, or a tensor's memory was freed.
-        """
+        """Return the tensors of a tree, with their layout. Raise InvalidArgument for a value that cannot be published,
+        and CannotEncode for one that cannot be pickled, or a tensor whose memory was freed."""
         kind = _kind_of(tree)
         is_alike = kind is not None and kind == self._kind
         body, tensors = (self._body, [*tree.values()]) if is_alike else _taken_apart(tree)
@@ -279,11 +275,8 @@ class Snapshots:
             self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
 
     def _rounded_to(self, tensors: Sequence[Tensor], names: Mapping[Any, list[str]]) -> torch.dtype | None:
-        """Return the type of all tensors in one slot, or None if they have several types and keep them.
-
-        Raises:
-            InvalidArgument: they would get several types, and so could not share memory.
-        """
+        """Return the type of all tensors in one slot, or None if they have several types and keep them; raise
+        InvalidArgument if they would get several types, and so could not share memory."""
         own = {tensor.dtype for tensor in tensors}
         wanted = {
             publish_dtype(self._rounding, name, tensor)
@@ -302,11 +295,8 @@ class Snapshots:
 
 
 def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
-    """Return the type in which the tensor of that name is published.
-
-    Only real floating-point tensors are rounded. A type applies to larger types only; a function decides for each
-    tensor. Raise InvalidArgument if the type is not a floating-point type.
-    """
+    """Return the type in which the tensor of that name is published. Only real floating-point tensors of larger types
+    are rounded; a function decides for each tensor. Raise InvalidArgument if the type is no floating-point type."""
     if rounding is None or not tensor.is_floating_point():
         return tensor.dtype
     chosen = rounding if isinstance(rounding, torch.dtype) else rounding(name, tensor)

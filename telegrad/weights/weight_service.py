@@ -103,10 +103,7 @@ class Endpoint(Closable, Generic[M]):
         self.update(self.machine.on_tick)
 
     def wait_until(self, check: Callable[[], T | None], wait: Wait, limit: float) -> T | None:
-        """Call `check` now and after each change; return its first result that is not None.
-
-        Return None after `limit` seconds; 0 for no limit.
-        """
+        """Call `check` at each change; return its first result that is not None, or None after `limit` s (0: never)."""
         until = monotonic() + limit if limit > 0 else float("inf")
         with wait, self._service.agent.waiting():
             while True:
@@ -160,11 +157,7 @@ class WeightsService:
         return EndpointAddress(self.agent.name, self.agent.incarnation, number)
 
     def add(self, endpoint: Endpoint[Any], name: str = "") -> None:
-        """Deliver messages to an endpoint from now on. A publisher is registered under its name.
-
-        Raises:
-            UsageError: there already is a publisher of that name.
-        """
+        """Deliver messages to an endpoint, a publisher under its name; raise UsageError if another has that name."""
         with self.changed:
             if name in self.published:
                 raise UsageError(

@@ -161,8 +161,7 @@ class Version:
         return self._found
 
     def _sources(self) -> tuple[list[Tensor], Mapping[str, int]]:
-        """Return the tensors, and their indices by name; raise InvalidArgument if the version is no state dict, or has
-        tensors without a name."""
+        """Return the tensors, and their indices by name; raise InvalidArgument unless a state dict names them all."""
         layout = self._layout
         if layout is not None and not layout.names:
             layout.names.append(_names_of(layout))
@@ -235,8 +234,7 @@ def _own_state(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict, including nested dictionaries, by their names; raise InvalidArgument if two
-    of them have the same name."""
+    """Return the tensors of a state dict, with nested ones, by name; raise InvalidArgument if two have one name."""
     if {*map(type, state.values())} <= {Tensor, nn.Parameter} and {*map(type, state)} <= {str}:
         return {**state}
     counts = Counter(name for name, _ in named(state))

@@ -38,16 +38,7 @@ from telegrad._core.directory.directory import (
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.requests import (
-    INCARNATION,
-    LONGEST_WATCH,
-    Channel,
-    Reply,
-    Request,
-    name_of,
-    read_reply,
-    write_request,
-)
+from telegrad._core.directory.requests import Channel, Reply, Request
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
@@ -89,6 +80,23 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+class SocketSession:
+    """The socket of a session, once it is open."""
+
+    _sock: socket.socket | None = None
+
+    def usable(self) -> bool:
+        return self._sock is not None and is_quiet(self._sock)
+
+    def interrupt(self) -> None:
+        if self._sock is not None:
+            shut(self._sock)
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+
+
 S = TypeVar("S", bound=Session)
 T = TypeVar("T")
 
@@ -121,13 +129,10 @@ class Sessions(Generic[S]):
         until: float | None = None,
         limit: float = float("inf"),
     ) -> Result[T]:
-        """Run an operation at one endpoint after the other, until one answers or the time is over.
-
-        `operation` gets a session and the time at which the attempt ends, after at most `limit` seconds. `repeat`: it
-        may be sent again when it may have been done. The last attempt ends at `until`, by default after `patience`
-        seconds. Raise DirectoryLost if no endpoint answered, or if the operation may have been done and must not be
-        done twice.
-        """
+        """Run an operation at one endpoint after the other, until one answers or the time is over. It gets a session
+        and the time at which the attempt ends, after at most `limit` seconds. `repeat`: it may be sent again when it
+        may have been done. The last attempt ends at `until`, by default after `patience` seconds. Raise DirectoryLost
+        if no endpoint answered, or if the operation may have been done and must not be done twice."""
         begun = monotonic()
         until = begun + self.patience if until is None else until
         failures: dict[int, str] = {}  # the last one of each endpoint
@@ -274,12 +279,11 @@ def _text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
 
 
-class EmbeddedSession:
+class EmbeddedSession(SocketSession):
     """A connection that carries one request at a time."""
 
     def __init__(self, directory: EmbeddedDirectory) -> None:
         self._directory = directory
-        self._sock: socket.socket | None = None
         self._channel: Channel | None = None
 
     def open(self, deadline: float) -> None:
@@ -287,7 +291,7 @@ class EmbeddedSession:
         directory, attempt = self._directory, 0
         deadline = min(deadline, monotonic() + HANDSHAKE)
         while True:
-            end = Initiator(directory.keys, directory.claim, INCARNATION, attempt=attempt)
+            end = Initiator(directory.keys, directory.claim, requests.INCARNATION, attempt=attempt)
             try:
                 self._sock = sock = socket.create_connection(directory.address, left(deadline))
                 tune_tcp(sock, SILENCE)
@@ -310,24 +314,9 @@ class EmbeddedSession:
         directory.check(end.peer.name)
         self._channel = Channel(end.ciphers, LONGEST, end.leftover)
 
-    def usable(self) -> bool:
-        return self._sock is not None and is_quiet(self._sock)
-
-    def interrupt(self) -> None:
-        if self._sock is not None:
-            shut(self._sock)
-
-    def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-
     def ask(self, request: bytes, deadline: float) -> Reply:
-        """Send a request, and return its reply.
-
-        Raises:
-            OSError: the connection broke, or the deadline passed.
-            Unanswered: the other end is not a directory, or data was altered on the way.
-        """
+        """Send a request, and return its reply. Raise OSError if the connection broke, or the deadline passed;
+        Unanswered if the other end is not a directory, or data was altered on the way."""
         sock, channel = self._sock, self._channel
         assert sock is not None
         assert channel is not None
@@ -336,7 +325,7 @@ class EmbeddedSession:
             sock.sendall(channel.encrypt(request))
             while True:
                 for message in channel.decrypt(_receive(sock, PIECE, deadline)):
-                    return read_reply(message)
+                    return requests.read_reply(message)
         except (ProtocolViolation, DecryptionFailed) as error:
             raise Unanswered(str(error)) from None
 
@@ -357,15 +346,13 @@ class EmbeddedDirectory:
     """A `Directory` that `directory_server.py` serves. `directory.py` documents its methods."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
-        """Initialise. The first operation connects. An operation waits `patience` seconds for the server.
-
-        `path` is the directory's file. The directory of another group that has got the port since is refused.
-        """
+        """Initialise. The first operation connects. An operation waits `patience` seconds for the server. `path` is the
+        directory's file. The directory of another group that has got the port since is refused."""
         self.address, self.keys = address, keys
         self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
         self.claim = Hello(secrets.token_hex(8), 0, "", "")
         self.identity = ""  # of the first directory that answered
-        self._name = name_of(path) if path else ""
+        self._name = requests.name_of(path) if path else ""
         self._sessions = Sessions(
             lambda _: EmbeddedSession(self),
             [self.at],
@@ -412,7 +399,9 @@ class EmbeddedDirectory:
         return Listing(reply.revision, tuple(event.entry for event in reply.changes if event.entry is not None))
 
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
-        _, reply = self._ask(Request(requests.WATCH, prefix, revision=since), min(max(0.0, timeout), LONGEST_WATCH))
+        _, reply = self._ask(
+            Request(requests.WATCH, prefix, revision=since), min(max(0.0, timeout), requests.LONGEST_WATCH)
+        )
         return reply.revision, reply.changes
 
     def close(self) -> None:
@@ -420,12 +409,12 @@ class EmbeddedDirectory:
 
     def _ask(self, request: Request, timeout: float = 0.0, repeat: bool = True) -> Result[Reply]:
         ends = monotonic() + timeout
-        written = write_request(request)
+        written = requests.write_request(request)
 
         def ask(session: EmbeddedSession, deadline: float) -> Reply:
             if not timeout:
                 return session.ask(written, deadline)
-            return session.ask(write_request(request._replace(seconds=max(0.0, ends - monotonic()))), deadline)
+            return session.ask(requests.write_request(request._replace(seconds=max(0.0, ends - monotonic()))), deadline)
 
         result = self._sessions.run(ask, repeat, ends + self._sessions.patience)
         reply = result.value

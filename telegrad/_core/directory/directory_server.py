@@ -27,15 +27,7 @@ from time import monotonic
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import Event, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
-from telegrad._core.directory.requests import (
-    INCARNATION,
-    LONGEST_REQUEST,
-    Channel,
-    Request,
-    name_of,
-    read_request,
-    write_reply,
-)
+from telegrad._core.directory.requests import Channel, Request
 from telegrad._core.directory.watches import Watches
 from telegrad._core.host.private_files import open_regular, private_folder
 from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
@@ -67,7 +59,8 @@ class DirectoryServer:
         self.table = LeaseTable(path, limits, monotonic())
         self.watches: Watches[_Connection] = Watches(self.table)
         self.stopped = False  # set by any thread; `run` returns after its next event
-        self._acceptor = partial(Acceptor, keys, Hello(name_of(path) + self.table.identity, 0, INCARNATION, ""))
+        hello = Hello(requests.name_of(path) + self.table.identity, 0, requests.INCARNATION, "")
+        self._acceptor = partial(Acceptor, keys, hello)
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[_Connection, None] = {}  # oldest first
@@ -228,14 +221,14 @@ class DirectoryServer:
 
     def _answer(self, connection: _Connection, data: bytes) -> bytes | None:
         """Return the reply to a request, or None if it waits. Raises ProtocolViolation if the data is no request."""
-        request, now = read_request(data), monotonic()
+        request, now = requests.read_request(data), monotonic()
         try:
             if request.operation == requests.WATCH:
                 return self.watches.add(connection, request.key, request.revision, request.seconds, now)
             return do(self.table, connection.client, request, now)
         except tuple(requests.ERRORS.values()) as error:
             outcome = next(outcome for outcome, kind in requests.ERRORS.items() if isinstance(error, kind))
-            return write_reply(outcome, text=str(error))
+            return requests.write_reply(outcome, text=str(error))
 
 
 def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
@@ -246,10 +239,10 @@ def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
         check_value(key, value or b"")
         done, entry = table.swap(key, value, revision, lease, client)
         changes = [Event(entry.revision, key, entry)] if entry else []
-        return write_reply(requests.DONE if done else requests.NOT_DONE, 0, changes)
+        return requests.write_reply(requests.DONE if done else requests.NOT_DONE, 0, changes)
     if operation == requests.LIST:
         revision, entries = table.list(key)
-        return write_reply(requests.DONE, revision, [Event(each.revision, each.key, each) for each in entries])
+        return requests.write_reply(requests.DONE, revision, [Event(each.revision, each.key, each) for each in entries])
     granted = 0
     if operation == requests.GRANT:
         check_ttl(seconds)
@@ -260,7 +253,7 @@ def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
         table.revoke(lease)
     else:
         raise InvalidArgument(f"this directory has no operation {operation}: install the same version on all hosts")
-    return write_reply(requests.DONE, granted)
+    return requests.write_reply(requests.DONE, granted)
 
 
 class _Connection:
@@ -294,7 +287,7 @@ class _Connection:
             assert end.ciphers is not None
             assert end.peer is not None
             self.client = end.peer.name
-            self.channel = Channel(end.ciphers, LONGEST_REQUEST, end.leftover)
+            self.channel = Channel(end.ciphers, requests.LONGEST_REQUEST, end.leftover)
             data = b""
         found = self.channel.decrypt(data)
         if not found:

@@ -199,12 +199,8 @@ class LeaseTable:
     # Keys
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: int = 0, client: str = "") -> Swap:
-        """Write or delete a key if its revision is the expected one.
-
-        Raises:
-            LeaseLost: the lease has ended.
-            LimitReached: the directory, or this client's share of it, is full.
-        """
+        """Write or delete a key if its revision is the expected one. Raise LeaseLost if the lease has ended, and
+        LimitReached if the directory, or this client's share of it, is full."""
         if lease:
             self._check_lease(lease)
         found, owner = self._entries.get(key, (None, ""))
@@ -241,11 +237,9 @@ class LeaseTable:
         return Listing(self.revision, tuple(found))
 
     def changes(self, prefix: str, since: int, most: int = 1 << 20) -> tuple[int, Events]:
-        """Return the changes under `prefix` after a revision, and the last revision that they cover.
-
-        The changes of one revision are not separated. No further revision is added to `most` bytes or more. Raise
-        Compacted if some were forgotten, or if this directory has never had that revision.
-        """
+        """Return the changes under `prefix` after a revision, and the last revision that they cover. The changes of one
+        revision are not separated; no further one is added to `most` bytes or more. Raise Compacted if some were
+        forgotten, or if this directory has never had that revision."""
         if not self.compacted <= since <= self.revision:
             raise Compacted(
                 f"the directory has changes after revision {self.compacted}, not after {since}: list the keys again"

@@ -156,12 +156,8 @@ class Channel:
         return b"".join(self._writer.encrypt(pieces[at : at + RECORD]) for at in range(0, len(content), RECORD))
 
     def decrypt(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the complete messages.
-
-        Raises:
-            ProtocolViolation: a record or a message is too long.
-            DecryptionFailed: the bytes are not the next record of the other end.
-        """
+        """Add received bytes; return the complete messages. Raise ProtocolViolation if a record or a message is too
+        long, and DecryptionFailed if the bytes are not the next record of the other end."""
         self._records += data
         for record in _split(self._records, "record", TAG + 1, LONGEST + TAG):
             self._content += self._decrypt(record)

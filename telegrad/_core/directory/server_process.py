@@ -42,10 +42,7 @@ class ServerProcess:
         self, keys: Keyring, host: str = "127.0.0.1", port: int = 0, path: str = "", limits: Limits = DEFAULT
     ) -> None:
         """Start the process. `path` is its file, which a killed server may have left; by default, a new one is made.
-
-        Raises:
-            OSError: the port is taken, or the process cannot be started.
-        """
+        Raise OSError if the port is taken, or the process cannot be started."""
         self._keys, self._limits = keys, limits
         self.path = path
         if not path:
@@ -73,10 +70,7 @@ class ServerProcess:
 
     def restart_if_ended(self) -> bool:
         """Restart the process if it has ended, unless this is closed; return True if this was done. Call it regularly.
-
-        After repeated ends for the same reason, such as a full disk, restarts are delayed. Raise OSError if the process
-        cannot be started.
-        """
+        After repeated ends for one reason, such as a full disk, restarts are delayed. Raise OSError if one fails."""
         with self._lock:
             if self._listener.fileno() == -1 or self._process.poll() is None:
                 return False

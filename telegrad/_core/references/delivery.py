@@ -123,10 +123,8 @@ class ReliableDelivery(Generic[L]):
             sent.due = now
 
     def forget(self, worker: str, now: float) -> None:
-        """Drop the messages to a worker that was declared dead; send an empty batch in case it is alive.
-
-        Keep the numbers, and resend batches without a receipt as empty ones: the receiver waits for each number.
-        """
+        """Drop the messages to a worker that was declared dead; send an empty batch in case it is alive. Keep the
+        numbers, and resend batches without a receipt as empty ones: the receiver waits for each number."""
         line = self._line(worker)
         line.fresh = []
         for sent in line.sent.values():

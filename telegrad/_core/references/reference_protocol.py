@@ -77,11 +77,8 @@ class ControlMessage(NamedTuple):
 
 
 class References:
-    """All references that one worker owns or uses.
-
-    Every event may add to `letters` (receiver, message), to `freed` (references that ended here) and to `hopeless`
-    (owned references whose value will never come); the driver empties these lists.
-    """
+    """All references that one worker owns or uses. Events add to `letters` (receiver, message), `freed` (references
+    that ended here) and `hopeless` (owned references whose value will never come); the driver empties these lists."""
 
     def __init__(self, me: str) -> None:
         self.me = me
@@ -270,10 +267,8 @@ class References:
             self._end_if_unused(ref)
 
     def seek(self, ref: Id) -> bool:
-        """Prepare for a request of a value on its owner; return False if the value does not exist and never will.
-
-        The request may overtake the creating call, and the user's CONFIRM, which keeps alive the record made here.
-        """
+        """Prepare for a request of a value on its owner; return False if the value does not exist and never will. The
+        request may overtake the creating call, and the user's CONFIRM, which keeps alive the record made here."""
         if ref not in self.owned:
             if self._never_comes(ref):
                 return False

@@ -173,12 +173,8 @@ class ReferenceTable(Maker):
         return handle.box is not None or (share is not None and share.confirmed and not share.fault)
 
     def box(self, ref: Id) -> ValueSlot:
-        """Return the box of a value on its owner.
-
-        Raises:
-            RRefLost: there is none, and none will come.
-            LimitReached: it was not made for that.
-        """
+        """Return the box of a value on its owner. Raise RRefLost if there is none, and none will come; LimitReached if
+        it was not made for that."""
         known = self._boxes.get(ref)
         if known is not None:
             return known

@@ -40,12 +40,8 @@ WHAT = "the name of a worker, its rank, or its WorkerInfo"
 
 
 def target(to: Any, parameter: str = "to") -> str | int:
-    """Return the name or the rank by which an agent finds a worker.
-
-    Raises:
-        InvalidArgument: it is none of the three.
-        UnknownWorker: name and rank of a `WorkerInfo` are not those of one worker.
-    """
+    """Return the name or the rank by which an agent finds a worker. Raise InvalidArgument if it is none of the three,
+    and UnknownWorker if name and rank of a `WorkerInfo` are not those of one worker."""
     if type(to) is str:
         return to
     if isinstance(to, WorkerInfo):
@@ -129,8 +125,7 @@ def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
 
 
 def as_dict(kwargs: Any) -> dict[str, Any]:
-    """Return arguments by name as a dictionary; raise InvalidArgument if they are no mapping, or one of its keys is no
-    name."""
+    """Return arguments by name as a dictionary; raise InvalidArgument if they are no mapping, or a key is no name."""
     if isinstance(kwargs, Mapping):
         for name in kwargs:
             if not isinstance(name, str):

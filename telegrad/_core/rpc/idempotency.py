@@ -90,11 +90,8 @@ class IdempotencyTable:
         return sum(len(caller.entries) for caller in self._callers.values())
 
     def enter(self, name: str, number: int, left: float, now: float) -> CallEntry | None:
-        """Record a call with this time `left` (0 for no limit); return None if it may have run and its answer was
-        dropped.
-
-        The entry of a call that arrives for the first time has no outcome.
-        """
+        """Record a call with this time `left` (0 for no limit), without an outcome if it arrives for the first time;
+        return None if it may have run and its answer was dropped."""
         caller = self._callers.setdefault(name, _Caller())
         entry = caller.entries.get(number)
         if entry is None:

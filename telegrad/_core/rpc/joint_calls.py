@@ -112,12 +112,10 @@ def call_all(
     sizes: Mapping[str, int] | None = None,
     limit: float = 0,
 ) -> dict[str, T]:
-    """Call each worker with its share, all at once, and wait for all; return their values.
-
-    If `doing` is given, such as "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each
-    worker. `limit` is the limit of one step in seconds, 0 for none: see `StallWatch`. Raise WorkersFailed if more than
-    one failed; where only one did, its own error is raised.
-    """
+    """Call each worker with its share, all at once, and wait for all; return their values. If `doing` is given, such as
+    "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each worker. `limit` is the limit
+    of one step in seconds, 0 for none: see `StallWatch`. Raise WorkersFailed if more than one failed; where only one
+    did, its own error is raised."""
     calls: dict[str, Future[T]] = {}
     values: dict[str, T] = {}
     errors: dict[str, BaseException] = {}

@@ -171,11 +171,7 @@ class RestorableRRef(RRef[T]):
 
 def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
     """Return the reference that a trail finds, once it does. The limit counts from `begun` (monotonic), or from now.
-
-    Raises:
-        NotPublished: that took longer than `limit` seconds (0 for no limit).
-        Exception: the error of creating the value.
-    """
+    Raise NotPublished after `limit` seconds (0 for no limit), or the error of creating the value."""
     until = (monotonic() if begun is None else begun) + limit if limit else inf
     why: Exception | None = None
 
@@ -203,12 +199,8 @@ def _fact(error: BaseException | None) -> str:
 
 
 def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
-    """Ensure that a value exists now; return True if it had to be found again.
-
-    Raises:
-        CannotRestore: it is permanently lost.
-        OwnerLost: it did not come back in time.
-    """
+    """Ensure that a value exists now; return True if it had to be found again. Raise CannotRestore if it is permanently
+    lost, and OwnerLost if it did not come back in time."""
     agent, handle = reference._table.agent, reference._handle
     try:
         owner = reference._table.reach(handle)
@@ -353,10 +345,7 @@ def _another(ref: Id) -> RRef[Any] | None:
 @known_as("restoring a value")
 @not_compiled
 def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
-    """At the owner: return the value, or recreate it.
-
-    The value still exists if its creator alone has declared this worker dead.
-    """
+    """At the owner: recreate the value, or return it: it exists if its creator alone declared this worker dead."""
 
     def make_anew() -> RRef[Any]:
         call = convert(make, args, kwargs)

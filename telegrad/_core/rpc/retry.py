@@ -119,11 +119,8 @@ class Retries:
 
 
 class RetriedCall:
-    """A call that is made repeatedly by its policy. Acts as the outcome of each attempt, and as the call of its own
-    outcome.
-
-    Later attempts run in the context of the code that started the call. `Retries` calls `again` and `fail`.
-    """
+    """A call that is made repeatedly by its policy: the outcome of each attempt, and the call of its own outcome. Later
+    attempts run in the context of the code that started the call. `Retries` calls `again` and `fail`."""
 
     quick = False
     about: str

@@ -84,12 +84,9 @@ def local_address_towards(host: str) -> str:
 
 
 def listening_address(host: str) -> str:
-    """Return the address of this machine that `host` names, or the unspecified address.
-
-    A name other than localhost may resolve to a loopback address here, but not elsewhere: Debian's /etc/hosts gives a
-    machine's own name 127.0.1.1. Behind a NAT or a Kubernetes service, the host's address does not belong to this
-    machine.
-    """
+    """Return the address of this machine that `host` names, or the unspecified address. A name other than localhost may
+    resolve to a loopback address only here: Debian's /etc/hosts gives a machine's own name 127.0.1.1. Behind a NAT or a
+    Kubernetes service, the host's address does not belong to this machine."""
     with contextlib.suppress(OSError, ValueError):
         found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):

@@ -79,13 +79,8 @@ class DirectoryMonitor:
 
     def __init__(self, keys: Keyring, host: str, before: Pointer | None = None, watches: bool = False) -> None:
         """Start the process on an address of this host, or use the directory of the pointer `before` if it answers.
-
-        With `watches`, use that directory in any case, and restart it from its file once its port is closed.
-
-        Raises:
-            StoreUnreachable: it cannot be started.
-            UsageError: this is Windows, where a listening socket cannot be passed to a process.
-        """
+        With `watches`, use that directory in any case, and restart it from its file once its port is closed. Raise
+        StoreUnreachable if it cannot be started, and UsageError on Windows, where no process inherits a socket."""
         if sys.platform == "win32":
             raise UsageError(
                 "on Windows a dynamic or elastic group needs an external directory: init_method='etcd://HOST:2379' or "
@@ -121,10 +116,8 @@ class DirectoryMonitor:
         self._thread.join(END)
 
     def _started(self, before: Pointer | None) -> ServerProcess | None:
-        """Start the process; with the file of an earlier one if its port is free, because members connect there.
-
-        Return None if the earlier one is running again or is stopped: then it has its port.
-        """
+        """Start the process; with the file of an earlier one if its port is free, because members connect there. Return
+        None if the earlier one is running again or is stopped: then it has its port."""
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
                 return self._process(before.port, before.path)
@@ -217,10 +210,8 @@ def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> boo
 
 
 def restore_pointer(store: SealedStore, found: Found) -> None:
-    """Write the pointer into a store that outlives the group, if the last member before has removed it.
-
-    A worker calls this only once others can see it in the directory (see `remove_pointer`).
-    """
+    """Write the pointer into a store that outlives the group, if the last member before has removed it. A worker calls
+    this only once others can see it in the directory (see `remove_pointer`)."""
     if found.pointer is not None and not read_server_mark(store):
         write_pointer(store, found.pointer)
 
@@ -242,11 +233,8 @@ def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
 
 
 def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
-    """Return the directory that a pointer names, if it answers; and whether its process is gone.
-
-    A stopped process still has its port and its file. Another program may have the port of a process that is gone. A
-    process that has ended normally has removed its file.
-    """
+    """Return the directory that a pointer names, if it answers; and whether its process is gone: another program may
+    then have its port. A stopped process still has port and file; one that has ended normally has removed its file."""
     if (listens := knock(pointer.address, KNOCK)) is not True:
         return None, listens is False
     directory = connect(pointer, keys, PATIENCE)

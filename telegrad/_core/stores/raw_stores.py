@@ -63,12 +63,8 @@ class FileStore:
     """One process's view of the file. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Create the file if it is missing.
-
-        Raises:
-            OSError: it cannot be opened, is not a regular file, or other users may write it.
-            StoreUntrusted: its content is not that of a store.
-        """
+        """Create the file if it is missing. Raise OSError if it cannot be opened, is not a regular file, or other users
+        may write it; StoreUntrusted if its content is not that of a store."""
         self.path = path
         self._lock = threading.Lock()  # guards all below; held while the file is locked, for at most LOCKED
         self._values: dict[str, bytes] = {}
@@ -220,15 +216,10 @@ class FileStore:
 
 
 def check_is_store(host: str, port: int, patience: float) -> None:
-    """Ask the program that listens at an address for its number of keys, as torch's clients do.
-
-    torch's own client waits forever if another program accepts its connection and sends nothing, and a process that
-    ends while a thread is in that client is aborted. So it is used only after a store has answered.
-
-    Raises:
-        TimeoutError: it does not answer within `patience` seconds.
-        OSError: it is not a store, or no program listens there.
-    """
+    """Ask the program that listens at an address for its number of keys, as torch's clients do. torch's own client
+    waits forever if another program accepts its connection and sends nothing, and a process that ends while a thread is
+    in that client is aborted. So it is used only after a store has answered. Raise TimeoutError if it does not answer
+    within `patience` seconds, and OSError if it is not a store, or no program listens there."""
     deadline = monotonic() + patience
     data = b""
     try:
@@ -262,15 +253,9 @@ def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:
 
 
 def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store; only at `host`, if that is an address of this machine. Return the store and its port.
-
-    With `shared`, an existing store of this process at that port, for `torch.distributed` or an earlier group, is used
-    as well.
-
-    Raises:
-        OSError: the port is taken.
-        RuntimeError: torch cannot serve a store.
-    """
+    """Serve a store; only at `host`, if that is an address of this machine. Return the store and its port. With
+    `shared`, an existing store of this process at that port, for `torch.distributed` or an earlier group, is used as
+    well. Raise OSError if the port is taken, and RuntimeError if torch cannot serve a store."""
     address = listening_address(host)
     if address in ANYWHERE and is_address(host) and host not in ANYWHERE:
         log.warning(
@@ -289,11 +274,8 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
 
 
 def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store on a listening socket, which stays open for the caller; return the store and its port.
-
-    Raises:
-        StoreUnreachable: this process cannot connect to that socket.
-    """
+    """Serve a store on a listening socket, which stays open for the caller; return the store and its port. Raise
+    StoreUnreachable if this process cannot connect to that socket."""
     bound = listener.getsockname()
     host, port = text_of(bound), bound[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # at which this process can connect

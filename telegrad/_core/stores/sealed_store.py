@@ -91,8 +91,7 @@ class Sealer:
         return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
 
     def open(self, group: str, place: str, sealed: str) -> Opened:
-        """Return the value; raise StoreUntrusted if it was not sealed with a key of this process for this place of this
-        group."""
+        """Return the value; raise StoreUntrusted if no key of this process sealed it for this place of this group."""
         if not sealed:
             return NOTHING
         kind, _, rest = sealed.partition(" ")
@@ -107,11 +106,8 @@ class Sealer:
         raise unauthenticated(place)
 
     def renew(self, seal_all: Callable[[], None]) -> None:
-        """Call `seal_all` if another key was first at the last renewal: later workers have only the first key.
-
-        While the file has two keys, this is repeated: on a host where the file is replaced later, a worker may have
-        sealed with the older key.
-        """
+        """Call `seal_all` if another key was first at the last renewal: later workers have only the first key. While
+        the file has two keys, this is repeated: on a host where it is replaced later, the older may be in use."""
         first, *others = self._keys.secrets()
         if first != self._renewed_with or (others and monotonic() >= self._renew_at):
             seal_all()
@@ -168,11 +164,8 @@ class SealedStore:
         return [self._open(group, *each).value for each in zip(places, map(_text, found), newest, strict=True)]
 
     def renew(self) -> None:
-        """Seal each value in the store with the first key, if another one was first before.
-
-        Workers that join after the older key is dropped still read such values, whose writers may have left long
-        before. Therefore this goes through all places in the store, of all writers.
-        """
+        """Seal each value in the store, of all writers, with the first key, if another one was first before. Workers
+        that join after the older key is dropped still read such values, whose writers may have left long before."""
         self._sealer.renew(self._seal_all)
 
     def _seal_all(self) -> None:
@@ -258,12 +251,8 @@ class KeyValueStore:
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def swap(self, key: str, expected: str, value: str) -> str:
-        """Write `value` if the current value is `expected` ("" for none); return the value after that.
-
-        Raises:
-            StoreLost: the store is gone.
-            StoreUntrusted: the current value was not written with the group's key.
-        """
+        """Write `value` if the current value is `expected` ("" for none); return the value after that. Raise StoreLost
+        if the store is gone, and StoreUntrusted if the current value was not written with the group's key."""
         place = self._place(key)
         if not expected and (self.group, place) not in self._store.seen:
             # Most claims are for places without a value, so try without reading first. If there is a value, `replace`
@@ -288,10 +277,8 @@ class KeyValueStore:
         return found.value
 
     def write(self, key: str, value: str) -> None:
-        """Write unconditionally. Others see it before any later write of this board.
-
-        A retried compare-and-set ensures that no serial number is repeated.
-        """
+        """Write unconditionally. Others see it before any later write of this board. A retried compare-and-set ensures
+        that no serial number is repeated."""
         place = self._place(key)
         found, raw = self._store.look_up(self.group, place)
         written = False
@@ -348,11 +335,8 @@ def read_server_mark(store: SealedStore) -> str:
 
 
 class SealedDirectory:
-    """A `Directory` whose values carry a MAC under the group's key, which covers their keys as well.
-
-    Reading a value that another program has written raises StoreUntrusted. A watch skips it with a warning: it must not
-    stop there, because later changes are authentic.
-    """
+    """A `Directory` whose values carry a MAC under the group's key, which covers their keys as well. Reading a value of
+    another program raises StoreUntrusted. A watch skips it with a warning, because later changes are authentic."""
 
     def __init__(self, directory: Directory, keys: Keyring, place: str) -> None:
         """`place` distinguishes this directory from those of other groups on the same servers."""

@@ -218,10 +218,8 @@ def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring
 
 
 def serve_or_join(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
-    """Return the store of a group, and True if this process serves it: if it should, and no other does.
-
-    If another process on this host has the port, the workers of both processes find each other in its store.
-    """
+    """Return the store of a group, and True if this process serves it: if it should, and no other does. If another
+    process on this host has the port, the workers of both processes find each other in its store."""
     if rank > 0 or (rank < 0 and not is_here(place[0])):
         return join_store(*place, keys, timeout), False
     taken: StorePortTaken | None = None
@@ -253,12 +251,7 @@ def serve_or_join(place: Spot, rank: int, keys: Keyring, timeout: float) -> tupl
 
 
 def serve(host: str, port: int, keys: Keyring) -> SealedStore:
-    """Serve a store at that address.
-
-    Raises:
-        StorePortTaken: another program has the port.
-        StoreUnreachable: it cannot be served.
-    """
+    """Serve a store at that address. Raise StorePortTaken if another program has the port, else StoreUnreachable."""
     try:
         store = SealedStore(serve_tcp(host, port, shared=True)[0], keys)
         KeyValueStore(store).write(SERVED, OPEN)
@@ -280,10 +273,8 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
 def join_store(
     host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False, marked: bool = False
 ) -> SealedStore:
-    """Connect to a store that another process serves; it may not exist yet, and another program may have its port.
-
-    With `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key.
-    """
+    """Connect to a store that another process serves; it may not exist yet, and another program may have its port. With
+    `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key."""
     address, until = spot(host, port), monotonic() + timeout
     text = f"no process serves the store at {address}; "
     text += "its launcher may still be starting it" if lasting else "is the worker of rank 0 running?"

@@ -142,8 +142,7 @@ class ReceiveWindow:
         self.over = False  # no more items will arrive
 
     def came(self, items: list[Any], weights: list[int], over: bool) -> None:
-        """Add the answer to the next pull; raise ProtocolViolation if it has more items than the callee may be
-        ahead."""
+        """Add the answer to the next pull; raise ProtocolViolation if it exceeds what the callee may be ahead."""
         if not self.over:
             # A correct callee is at most one window ahead of what this side has reported, which is never more than it
             # has taken.

@@ -46,9 +46,7 @@ class EncodedItem(NamedTuple):
 
 def packed(item: Any, same_program: bool, recorded: bool) -> Any:
     """Return the encoded item, with copies of its tensors and arrays; raise CannotEncode if it cannot be sent.
-
-    `recorded`: gradients of the copies go to the tensors.
-    """
+    `recorded`: gradients of the copies go to the tensors."""
     if type(item) in _ATOMS:
         return item
     body, tensors, references, _ = encode(item, same_program)
@@ -258,11 +256,8 @@ def _let_go(of_caller: Reader, made: Any) -> None:
 
 
 def _end_with_call(feed: Feed) -> None:
-    """Close the feed when its call is cancelled: the reader has closed the stream, or the connection has ended.
-
-    A generator ends at its next `yield`. If the connection has ended, also cancel a task on the event loop, which might
-    never come to one.
-    """
+    """Close the feed when its call is cancelled: the reader has closed the stream, or the connection has ended. A
+    generator ends at its next `yield`. If the connection has ended, also cancel a task, which may never come to one."""
     # Without a lock: `call.stop` is stored and then `call.cancelled` read; a thread that cancels does the reverse.
     call = current_call()
     stop = call.stop

@@ -345,11 +345,9 @@ class Stream(Generic[T]):
 
 
 class OpenStreams:
-    """The streams that one worker reads, since a graceful shutdown waits for them.
-
-    Once the shutdown only waits for calls in flight, close the streams that the waiting thread has read last. That
-    thread reads no more, although the program may still refer to them, as in the traceback of an interrupted loop.
-    """
+    """The streams that one worker reads, since a graceful shutdown waits for them. Once it only waits for calls in
+    flight, close the streams that the waiting thread has read last: it reads no more, although the program may still
+    refer to them, as in the traceback of an interrupted loop."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -397,11 +395,8 @@ def _cancel(calls: list[Any]) -> None:
 
 
 def _cancel_if_failed(pulls: deque[_Pull], lock: threading.Lock, done: Future[Any]) -> None:
-    """Cancel all pulls in flight if the call of the function has failed: they will not be answered.
-
-    The answer of a function that has raised is sent after its last item. All pulls with items are therefore over by
-    then.
-    """
+    """Cancel all pulls in flight if the call of the function has failed: they will not be answered. A function that has
+    raised is answered after its last item, so all pulls with items are over by then."""
     if done.done() and hasattr(done, "failure"):
         with lock:
             calls = [pull.call for pull in pulls]

@@ -41,19 +41,8 @@ from telegrad.compat.rpc.references import (  # noqa: F401 - programs look for s
 )
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 
-__all__ = [
-    "AllGatherStates",
-    "PyRRef",
-    "RRef",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "method_factory",
-    "new_method",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
+__all__ = ["AllGatherStates", "PyRRef", "RRef", "get_rpc_timeout", "get_worker_info", "method_factory", "new_method"]
+__all__ += ["remote", "rpc_async", "rpc_sync", "shutdown"]
 
 PING = 1.0  # seconds between checks that the awaited workers are alive
 LEAK_CHECK = 20.0  # seconds to wait for the release of the last references

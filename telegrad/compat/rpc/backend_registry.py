@@ -23,17 +23,8 @@ from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
 
-__all__ = [
-    "BackendType",
-    "BackendValue",
-    "RpcAgent",
-    "TensorPipeAgent",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "enable_gil_profiling",
-    "init_backend",
-    "register_backend",
-]
+__all__ = ["BackendType", "BackendValue", "RpcAgent", "TensorPipeAgent", "backend_registered"]
+__all__ += ["construct_rpc_backend_options", "enable_gil_profiling", "init_backend", "register_backend"]
 
 # `torch.distributed.rpc.constants`
 UNSET_RPC_TIMEOUT = remote_calls.UNSET_RPC_TIMEOUT

@@ -107,8 +107,7 @@ class RRef(references.RRef[T]):
         super().backward(dist_autograd_ctx_id, retain_graph)
 
     def confirmed_by_owner(self) -> bool:
-        """Return True if the owner knows this worker's reference. Block up to CONFIRMATION s for one that was sent
-        here."""
+        """Return True if the owner knows this reference. Block up to CONFIRMATION s for one that was sent here."""
         until = monotonic() + CONFIRMATION
         while not super().confirmed_by_owner():
             if self._table.made_here(self._handle) or self._table.closed or monotonic() > until:
