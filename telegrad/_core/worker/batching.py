@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
@@ -19,7 +19,7 @@ from telegrad._core.texts import plural
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
-Function = Callable[..., Awaitable[Sequence[Any]]]
+Function = Callable[..., Awaitable[list[Any] | tuple[Any, ...]]]
 Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
 
 
@@ -106,16 +106,16 @@ class Batched:
         try:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
             found = await (in_setting(run, modes.applied, Streams()) if modes else run)
-            values = list(found) if checks.is_iterable(found) else None
-            if values is None or len(values) != len(calls):
-                count = f"{checks.short_repr(found)}, not a list," if values is None else plural(len(values), "result")
+            if not isinstance(found, list | tuple) or len(found) != len(calls):
+                is_list = isinstance(found, list | tuple)
+                count = plural(len(found), "result") if is_list else f"{checks.short_repr(found)}, not a list,"
                 raise ValueError(f"{self._path} returned {count} for a batch of {plural(len(calls), 'call')}")
         except BaseException as error:
             _fail(calls, error)
             if not isinstance(error, Exception):
                 raise
         else:
-            for (_, result), value in zip(calls, values, strict=True):
+            for (_, result), value in zip(calls, found, strict=True):
                 if not result.done():  # its caller may have given up
                     result.set_result(value)
 
@@ -130,7 +130,7 @@ def _fail(calls: Calls, error: BaseException) -> None:
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     """Collect concurrent calls of an async function, and run it once for all of them.
 
-    The function gets a list for each argument, and returns a sequence with the result of each call. It runs once
+    The function gets a list for each argument, and returns a list or tuple with the result of each call. It runs once
     `max_size` calls have arrived, or `max_wait` seconds after the first. Meant for serving, as a method of an object
     that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs with the grad mode and autocast
     of its callers: a batch has callers of equal modes only. It runs outside of their autograd contexts, so its remote
