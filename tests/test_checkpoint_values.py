@@ -27,7 +27,13 @@ from tests.cluster import agents_here
 from tests.trees import alike
 
 numbers = st.integers(0, 3)
-plain = st.none() | st.booleans() | numbers | st.text("ab.", max_size=3) | st.just((1, [2])) | st.just({1, 2})
+plain = (
+    st.none()
+    | st.booleans()
+    | numbers
+    | st.text("ab.", max_size=3)
+    | st.sampled_from([(1, [2]), {1, 2}, dict, nn.Linear])
+)
 tensors = st.sampled_from([torch.float32, torch.bool, torch.int64]).map(lambda dtype: torch.ones(2, dtype=dtype))
 keys = st.text("ab.", max_size=3) | numbers | st.booleans() | st.tuples(numbers, st.none())
 
@@ -55,7 +61,7 @@ def worker() -> Iterator[None]:
 
 def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:
     checkpoint.save({"value": value}, folder, wait=wait).wait()
-    state = {"value": None}
+    state = {"value": nn.Linear}  # a plain value, which is replaced
     checkpoint.load(state, folder)
     return state["value"]
 
