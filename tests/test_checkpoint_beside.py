@@ -166,6 +166,20 @@ def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
             checkpoint.save({"step": 7}, tmp_path / "7", keep=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("target", ["1", "{folder}/1", "1/.metadata"])
+def test_the_target_of_a_symlink_beside_stays(workers: list[Worker], tmp_path: pathlib.Path, target: str) -> None:
+    checkpoint.save({"step": 1}, tmp_path / "1")
+    link = tmp_path / "link"
+    link.symlink_to(target.format(folder=tmp_path))
+    if link.is_dir():
+        checkpoint.save({"step": 2}, link)
+    for step in (3, 4):
+        checkpoint.save({"step": step}, tmp_path / str(step), keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "link", "4"}
+    assert link.exists()
+    assert checkpoint.latest(tmp_path / "1")
+
+
 def test_only_files_of_killed_saves_are_removed(workers: list[Worker], tmp_path: pathlib.Path) -> None:
     data = f"{'0123abcd' * 2}__0_0.distcp"
     foreign = {  # files of other programs: of torch, incomplete ones of torch, or no checkpoints
@@ -177,6 +191,7 @@ def test_only_files_of_killed_saves_are_removed(workers: list[Worker], tmp_path:
     }
     for name, files in {
         "killed": [data, f".metadata.{'0123abcd' * 2}.tmp"],
+        "linked": [data],
         "mine": [data, "notes.txt"],
         "empty": [],
         **foreign,
@@ -185,13 +200,16 @@ def test_only_files_of_killed_saves_are_removed(workers: list[Worker], tmp_path:
         for file in files:
             (tmp_path / name / file).write_text("")
     (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "link").symlink_to("linked")
+    (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path, *tmp_path.rglob("*")):
-        os.utime(path, (time.time() - 60,) * 2)
+        os.utime(path, (time.time() - 60,) * 2, follow_symlinks=False)
     checkpoint.save({"step": 1}, tmp_path / "1")
     (tmp_path / "1" / "settings.toml").write_text("")
     os.mkfifo(tmp_path / "1" / "pipe")
     checkpoint.save({"step": 2}, tmp_path / "2", keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "mine", "empty", "notes.txt", *foreign}
+    stay = {"1", "2", "link", "linked", "loop", "mine", "empty", "notes.txt", *foreign}
+    assert {path.name for path in tmp_path.iterdir()} == stay
     for name, files in foreign.items():
         assert {path.name for path in (tmp_path / name).iterdir()} == set(files)
     assert {path.name for path in (tmp_path / "1").iterdir()} == {"settings.toml", "pipe"}

@@ -44,7 +44,7 @@ def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-values = st.recursive(plain | tensors, containers, max_leaves=12)
+values = st.recursive(plain | tensors | st.sampled_from([dict, nn.Linear]), containers, max_leaves=12)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def worker() -> Iterator[None]:
 
 def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:
     checkpoint.save({"value": value}, folder, wait=wait).wait()
-    state = {"value": None}
+    state = {"value": nn.Linear}  # a plain value, which is replaced
     checkpoint.load(state, folder)
     return state["value"]
 

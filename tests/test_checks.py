@@ -26,11 +26,19 @@ PACKAGE = os.path.dirname(telegrad.__file__)
 NAN, INF, HUGE, LONG = float("nan"), float("inf"), 10**400, "x" * 1_000_000
 REFUSED = (errors.UsageError, TypeError, ValueError)
 
+
+class Indexed:
+    """Not a number, although Python takes it as an index."""
+
+    def __index__(self) -> int:
+        return 1
+
+
 # Wrong values for each kind of parameter.
 LONE = "\ud800"  # a lone surrogate, which UTF-8 cannot encode
 NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE, LONE, LONE + LONG]
 NO_FLAG: list[Any] = [0, 1, "yes", b"", [], object(), 1.0]
-SCALARS: list[Any] = [np.bool_(True), np.array([1, 2]), np.array(1), torch.tensor(True), torch.tensor(1), 1j]
+SCALARS: list[Any] = [np.bool_(True), np.array([1, 2]), np.array(1), torch.tensor(True), torch.tensor(1), 1j, Indexed()]
 NO_COUNT: list[Any] = ["1", b"1", True, 1.5, NAN, INF, -5, -HUGE, [1], object(), torch.ones(2), np.float64(1), *SCALARS]
 NO_SECONDS: list[Any] = ["1", b"1", True, NAN, -5, -0.5, -INF, 1e300, HUGE, [1], object(), np.float64(NAN), *SCALARS]
 NO_FUNCTION: list[Any] = [None, "f", b"f", 5, True, NAN, [print], object()]
@@ -96,7 +104,7 @@ BY_NAME: dict[str, list[Any]] = {
     "reduction": without_none(NO_CHOICE),
     "keep": [*NO_COUNT, 0],
     "wait": [*NO_SECONDS],
-    "dtype": ["float", 5, True, [], object()],
+    "dtype": ["float", 5, True, [], object(), float, int, torch.Tensor, torch.int8, torch.complex64],
     "source": [None, 5, True, 1.5, object()],
     "roots": [None, 5, "x", True, [], [5], object(), torch.ones(2), torch.ones(1)],
     "outputs": [None, 5, "x", True, [], [5], object(), torch.ones(1)],
@@ -116,7 +124,8 @@ BY_NAME: dict[str, list[Any]] = {
     "balance": [*NO_LIST, "x", ["x"], [True]],
     "wanted": [*NO_LIST, [5]],
     "require": [*without_none(NO_LIST[:2]), 1.5, object(), "worker0", [5.5], [True], NO_INFO[:1]],
-    "of": [5, True, 1.5, object(), [], [5.5], [True], ["nobody"], ["worker0", "worker0"], [LONG], NO_INFO[:1]],
+    "of": [5, True, 1.5, object(), [], [5.5], [True], ["nobody"], ["worker0", "worker0"], [LONG],
+        NO_INFO[:1], b"x", bytearray(b"\0"), memoryview(b"\0")],
     "after": [5, "x", True, object()],
     "device_maps": [5, "x", True, [1], object(), {5: {}}, {"a": 5}, {"a": {"cpu": "nothing"}}, {LONE: {}}],
     "device_map": [None, 5, "x", True, [1], object(), {"cpu": "nothing"}],
@@ -131,7 +140,7 @@ BY_NAME: dict[str, list[Any]] = {
 }  # fmt: skip
 BY_ENTRY: dict[str, list[Any]] = {
     "telegrad.local: workers": [None, 0, -1, True, "ab", b"x", 1.5, HUGE, [], {}, ["a", "a"], [5], ["a.b"], [LONG],
-        [LONE], {"a": 0}, {"a": True}, {"a": NAN}, {"": 1}, {5: 1}, {"a": 10_001}, [""], [None], ["a"] * 10_001, {"a"},
+        [LONE], {"a": 0}, {"a": True}, {"a": NAN}, {5: 1}, {"a": 10_001}, [""], [None], ["a"] * 10_001, {"a"},
         iter(["a"]), bytearray(b"a"), np.int64(1), *SCALARS, {"a.b": 1}, object()],
     **all_of(("telegrad.autograd.backward: timeout", "telegrad.autograd.backward_async: timeout",
         "telegrad.autograd.grad: timeout"), NO_SECONDS),
@@ -148,6 +157,8 @@ BY_ENTRY: dict[str, list[Any]] = {
         "telegrad.rpc.wait_for_workers: role"),
         NO_TEXT),
     "telegrad.rpc.Group.filter: keep": NO_FUNCTION,
+    **all_of(("telegrad.rpc.functions.async_execution: fn", "telegrad.rpc.functions.must_finish: fn"),
+        [*NO_FUNCTION, int, Indexed, nn.Linear]),
     "telegrad.rpc.Group.without: workers": [5.5, True, None, object(), LONG],
     "telegrad.nn.Pipeline.split: workers": [*NO_LIST, None, [], "worker0", [5], [True], [LONG], [object()]],
     **all_of(("telegrad.rpc.TelegradOptions.set_device_map: to",
@@ -337,6 +348,11 @@ def test_each_parameter_refuses_wrong_values() -> None:
     with processes(1) as (process,):
         wrong: list[str] = process.run(check_all, patience=3 * PATIENCE)
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_a_role_without_a_name_is_shown() -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"^workers must be .* each role .*, not \{'': 1\}$"):
+        telegrad.local({"": 1})
 
 
 def test_numbers_of_numpy_are_accepted() -> None:

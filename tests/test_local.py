@@ -732,6 +732,19 @@ def test_workers_started_by_hand() -> None:
     ] * 2  # both only serve, so the group ends
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["--threads 0", "--timeout nan", "--timeout -1", "--min-workers 3 --max-workers 2", "--role a.b", "--rank -2"],
+)
+def test_wrong_arguments_of_a_worker_are_told(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(worker_command.main(["--role", "a", "--master", "127.0.0.1:1", *wrong.split()]))
+    said = capsys.readouterr().err.replace("_", "-").splitlines()[-1]
+    assert ended.value.code == worker_command.WRONG
+    assert wrong.split()[0].removeprefix("--") in said
+    assert not re.search("could not join|constructor", said)
+
+
 def test_a_worker_that_cannot_join_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--world-size", "2", "--master", f"127.0.0.1:{free_port()}", "--timeout", "0.2"]
     assert worker_command.main(["w1", "--rank", "1", *place]) == worker_command.JOINED_NOT

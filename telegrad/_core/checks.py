@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from telegrad.errors import InvalidArgument
 
@@ -77,11 +77,9 @@ def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "") -> Any:
     return value if isinstance(value, int | float) else float(value)
 
 
-def is_whole(value: Any) -> bool:
-    """Return True for integers, also those of NumPy, but neither for booleans nor for tensors and arrays."""
-    # Tensors and arrays with one element have `__index__`, too. NumPy's integers have `ndim`, but are `Integral`.
-    is_integer = hasattr(type(value), "__index__") and not hasattr(value, "ndim")
-    return (is_integer or isinstance(value, Integral)) and not isinstance(value, bool)
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Return True for integers, also those of NumPy, but neither for booleans nor for others with `__index__`."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
@@ -145,8 +143,8 @@ def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
     return value
 
 
-def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
-    if not callable(value):
+def function(name: str, value: Any, what: str = "a function", classes: bool = True) -> Callable[..., Any]:
+    if not callable(value) or (isinstance(value, type) and not classes):
         raise_invalid(name, what, value)
     found: Callable[..., Any] = value
     return found
@@ -160,7 +158,7 @@ def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
 
 def several(name: str, value: Any, what: str) -> list[Any]:
     """Return the members of a list, a tuple or another iterable that is neither text nor bytes."""
-    if isinstance(value, str | bytes | bytearray) or not is_iterable(value):
+    if isinstance(value, str | bytes | bytearray | memoryview) or not is_iterable(value):
         raise_invalid(name, what, value)
     return list(value)
 

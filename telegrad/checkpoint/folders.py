@@ -167,19 +167,22 @@ def discard(path: str, mark: str) -> None:
 
 
 def keep_newest(path: str, count: int) -> None:
-    """Keep the newest `count` complete checkpoints in the parent folder, including this one; remove leftovers of killed
-    saves. Symlinks and their targets stay, and so do checkpoints of other programs."""
+    """Keep the newest `count` complete checkpoints in the parent folder, including this one.
+
+    Remove leftovers of killed saves. Symlinks stay, with the folders that they lead to or into, and so do checkpoints
+    of other programs.
+    """
     folder = os.path.dirname(os.path.abspath(path))
-    found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))
-    for _, old in found[:-count]:
-        _remove(old)
+    complete = [each for _, each in sorted(_dated(folder, links=False)) if _is_own(each)]
     # A folder with files that are younger than the first file of this save is no leftover: another save may be writing
     # there.
     parts = (os.path.join(path, name) for name in os.listdir(path) if _is_part(name))
     begun = min((os.stat(part).st_mtime_ns for part in parts), default=0)
-    complete = {name for _, name in found}
-    for each in _folders(folder, links=False):
-        if each not in complete and _is_leftover(each, begun):
+    leftovers = [each for each in _folders(folder, links=False) if each not in complete and _is_leftover(each, begun)]
+    with os.scandir(folder) as entries:
+        targets = [pathlib.Path(os.path.realpath(each.path)) for each in entries if each.is_symlink()]
+    for each in complete[:-count] + leftovers:
+        if not any(target.is_relative_to(os.path.realpath(each)) for target in targets):
             _remove(each)
 
 
@@ -219,7 +222,8 @@ def _is_leftover(path: str, begun: int) -> bool:
 def _folders(folder: str, links: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return [each.path for each in entries if each.is_dir(follow_symlinks=links)]
+            # Not `each.is_dir()`, which raises OSError for a symlink that leads to itself.
+            return [each.path for each in entries if os.path.isdir(each.path) and (links or not each.is_symlink())]
     except OSError:
         return []
 

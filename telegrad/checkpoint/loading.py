@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, kind_of, shares_of, unpacked
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, has_method, kind_of, shares_of, unpacked
 from telegrad.errors import CheckpointFailed, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import StepCounter, call_all, folded, known_as
@@ -71,7 +71,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     writes: list[tuple[Tensor, Tensor]] = []
     found = {key: _find(path, metadata, (key,)) for key in own}
     for key in own:
-        if not hasattr(state[key], "load_state_dict"):
+        if not has_method(state[key], "load_state_dict"):
             found[key] = _with_own(key, state[key], found[key], writes)
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
@@ -92,7 +92,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
             value.load_groups(found[key])
-        elif hasattr(value, "load_state_dict") and key in own:
+        elif has_method(value, "load_state_dict") and key in own:
             value.load_state_dict(found[key])
         elif key in own:
             state[key] = found[key]

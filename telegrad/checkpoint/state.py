@@ -54,7 +54,7 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
             shares += [OwnerState(key, branch) for branch in branches(value)]
         elif isinstance(value, DistributedOptimizer):
             shares += [OwnerState(key, RemotePart("", local)) for local in value.locals.values()]
-        elif hasattr(value, "state_dict"):
+        elif has_method(value, "state_dict"):
             own[key] = value.state_dict()
         else:
             own[key] = value
@@ -66,10 +66,15 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
     return by_worker, own
 
 
+def has_method(value: Any, name: str) -> bool:
+    """Return True if an object has the method. A class, whose objects may have it, is a plain value."""
+    return hasattr(value, name) and not isinstance(value, type)
+
+
 def _check_inside(name: str, value: Any) -> None:
     """Raise UsageError if a container has a model, or a similar object, which would be pickled and not loaded into."""
     for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(part, RRef) or hasattr(part, "load_state_dict"):
+        if isinstance(part, RRef) or has_method(part, "load_state_dict"):
             raise UsageError(
                 f"{name}.{key} in the state is a {type(part).__name__} in a {type(value).__name__}, where it would not "
                 f"be loaded: give it a name of its own in the state, such as {f'{name}.{key}'!r}"

@@ -45,10 +45,11 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
         if membership.is_fixed and not made:
             raise UnknownWorker(made._emptiness())
         return made
-    if isinstance(of, WorkerInfo) or not checks.is_iterable(of):
-        checks.raise_invalid("of", "a role, a list of workers or a group; for one worker: group([worker])", of)
+    what = "a role, a list of workers or a group; for one worker: group([worker])"
+    if isinstance(of, WorkerInfo):
+        checks.raise_invalid("of", what, of)
     there = membership.view()
-    workers = [_found(each, there) for each in of]
+    workers = [_found(each, there) for each in checks.several("of", of, what)]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
     names = [worker.name for worker in workers]
@@ -207,8 +208,11 @@ class Group(GroupCalls):
     def __getitem__(self, which: slice) -> Group: ...
 
     def __getitem__(self, which: int | slice) -> WorkerInfo | Group:
+        places = (which.start, which.stop, which.step) if isinstance(which, slice) else (which,)
+        if not all(checks.is_whole(each) or (each is None and len(places) > 1) for each in places):
+            checks.raise_invalid("the index of a group", "the place of a worker, or a slice", which)
         if isinstance(which, slice):
-            return Group("slice", self, which.start, which.stop, which.step)
+            return Group("slice", self, *places)
         members = self._look()[1]
         try:
             return members[which]
@@ -216,8 +220,6 @@ class Group(GroupCalls):
             raise IndexError(
                 f"the group ({self.description}) has {plural(len(members), 'worker')} now, and none at {which}"
             ) from None
-        except TypeError:
-            checks.raise_invalid("the index of a group", "the place of a worker, or a slice", which)
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
         """Return the group of the members for which a function is true.

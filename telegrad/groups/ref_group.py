@@ -101,7 +101,7 @@ class RefGroup:
     def __getitem__(self, which: int | str | WorkerInfo | slice) -> RRef[Any] | RefGroup:
         if isinstance(which, slice):
             return RefGroup(self._references[which])
-        if isinstance(which, int):
+        if checks.is_whole(which):
             return self._references[which]
         name = which.name if isinstance(which, WorkerInfo) else which
         for each in self:

@@ -442,7 +442,9 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
     named: list[tuple[str, str]] = []
     if isinstance(workers, Mapping):
         for role, number in workers.items():
-            check_role(role or " ")  # "" would mean workers without a role
+            if role == "":  # this would mean workers without a role
+                raise_invalid("workers", _WORKERS, workers)
+            check_role(role)
             count(f"workers: the number of {role}", number, 1, MOST)
         named = [(f"{role}{number}", role) for role, several in workers.items() for number in range(several)]
     elif isinstance(workers, Sequence) and not isinstance(workers, str | bytes | bytearray):

@@ -15,10 +15,11 @@ import time
 import traceback
 from typing import NoReturn
 
+from telegrad.ext.arguments import checks
 from telegrad.ext.joining import supervised
 from telegrad.ext.processes import end_threads, renewed, signal_at_parents_end
 
-ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
+ENDED, WRONG, JOINED_NOT, LOST, INTERRUPTED = 0, 2, 3, 4, 130
 # Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it
 # sends a signal.
 GRACE = 1.0
@@ -31,7 +32,7 @@ _parent_ended = renewed(threading.Event())
 EPILOG = f"""\
 exit codes:
   {ENDED}    the group has ended normally
-  2    wrong arguments
+  {WRONG}    wrong arguments, or wrong settings in the environment
   {JOINED_NOT}    the worker could not join
   {LOST}    a worker of a group of fixed size, or a required one, was lost or left early; the others of a
        dynamic group declared this worker lost; or the parent has ended
@@ -53,6 +54,11 @@ def main(arguments: list[str]) -> int:
         given = parser.parse_args(starter.fork_workers(given.forks, socket.socket(fileno=_take_input())))
     if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
+    try:  # the options whose parameters have other names
+        checks.count("--threads", given.threads)
+        checks.seconds("--timeout", given.timeout)
+    except ValueError as error:
+        parser.error(str(error))
     key = _key_from_parent() if given.key_from_parent else None
     # Before the import of torch, which takes seconds: the worker must end also if its parent ends meanwhile.
     if given.with_parent:
@@ -92,7 +98,8 @@ def main(arguments: list[str]) -> int:
     except errors.TelegradError as error:
         if given.with_parent and _parent_ended.wait(MOMENT):  # the parent's end is the reason
             return JOINED_NOT
-        return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
+        doing, code = ("start", WRONG) if isinstance(error, errors.UsageError) else ("join", JOINED_NOT)
+        return _say(f"worker {given.name or given.role!r} could not {doing}: {error}", code)
     except KeyboardInterrupt:
         return INTERRUPTED
     return _serve(given)

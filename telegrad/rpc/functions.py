@@ -45,7 +45,7 @@ def async_execution(fn: F) -> F:
         9
     """
 
-    checks.function("fn", fn)
+    checks.function("fn", fn, classes=False)
 
     @functools.wraps(fn)
     def marked(*args: object, **kwargs: object) -> object:
@@ -78,7 +78,7 @@ def must_finish(fn: F) -> F:
         >>> rpc.rpc_sync("worker1", settle, (3,))
         'settled 3'
     """
-    checks.function("fn", fn)
+    checks.function("fn", fn, classes=False)
     return finishing(fn)
 
 

@@ -243,7 +243,7 @@ def check_published(name: Any, dtype: Any, deltas: Any) -> None:
         if not dtype.is_floating_point:
             checks.raise_invalid("dtype", _ROUNDING, str(dtype))
     elif dtype is not None:
-        checks.function("dtype", dtype, _ROUNDING)
+        checks.function("dtype", dtype, _ROUNDING, classes=False)
     checks.one_of("deltas", deltas, ("off", "fast", "small"))
 
 

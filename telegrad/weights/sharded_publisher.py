@@ -222,7 +222,7 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
     # if not imported, there are no DTensors
     distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if isinstance(value, Shard):
-        tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
+        tensor, offsets, shape = value
     elif isinstance(value, distributed):
         rules = sys.modules["torch.distributed.tensor._utils"]
         if any(placement.is_partial() for placement in value.placements):
@@ -238,7 +238,7 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
         raise InvalidArgument(
             f"{name!r} is not a part of a tensor of shape {shape}: its offsets are {box[0]}, and its sizes {box[1]}"
         )
-    return Content(Part(name, box), shape), tensor.detach()
+    return Content(Part(name, Box(tuple(offsets), box.sizes)), tuple(shape)), tensor.detach()
 
 
 # Readers

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from telegrad.errors import UsageError
+from telegrad.ext.arguments import checks
 
 
 class Box(NamedTuple):
@@ -24,6 +25,9 @@ class Box(NamedTuple):
 
 
 def is_within(box: Box, shape: Sequence[int]) -> bool:
+    # Programs make boxes and shards, so these may have any values.
+    if not all(isinstance(each, Sequence) and all(map(checks.is_whole, each)) for each in (*box, shape)):
+        return False
     if not len(box.offsets) == len(box.sizes) == len(shape):
         return False
     return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in zip(*box, shape, strict=True))

@@ -52,7 +52,7 @@ class Gives(nn.Module):
         return rpc.RRef(a)
 
 Pipeline([RemoteModule("w1", Gives), RemoteModule("w2", nn.Identity)])(x)
-UsageError: values between the stages of a Pipeline cannot contain references such as ...: let the stage fetch
+UsageError: values between the stages of a Pipeline cannot contain references such as <RRef ...: let the stage fetch
 -> `to_here()` in the stage
 ## tied parameters that are not named together
 Pipeline([remote, remote], tied=['0.weight'])

@@ -169,7 +169,7 @@ UsageError: worker 'w0' has a publisher 'twice' already: close it first, or use 
 -> another name
 ## references in a state
 Publisher('references', {'r': rpc.RRef(1)}).publish()
-InvalidArgument: published weights cannot contain references such as ...
+InvalidArgument: published weights cannot contain references such as <RRef ...
 -> what they refer to
 ## a tensor without values
 Publisher('meta', {'x': torch.empty(2, device='meta')}).publish()

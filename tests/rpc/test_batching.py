@@ -6,9 +6,11 @@ import asyncio
 import copy
 import pickle
 import threading
+from collections import Counter
 from typing import Any, NoReturn
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -47,8 +49,8 @@ class Adder:
         return values[:1]
 
     @functions.batch(max_size=2, max_wait=LONG)
-    async def adds(self, values: list[int]) -> Any:
-        return torch.tensor(sum(values))
+    async def first(self, values: list[Any]) -> Any:
+        return values[0]
 
     @functions.batch(max_size=1, max_wait=LONG)
     async def context(self, values: list[torch.Tensor]) -> list[tuple[bool, bool]]:
@@ -162,11 +164,19 @@ def test_the_batches_of_a_copied_object_use_the_copy() -> None:
     assert (adder.sizes, copied.sizes) == ([1], [1])
 
 
-@pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError), ("adds", ValueError)])
-def test_an_error_of_a_batch_is_raised_for_each_caller(method: str, error: type[Exception]) -> None:
+NO_RESULTS = ["ab", b"ab", {1, 2}, {1: 1, 2: 2}, Counter("ab"), np.ones(3), torch.tensor(3), 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error"),
+    [("fails", 1, KeyError), ("forgets", 1, ValueError), *(("first", each, ValueError) for each in NO_RESULTS)],
+)
+def test_an_error_of_a_batch_is_raised_for_each_caller(method: str, value: Any, error: type[Exception]) -> None:
     adder = remote("w1", Adder)
-    for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
-        with pytest.raises(error, match=r"no such|returned (1 result|.*, not a list,) for a batch of 2") as caught:
+    for call in [getattr(adder.rpc_async(), method)(value) for _ in range(2)]:
+        with pytest.raises(
+            error, match=r"no such|returned (1 result|3 results|.*, not a list,) for a batch of 2"
+        ) as caught:
             call.wait()
         assert f"On worker 'w1', in Adder.{method}" in str(caught.value)
 

@@ -116,6 +116,9 @@ untyped: Any = rpc.group
             "for one worker: group([worker]), not WorkerInfo",
         ),
         (lambda: untyped("actor")[9], IndexError, "has 4 workers now, and none at 9"),
+        (lambda: untyped("actor")[True], errors.InvalidArgument, "must be the place of a worker, or a slice, not True"),
+        (lambda: untyped("actor")[:"a"], errors.InvalidArgument, "the place of a worker, or a slice, not sl"),
+        (lambda: untyped("actor").remote(int)[True], errors.UnknownWorker, "worker True"),
         (lambda: untyped("actor")["w1"], errors.InvalidArgument, "must be the place of a worker, or a slice, not 'w1'"),
         (lambda: untyped("actor").without("w9"), errors.UnknownWorker, "no worker is named 'w9'"),
         (

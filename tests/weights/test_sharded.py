@@ -289,6 +289,9 @@ def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
+    for place in ((0.5, 0), (True, 0), ("a", 0), None, 0):
+        with pytest.raises(InvalidArgument, match=r"'w' is not a part of a tensor of shape \(6, 4\): its offsets are"):
+            ShardedPublisher(f"{place}", {"w1": lambda place=place: {"w": Shard(rows(2, 6), place, (6, 4))}}).publish()
     with pytest.raises(InvalidArgument, match="the result of a function in source must be a dictionary of tensors"):
         ShardedPublisher("tensor", {"w1": lambda: torch.ones(3)}).publish()
     with pytest.raises(InvalidArgument, match=r"dtype must be a type of floating numbers.* not 'torch\.int64'"):
@@ -299,7 +302,9 @@ def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
         on(four[3], lambda: ShardedSubscriber("w0", "plain").newest())
     policy = ShardedPublisher("policy", SOURCE)
     policy.publish()
-    for wrong, text in ((Box((0, 0), (7, 4)), r"is not within its shape \(6, 4\)"), ((0, 2), "a Box or None")):
+    boxes: Any = ((0, 0), (7, 4)), ((0.5, 0), (1, 1)), ((True, 0), (1, 1)), (None, (1, 1)), ((0, 0), 1)
+    wrongs = [*((Box(*box), r"is not within its shape \(6, 4\)") for box in boxes), ((0, 2), "a Box or None")]
+    for wrong, text in wrongs:
         wanted: Any = {"w": wrong}
         with pytest.raises(UsageError, match=text):
             on(four[3], lambda wanted=wanted: ShardedSubscriber("w0", "policy", wanted).newest())

@@ -104,8 +104,7 @@ class Handle:
             self.ended.put(self.id)
 
     def __repr__(self) -> str:
-        state = self.fault or (repr(self.box) if self.box is not None else f"on {self.owner.name!r}")
-        return f"<Handle of {number(self.id)}: {state}>"
+        return f"<RRef {number(self.id)} on {self.owner.name!r}{self.fault and f': {self.fault}'}>"
 
 
 # Why the generation of these handles' table has ended, by the queue that all handles of the table have, and that

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextvars import Context
 from typing import Any
 
@@ -19,7 +20,8 @@ from telegrad._core.texts import plural
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
-Function = Callable[..., Awaitable[Sequence[Any]]]
+_NO_RESULTS = (str, bytes, bytearray, Mapping, AbstractSet)  # iterables whose elements are not one for each call
+Function = Callable[..., Awaitable[Iterable[Any]]]
 Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
 
 
@@ -106,7 +108,7 @@ class Batched:
         try:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
             found = await (in_setting(run, modes.applied, Streams()) if modes else run)
-            values = list(found) if checks.is_iterable(found) else None
+            values = list(found) if checks.is_iterable(found) and not isinstance(found, _NO_RESULTS) else None
             if values is None or len(values) != len(calls):
                 count = f"{checks.short_repr(found)}, not a list," if values is None else plural(len(values), "result")
                 raise ValueError(f"{self._path} returned {count} for a batch of {plural(len(calls), 'call')}")
@@ -130,7 +132,7 @@ def _fail(calls: Calls, error: BaseException) -> None:
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     """Collect concurrent calls of an async function, and run it once for all of them.
 
-    The function gets a list for each argument, and returns a sequence with the result of each call. It runs once
+    The function gets a list for each argument, and returns one, or a tensor, with the result of each call. It runs once
     `max_size` calls have arrived, or `max_wait` seconds after the first. Meant for serving, as a method of an object
     that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs with the grad mode and autocast
     of its callers: a batch has callers of equal modes only. It runs outside of their autograd contexts, so its remote
