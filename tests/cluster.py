@@ -92,6 +92,14 @@ def wait_until(holds: Callable[[], object], limit: float = PATIENCE) -> None:
         time.sleep(1e-3)
 
 
+@contextlib.contextmanager
+def takes_less_than(seconds: float) -> Iterator[None]:
+    """Check the time that the block takes."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
 def pause(seconds: float) -> None:
     """Sleep until the next event of a schedule, such as that of random kills."""
     time.sleep(max(0.0, seconds))
@@ -109,6 +117,19 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """Run the jobs in threads; return their results, or raise the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(job) for job in jobs]]
+
+
+@contextlib.contextmanager
+def in_background(job: Callable[..., Any], *args: Any, after: float = 0.0) -> Iterator[None]:
+    """Run the job on a thread while the block runs, from so many seconds after its beginning."""
+    thread = threading.Timer(after, job, args)
+    thread.daemon = True
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "the job did not end"
 
 
 @contextlib.contextmanager

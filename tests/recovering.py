@@ -59,8 +59,7 @@ class Table(nn.Module):
             self.embedding = nn.Embedding(WORDS, WIDTH).double()
 
     def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.embedding(words)
-        return found
+        return self.embedding(words)
 
 
 class Model(nn.Module):

@@ -19,17 +19,8 @@ PACKAGE = pathlib.Path(__file__).parents[1]
 PROMISES = PACKAGE / "docs" / "stability.md"
 STABLE, PROVISIONAL, INTERNAL = "stable", "provisional", "internal"
 MODULES = (
-    "telegrad",
-    "telegrad.rpc",
-    "telegrad.rpc.functions",
-    "telegrad.autograd",
-    "telegrad.nn",
-    "telegrad.optim",
-    "telegrad.checkpoint",
-    "telegrad.weights",
-    "telegrad.insight",
-    "telegrad.errors",
-    "telegrad.compat",
+    *("telegrad", "telegrad.rpc", "telegrad.rpc.functions", "telegrad.autograd", "telegrad.nn", "telegrad.optim"),
+    *("telegrad.checkpoint", "telegrad.weights", "telegrad.insight", "telegrad.errors", "telegrad.compat"),
 )
 EXTENSIONS = "telegrad.ext"  # only names are listed for its modules, as the core has their signatures
 HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.rref", "Proxy"))  # not importable

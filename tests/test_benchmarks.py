@@ -364,18 +364,8 @@ def test_floods_are_judged_by_the_documented_limits() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors and memory are read from /proc")
 def test_floods_cost_other_workers_and_the_callee_little() -> None:
     """The limit of time suits a busy machine; those of memory and descriptors are the documented ones."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.floods",
-        "--seconds",
-        "3",
-        "--rounds",
-        "1",
-        "--ratio",
-        "200",
-        "--check",
-    ]
+    arguments = ["--seconds", "3", "--rounds", "1", "--ratio", "200", "--check"]
+    command = [sys.executable, "-m", "benchmarks.floods", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for name in WAYS:

@@ -27,7 +27,7 @@ from telegrad.checkpoint import Saver, folders
 from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
-from tests.cluster import PATIENCE, agents_here, group, pause, wait_until
+from tests.cluster import PATIENCE, agents_here, group, in_background, pause, wait_until
 
 SIZE = 1 << 16  # elements in each part of the saved model
 
@@ -106,14 +106,12 @@ def test_checkpoints_are_written_one_at_a_time(workers: list[Worker], gate: Gate
         checkpoint.save({"model": net}, tmp_path / "two", wait=False).wait()
         over.set()
 
-    thread = threading.Thread(target=again)
-    thread.start()
-    for _ in workers:
-        assert gate.come.acquire(timeout=PATIENCE)
-    assert not gate.come.acquire(timeout=0.1)  # the second save waits for the first
-    gate.open.set()
-    assert over.wait(PATIENCE)
-    thread.join()
+    with in_background(again):
+        for _ in workers:
+            assert gate.come.acquire(timeout=PATIENCE)
+        assert not gate.come.acquire(timeout=0.1)  # the second save waits for the first
+        gate.open.set()
+        assert over.wait(PATIENCE)
     assert first.done()
     assert checkpoint.latest(tmp_path) == str(tmp_path / "two")
 

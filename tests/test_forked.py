@@ -138,8 +138,7 @@ def uses(made: Things) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, function in public.functions().items():
         if name not in LEFT_OUT:
             yield name, partial(call, function, made)
-    kinds = public.classes()
-    for name, kind in kinds.items():
+    for name, kind in public.classes().items():
         if name.rpartition(".")[2] in ("Publisher", "Subscriber", "RRef", "RemoteModule", "DistributedOptimizer"):
             yield name, partial(call, kind, made)
     for name, thing in made.instances.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from telegrad._core.host.resources import instances
+from tests.cluster import in_background
 
 
 class Base: ...
@@ -44,12 +45,10 @@ def fail_in_another_thread(search: Callable[[], object]) -> list[SystemError]:
                 errors.append(error)
                 return
 
-    thread = threading.Thread(target=fill)
-    thread.start()
-    for _ in range(30):
-        search()
-    done.set()
-    thread.join()
+    with in_background(fill):
+        for _ in range(30):
+            search()
+        done.set()
     return errors
 
 

@@ -727,9 +727,8 @@ def test_stopped_workers_end_and_slow_ones_are_named(tmp_path: pathlib.Path) -> 
 def test_workers_started_by_hand() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]
     made = [command("worker", f"w{rank}", "--rank", rank, *place) for rank in range(2)]
-    assert [finish(process) for process in made] == [
-        (worker_command.ENDED, "", "")
-    ] * 2  # both only serve, so the group ends
+    # Both only serve, so the group ends.
+    assert [finish(process) for process in made] == [(worker_command.ENDED, "", "")] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,12 +93,9 @@ def test_no_thread_is_started_without_a_line() -> None:
 
 
 def test_waiting_works_without_memory_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     waiting = Wait("shutdown", str)
     waiting.lined = True
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     with report_in_background(waiting) as wait:
         assert wait in under_way()
     assert wait not in under_way()
@@ -327,8 +325,7 @@ print("done")
 
 
 def test_a_line_is_cut_to_the_width_of_the_terminal() -> None:
-    screen = shown('with Wait("shutdown", lambda: 100 * "x") as wait: look(wait, 1)')
-    (line,) = screen.pictures[0]
+    (line,) = shown('with Wait("shutdown", lambda: 100 * "x") as wait: look(wait, 1)').pictures[0]
     assert len(line) == progress.COLUMNS - 1
     assert line.endswith("x...")
 

@@ -101,8 +101,7 @@ def test_a_group_without_other_members_may_read_a_secret_and_write_its_folder(
     path.chmod(0o600)
     for owner in (ME, 0):
         for mode, bits in ((0o440, 6), (0o640, 6), (0o775, 2), (0o2770, 2)):
-            found = _others(status(mode, owner, group), str(path), bits)
-            assert found == ("" if private else f"group {group}")
+            assert _others(status(mode, owner, group), str(path), bits) == ("" if private else f"group {group}")
         assert not _others(status(0o755, owner, group), str(path), 2)
         assert not _others(status(0o600, owner, group), str(path), 6)
         assert _others(status(0o604, owner, group), str(path), 6) == "all"

@@ -26,8 +26,7 @@ def test_the_page_of_extensions_lists_their_modules() -> None:
     modules = surface.extension_modules()
     assert sorted(re.findall(r"^\| `(telegrad\.ext\.\w+)` \|", page, re.MULTILINE)) == modules
     text = ast.get_docstring(ast.parse(surface.path_of("telegrad.ext").read_text())) or ""
-    told = re.findall(r"^`(\w+)`:", text, re.M)
-    assert sorted(f"telegrad.ext.{name}" for name in told) == modules
+    assert sorted(f"telegrad.ext.{name}" for name in re.findall(r"^`(\w+)`:", text, re.M)) == modules
 
 
 @pytest.mark.parametrize("module", surface.MODULES)

@@ -18,7 +18,7 @@ from telegrad._core.memory.warm_memory import SHARING
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
-from tests.cluster import PATIENCE, agents, in_threads
+from tests.cluster import PATIENCE, agents, agents_here, in_threads
 from tests.transport.test_common import scribble, total
 
 MB = 1 << 20
@@ -29,8 +29,7 @@ needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no mem
 
 @pytest.fixture(params=["unix", "tcp"])
 def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with agents(4, transport=request.param) as made:
-        current.enter(made[0])
+    with agents_here(4, transport=request.param) as made:
         yield made
 
 
@@ -171,8 +170,7 @@ def consume(value: Any = None) -> None:
 def test_each_call_has_its_timeout() -> None:
     may_end.clear()
     with agents(3) as workers:
-        futures = call_each(workers[0].agent, consume, to=("w1", "w2"), timeout=0.05)
-        for future in futures:
+        for future in call_each(workers[0].agent, consume, to=("w1", "w2"), timeout=0.05):
             with pytest.raises(CallTimeout, match=r"consume on worker 'w[12]'"):
                 future.wait()
         may_end.set()

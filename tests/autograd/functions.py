@@ -93,6 +93,14 @@ class Behind(torch.autograd.Function):
         return None, None, None, x.grad
 
 
+class Passing(torch.autograd.Function):
+    """Returns its input; its subclasses have a backward function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
 class Join(torch.autograd.Function):
     """Returns its first input; the second one orders the nodes and gets no gradient."""
 

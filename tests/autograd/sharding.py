@@ -100,8 +100,7 @@ def near(function: Any, *args: Any) -> Any:
 
 
 def local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local().clone()
-    return found
+    return tensor.to_local().clone()
 
 
 def same(program: Any, rank: int, passes: int = 1, kind: type[nn.Module] = Net, **options: Any) -> list[bool]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
@@ -20,12 +22,16 @@ from telegrad.autograd import engine
 from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, wait_until
-
-Call = Callable[..., Any]
-
+from tests.autograd.functions import Passing
+from tests.cluster import PATIENCE, in_threads, wait_until
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
+GATE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def closed_gate() -> None:
+    GATE.clear()
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -57,18 +63,16 @@ def test_an_unknown_mode() -> None:
 
 
 def test_a_context_that_ends_during_its_pass() -> None:
-    gate = threading.Event()
     with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(gate)]).sum())
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf()]).sum())
     with pytest.raises(ContextEnded, match="wait for the pass"):
         future.wait()
     GATE.set()
 
 
 def test_a_callback_that_begins_another_pass() -> None:
-    GATE.clear()
     with autograd.context() as context:
-        loss = slow_backward(leaf(), Waiter()).sum()
+        loss = slow_backward(leaf()).sum()
         future = autograd.backward_async(context, loss, retain_graph=True)
         again = future.then(lambda _: autograd.backward(context, loss, timeout=5.0))
         GATE.set()
@@ -92,40 +96,15 @@ def test_a_context_that_ends_as_its_pass_begins(five: list[Worker], monkeypatch:
     assert not conductor.running
 
 
-GATE = threading.Event()
-
-
-class Holder:
-    """Arrives at every agent as a `Waiter` for the gate."""
-
-    def __init__(self, gate: threading.Event | None) -> None:
-        GATE.clear()
-
-    def __reduce__(self) -> tuple[type[Waiter], tuple[()]]:
-        return Waiter, ()
-
-
-class Waiter:
-    """Waits for the gate of its process."""
-
-    def wait(self) -> None:
+class Slow(Passing):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         assert GATE.wait(PATIENCE)
+        return gradient
 
 
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
-        ctx.waiter = waiter
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.waiter.wait()
-        return gradient, None
-
-
-def slow_backward(x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
-    return Slow.apply(x, waiter)
+def slow_backward(x: torch.Tensor) -> torch.Tensor:
+    return Slow.apply(x)
 
 
 # Every kind of call
@@ -171,18 +150,13 @@ def in_parts(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def in_a_thread(x: torch.Tensor) -> torch.Tensor:
-    made = []
-    run = copy_context().run
     worker = current.here()
 
-    def work() -> None:
+    def work() -> torch.Tensor:
         current.enter(worker)
-        made.append(rpc_sync("w2", torch.sin, (x,)))
+        return rpc_sync("w2", torch.sin, (x,))
 
-    thread = threading.Thread(target=run, args=(work,))
-    thread.start()
-    thread.join()
-    return made[0]
+    return in_threads(partial(copy_context().run, work))[0]
 
 
 def with_operators(x: torch.Tensor) -> torch.Tensor:
@@ -275,20 +249,16 @@ def look_at(parameter: nn.Parameter) -> tuple[tuple[bool, bool], torch.Tensor]:
 def test_parameters_of_modules_that_are_sent_get_gradients_at_the_caller() -> None:
     model, x = Model(), torch.randn(2, 3, dtype=torch.float64)
     with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", apply, (model, x)).sum())
+        autograd.backward(context, rpc_sync("w1", operator.call, (model, x)).sum())
         found = autograd.get_gradients(context)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.allclose(found[parameter], gradient)
 
 
-def apply(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
 def test_values_without_gradients_are_sent_unchanged() -> None:
     with autograd.context():
-        whole = rpc_sync("w1", apply, (list, [torch.arange(3), torch.ones(2), 7]))
+        whole = rpc_sync("w1", list, ([torch.arange(3), torch.ones(2), 7],))
         assert [getattr(each, "requires_grad", False) for each in whole] == [False] * 3
 
 
@@ -319,25 +289,21 @@ def test_a_plain_backward_is_refused_with_advice() -> None:
             loss.backward()
 
 
-gate = threading.Event()
-
-
 def doubled_at_last(x: torch.Tensor) -> torch.Tensor:
-    assert gate.wait(PATIENCE)
+    assert GATE.wait(PATIENCE)
     return x * 2
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_an_answer_refuses_gradients_after_its_context_also_if_it_comes_late(is_late: bool) -> None:
-    gate.clear()
     x = leaf()
     with autograd.context():
         if not is_late:
-            gate.set()
+            GATE.set()
         future = rpc_async("w1", doubled_at_last, (x,))
         if not is_late:
             future.wait()
-    gate.set()
+    GATE.set()
     y = future.wait()
     assert torch.equal(y, x * 2)
     with pytest.raises(UsageError, match="came from worker 'w1' in context"):
@@ -362,15 +328,11 @@ def test_tensors_of_a_call_refuse_gradients_if_their_context_has_ended(five: lis
 
 def test_in_place_after_sending() -> None:
     x = leaf()
-
-    def program(call: Call) -> torch.Tensor:
-        y = x * 2
-        z = call("w1", torch.sin, y)
-        y.mul_(3)
-        return (call("w2", torch.cos, y) + z).sum()
-
     with autograd.context() as context:
-        autograd.backward(context, program(lambda to, function, *args: rpc_sync(to, function, args)))
+        y = x * 2
+        z = rpc_sync("w1", torch.sin, (y,))
+        y.mul_(3)
+        autograd.backward(context, (rpc_sync("w2", torch.cos, (y,)) + z).sum())
         found = autograd.get_gradients(context)[x]
     assert torch.allclose(found, 2 * torch.cos(2 * x) - 6 * torch.sin(6 * x))
 
@@ -524,7 +486,7 @@ def test_ended_passes_are_not_running(five: list[Worker]) -> None:
 def test_a_pass_that_times_out_names_the_worker(run: Callable[..., Any]) -> None:
     with autograd.context() as context:
         x = leaf()
-        loss = rpc_sync("w1", slow_backward, [x, Holder(None)]).sum()
+        loss = rpc_sync("w1", slow_backward, [x]).sum()
         with pytest.raises(CallTimeout, match="'w1'"):
             run(context, loss, x, timeout=0.2)
         GATE.set()
@@ -532,7 +494,7 @@ def test_a_pass_that_times_out_names_the_worker(run: Callable[..., Any]) -> None
 
 def test_a_pass_reports_the_workers_that_it_waits_for(five: list[Worker]) -> None:
     with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(None)]).sum())
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf()]).sum())
         wait_until(lambda: [owing for *_, owing in five[0].conductor.under_way()] == [["w1"]])
         wait_until(lambda: "its graph runs" in repr(five[1].conductor.contexts.find(context)))
         GATE.set()
@@ -556,12 +518,12 @@ def test_early_gradients_do_not_wait_for_other_branches() -> None:
     x = leaf()
     x.register_hook(lambda gradient: GATE.set())
     with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", two_branches, [x, Holder(None)]).sum())
+        autograd.backward(context, rpc_sync("w1", two_branches, [x]).sum())
         assert x in autograd.get_gradients(context)
 
 
-def two_branches(x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
-    slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True), waiter)
+def two_branches(x: torch.Tensor) -> torch.Tensor:
+    slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True))
     return x * 2 + slow  # the engine runs the newest ready node first
 
 
@@ -633,8 +595,7 @@ def test_no_questions_are_sent_if_every_send_is_used(five: list[Worker], monkeyp
     x = leaf()
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
-    kinds = {kind for each in sent for kind in each}
-    assert kinds <= {"PackedShipment", "PassReport", "Release"}
+    assert {kind for each in sent for kind in each} <= {"PackedShipment", "PassReport", "Release"}
 
 
 def graph_of_its_own() -> torch.Tensor:
@@ -664,8 +625,7 @@ def pass_on(to: str, x: torch.Tensor) -> torch.Tensor:
 def test_sparse_tensors_that_a_worker_forwards() -> None:
     x = sparse(1.0, 2.0)
     with autograd.context() as context:
-        loss = torch.sparse.sum(rpc_sync("w1", pass_on, ("w2", x)))
-        autograd.backward(context, loss)
+        autograd.backward(context, torch.sparse.sum(rpc_sync("w1", pass_on, ("w2", x))))
         assert torch.equal(autograd.get_gradients(context)[x].to_dense(), 2.0 * (x.to_dense() != 0))
 
 
@@ -722,14 +682,10 @@ def test_the_graph_is_searched_once_for_all_received_tensors(monkeypatch: pytest
     assert search.call_count == 1
 
 
-class Telling(torch.autograd.Function):
+class Telling(Passing):
     """Records the address of the gradient that it gives."""
 
     given = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

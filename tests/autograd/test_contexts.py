@@ -93,8 +93,7 @@ def test_owners_are_asked_every_two_seconds_but_not_at_the_first_tick(contexts: 
 
 def test_the_end_is_sent_to_participants_except_for_its_sender(contexts: Contexts, agent: Agent) -> None:
     context = contexts.join(FOREIGN)
-    other = Identity("other", 2, "c")
-    for who in (OWNER, ME, other):
+    for who in (OWNER, ME, Identity("other", 2, "c")):
         context.meet(who)
     contexts.release(FOREIGN, OWNER)
     assert agent.sent == [("other", Release(FOREIGN))]

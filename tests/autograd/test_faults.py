@@ -16,6 +16,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import rpc_async, rpc_sync, shutdown
+from tests.autograd.functions import Passing
 from tests.cluster import PATIENCE, Process, agents, group, wait_until
 
 
@@ -25,11 +26,7 @@ def trio() -> Iterator[list[Process]]:
         yield made
 
 
-class Dying(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
+class Dying(Passing):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
         os._exit(1)

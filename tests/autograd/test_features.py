@@ -202,17 +202,8 @@ def modes_of_one_process(own: Local) -> Found:
 
 
 SAME = [
-    checkpoint_around_a_call,
-    hooks_of_tensors,
-    hooks_of_modules,
-    hooks_of_nodes,
-    a_hook_of_several_tensors,
-    sparse_and_dense,
-    sparse_matrices,
-    no_elements,
-    lazy_modules,
-    tangents_of_one_worker,
-    modes_of_one_process,
+    *(checkpoint_around_a_call, hooks_of_tensors, hooks_of_modules, hooks_of_nodes, a_hook_of_several_tensors),
+    *(sparse_and_dense, sparse_matrices, no_elements, lazy_modules, tangents_of_one_worker, modes_of_one_process),
 ]
 CHANGES = [replace_gradient, change_gradient, step_and_drop]
 

@@ -14,7 +14,7 @@ from telegrad import autograd
 from telegrad._core.worker import current
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.rpc import rpc_sync
-from tests.autograd.functions import leaf, mix, two
+from tests.autograd.functions import Passing, leaf, mix, two
 
 Grad = Callable[..., Sequence[Any]]
 Call = Callable[..., Any]
@@ -120,16 +120,14 @@ class Layer(nn.Module):
         self.inner = nn.Linear(3, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x).tanh()
-        return made
+        return self.inner(x).tanh()
 
 
 layers = {"w1": Layer(1), "w2": Layer(2)}
 
 
 def apply(where: str, x: Tensor) -> Tensor:
-    made: Tensor = layers[where](x)
-    return made
+    return layers[where](x)
 
 
 def gradients_of_layer(where: str, context: int) -> list[Tensor]:
@@ -142,8 +140,7 @@ def maml(call: Call, grad: Grad) -> tuple[Tensor, Tensor]:
     start, x = leaf(3, 3), leaf(4, 3, seed=7).detach()
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
-        found: Tensor = (call("w2", apply, "w2", call("w1", apply, "w1", x) @ weight) ** 2).mean()
-        return found
+        return (call("w2", apply, "w2", call("w1", apply, "w1", x) @ weight) ** 2).mean()
 
     weight = start
     for _ in range(3):
@@ -318,12 +315,8 @@ def test_a_hook_that_waits_for_another_pass(inner: Callable[[int, Tensor], Any])
             autograd.backward(context, (received * 2).sum())
 
 
-class Waiting(torch.autograd.Function):
+class Waiting(Passing):
     """Queues a callback for the end of torch's pass, as wrappers that shard parameters do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -332,8 +325,7 @@ class Waiting(torch.autograd.Function):
 
 
 def waiting(x: Tensor) -> Tensor:
-    made: Tensor = Waiting.apply(x)
-    return made
+    return Waiting.apply(x)
 
 
 @pytest.mark.parametrize("call", [call_here, call_there])

@@ -15,7 +15,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.autograd import node_calls, pass_parts
 from telegrad.rpc import rpc_sync
-from tests.autograd.functions import Join, recomputed
+from tests.autograd.functions import Join, Passing, recomputed
 from tests.cluster import PATIENCE, Process
 
 End = Callable[[torch.Tensor], torch.Tensor | int]  # adds a last part to a loss
@@ -78,12 +78,8 @@ class Boxed(Two):
         return Two.backward(ctx, *gradients)
 
 
-class Aside(torch.autograd.Function):
+class Aside(Passing):
     """A function whose backward gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> None:

@@ -54,8 +54,7 @@ def averaged(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[to
 def whole_program(rank: int, unused: bool, options: dict[str, Any]) -> bool:
     net = DistributedDataParallel(network(), **options)
     seen = []
-    first = next(net.parameters())
-    first.register_hook(lambda gradient: seen.append(gradient))
+    next(net.parameters()).register_hook(lambda gradient: seen.append(gradient))
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
     for forward in (net.forward, net):  # repeated uses of a reducer, with and without the module's `__call__`

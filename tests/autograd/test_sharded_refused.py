@@ -11,6 +11,7 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.errors import UsageError
+from tests.autograd.functions import Passing
 from tests.autograd.sharding import Net, batch, far, local, lookup, mean_square, near, net_before, net_behind, shard
 from tests.cluster import Process, run_all
 
@@ -111,11 +112,7 @@ def test_impossible_passes_are_refused_on_all_ranks(fsdp_trainers: list[Process]
 # Passes that fail
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
+class Fails(Passing):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
         raise RuntimeError("no gradient here")

@@ -46,8 +46,7 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 
 def run(seconds: float, workers: int, seed: int, transport: str = "auto") -> int:
     """Print the resources of the workers over time; return 1 if anything grew or failed, else 0."""
-    plan = Plan(seed, workers, transport, [])
-    with prepared(plan) as schedule:
+    with prepared(Plan(seed, workers, transport, [])) as schedule:
         samples: dict[int, list[Sample]] = {rank: [] for rank in range(workers)}
         report = schedule.run(lambda: _watch(schedule, seconds, samples))
     for rank, all_ in samples.items():

@@ -42,8 +42,7 @@ def dear(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
 
 
 def runs() -> int:
-    found: int = vars(builtins)["runs_of_dear"]
-    return found
+    return vars(builtins)["runs_of_dear"]
 
 
 def test_a_given_name_does_not_run_the_package(dear: ModuleType) -> None:

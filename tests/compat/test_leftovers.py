@@ -10,20 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telegrad._core.worker import current
 from telegrad.compat import remote_module
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import api
 from telegrad.errors import CallTimeout
-from tests.cluster import agents
+from tests.cluster import agents_here
 
 
 @pytest.fixture(scope="module", autouse=True)
 def worker() -> Iterator[None]:
-    with agents(2) as workers:
-        current.enter(workers[0])
+    with agents_here(2):
         yield
-        current.enter(None)
     api._forget_rounds()
 
 
@@ -46,8 +43,7 @@ class Linear:
 
 def test_scripted_modules_end_with_their_last_use() -> None:
     def make() -> nn.Module:
-        scripted: nn.Module = torch.jit.script(RemoteModule("w1", nn.Linear, (2, 1), None, Linear))
-        return scripted
+        return torch.jit.script(RemoteModule("w1", nn.Linear, (2, 1), None, Linear))
 
     first, second = make(), make()
     assert type(first) is type(second)

@@ -231,8 +231,7 @@ def test_an_exception_with_a_tensor_inside(kind: str) -> None:
 
 @async_execution
 def later(x: torch.Tensor) -> rpc.Future[torch.Tensor]:
-    future = rpc.rpc_async("w2", slow_add, (x, x))
-    return future.then(lambda done: done.wait() + 1)
+    return rpc.rpc_async("w2", slow_add, (x, x)).then(lambda done: done.wait() + 1)
 
 
 async def awaited(x: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,7 @@ def same(spread: nn.Module, model: nn.Module) -> bool:
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    loss: Tensor = (model(inputs) - inputs.flip(1)).square().mean()
-    return loss
+    return (model(inputs) - inputs.flip(1)).square().mean()
 
 
 # Modules

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from telegrad._core.directory.directory_server import DirectoryServer
 from telegrad._core.directory.requests import Request, write_request
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
-from tests.cluster import KEYS, wait_until
+from tests.cluster import KEYS, in_background, wait_until
 from tests.directory.engines import Middleman, ThreadEngine
 from tests.directory.harness import PATIENCE, SOON, assert_refused_in_a_child, written
 
@@ -214,23 +215,18 @@ def test_operations_that_could_not_be_stored_are_not_confirmed() -> None:
     address = listener.getsockname()
     found, errors = DirectoryServer(listener, KEYS), []
 
-    def fail(revision: int) -> None:
-        raise UsageError("database or disk is full")
-
     def run() -> None:
         try:
             found.run()
         except UsageError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    client = EmbeddedDirectory(address, KEYS, 1.0)
-    client.list("")
-    found.table.file.commit = fail
-    with pytest.raises(DirectoryLost, match="read the key again"):
-        client.swap("a", b"")
-    thread.join(PATIENCE)
+    with in_background(run):
+        client = EmbeddedDirectory(address, KEYS, 1.0)
+        client.list("")
+        found.table.file.commit = Mock(side_effect=UsageError("database or disk is full"))
+        with pytest.raises(DirectoryLost, match="read the key again"):
+            client.swap("a", b"")
     assert len(errors) == 1
     client.close()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -181,11 +181,8 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
 
 
 def test_a_check_that_fails_keeps_the_doubts() -> None:
-    def fail(doubt: Suspect, evidence: str) -> None:
-        raise OverflowError
-
     watch = Watch(2, lambda _: False)
-    watch._find_dead = fail
+    watch._find_dead = Mock(side_effect=OverflowError)
     with pytest.raises(OverflowError):
         watch._settle_doubts()
     assert len(watch._doubts) + len(watch._knocks) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,7 +14,7 @@ from telegrad import errors
 from telegrad._core.joining import form_generations
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
+from tests.cluster import PATIENCE, free_port, in_background, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server
 from tests.rpc.members import call, join, names
 
@@ -99,10 +98,8 @@ def test_workers_join_call_one_another_and_are_replaced(server: Server) -> None:
 def test_workers_wait_for_a_server_that_is_not_there_yet(stopped: Server) -> None:
     with processes(1) as (boss,):
         boss.begin(join, "boss", stopped.where)
-        started = threading.Timer(0.5, stopped.start)
-        started.start()
-        assert boss.end() == 1
-        started.join()
+        with in_background(stopped.start, after=0.5):
+            assert boss.end() == 1
 
 
 @pytest.mark.nightly

@@ -24,7 +24,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
-from tests.cluster import PATIENCE, agents, wait_until
+from tests.cluster import PATIENCE, agents, in_background, wait_until
 
 
 @pytest.mark.parametrize(("reason", "is_doubted"), [(PeerSilent("stopped"), False), (PeerLost("died"), True)])
@@ -214,14 +214,12 @@ def test_messages_are_sent_in_the_order_in_which_they_were_added() -> None:
 
     messages = MessageQueue(Post())  # type: ignore[arg-type]
     messages.add([(1, ("first",)), (2, ("second",))])
-    sending = threading.Thread(target=messages.send)
-    sending.start()
-    assert begun.wait(PATIENCE)
-    messages.add([(1, ("third",))])
-    messages.send()
-    assert sent == []
-    goes_on.set()
-    sending.join(PATIENCE)
+    with in_background(messages.send):
+        assert begun.wait(PATIENCE)
+        messages.add([(1, ("third",))])
+        messages.send()
+        assert sent == []
+        goes_on.set()
     assert sent == [("first",), ("second",), ("third",)]
 
 

@@ -104,8 +104,7 @@ def test_the_wait_reports_that_a_worker_came_with_another_key(
 )
 def test_a_name_or_rank_used_twice_is_an_error_for_all(stores: Stores, second: tuple[str, int], what: str) -> None:
     workers = [member("w0", 0), member("w1", 1), member(*second)]
-    found = together(*[(stores(), worker, 3, WAIT) for worker in workers])
-    for error in found:
+    for error in together(*[(stores(), worker, 3, WAIT) for worker in workers]):
         assert type(error) is errors.WorkerTaken
         assert what in str(error)
         assert str(workers[1]) in str(error)
@@ -144,8 +143,7 @@ def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
 
 def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
-    store = sealed(dist.HashStore())
-    joins = crowd(store, 3)
+    joins = crowd(sealed(dist.HashStore()), 3)
 
     def await_missing(names: list[str]) -> None:
         wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
@@ -179,8 +177,7 @@ def test_a_rank_out_of_range_is_an_error_for_all(rank: int) -> None:
 
 
 def test_missing_ranks_are_named_to_all() -> None:
-    store = sealed(dist.HashStore())
-    came = crowd(store, 5)
+    came = crowd(sealed(dist.HashStore()), 5)
     patient = came[3]
     hasty = (*came[0][:3], 0.05)
     found = together(hasty, patient)

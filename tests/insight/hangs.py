@@ -318,11 +318,7 @@ def forgotten(size: int, program: Callable[[], Any], kind: str, *words: str) -> 
 
 HANGS = {
     "nested": led(
-        outer,
-        "slot deadlock",
-        "worker0 worker1",
-        "leaf",
-        'rpc.rpc_sync("worker1", leaf)',
+        *(outer, "slot deadlock", "worker0 worker1", "leaf", 'rpc.rpc_sync("worker1", leaf)'),
         by=sync,
         num_worker_threads=1,
     ),

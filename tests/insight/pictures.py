@@ -25,8 +25,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
         for theme in ("light", "dark"):
-            group = Group()
-            dashboard = Dashboard(group, lambda sight: WHY)
+            dashboard = Dashboard(Group(), lambda sight: WHY)
             for _ in range(20):
                 dashboard._next = 0.0
                 dashboard.data(15)

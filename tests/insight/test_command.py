@@ -133,7 +133,7 @@ def test_a_dashboard(chosen: list[str]) -> None:
 
 def test_a_worker_shows_the_group_from_the_start() -> None:
     with group(2, dashboard=0) as made:
-        urls = [member.run(shown_at) for member in made]
+        urls = [member.run(lambda: current.joined().at_end[-1].__self__.url) for member in made]  # type: ignore[attr-defined]
         for url in urls:
             with urllib.request.urlopen(url, timeout=PATIENCE) as page:
                 assert "<title>" in page.read().decode()
@@ -144,10 +144,6 @@ def test_a_worker_shows_the_group_from_the_start() -> None:
         for url in urls:
             with pytest.raises(urllib.error.URLError):
                 urllib.request.urlopen(url, timeout=PATIENCE)
-
-
-def shown_at() -> str:
-    return current.joined().at_end[-1].__self__.url  # type: ignore[attr-defined]
 
 
 def test_a_taken_port_does_not_harm_the_group() -> None:

@@ -60,8 +60,7 @@ def open_page(browser: Any, dashboard: Dashboard) -> Iterator[Open]:
 
 
 def rows(page: Any, table: str) -> list[str]:
-    found: list[str] = page.locator(f"#{table} tbody th").all_text_contents()
-    return found
+    return page.locator(f"#{table} tbody th").all_text_contents()
 
 
 def test_all_views_show_the_group(open_page: Open) -> None:
@@ -314,7 +313,6 @@ def test_axe_finds_no_faults(open_page: Open, group: Group, theme: str, width: i
 
 def test_the_page_needs_the_token(browser: Any, dashboard: Dashboard) -> None:
     page = browser.new_page()
-    answer = page.goto(f"http://127.0.0.1:{dashboard.port}/")
-    assert answer.status == 403
+    assert page.goto(f"http://127.0.0.1:{dashboard.port}/").status == 403
     assert "trainer" not in page.content()
     page.close()

@@ -286,8 +286,7 @@ def test_a_caller_at_the_limit_of_calls_in_flight() -> None:
     scene.thread("worker0", "train.py:9 main: rpc.rpc_async('worker1', f)", wait=wait("room", "worker1", age=3.0))
     for _ in range(20):
         scene.call("worker0", "worker1", "train.f", 4, runs="train.py:20 f: gate.wait()")
-    found = kinds(scene)
-    assert found == ["asleep", "room"]
+    assert kinds(scene) == ["asleep", "room"]
     told = " ".join(Report(scene.sight).text().split())
     assert "(and 19 more like it)" in told
     assert "the limit of calls in flight to worker1" in told
@@ -747,20 +746,16 @@ def nobody_of_that_name() -> Scene:
     return scene
 
 
-def turns() -> Scene:
+def two_calls(line: str, function: str, **more: Any) -> Scene:
     scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: box.rpc_sync().f()")
+    main = scene.thread("worker0", f"train.py:9 main: {line}")
     for age in (4, 3):  # the older first
-        scene.call("worker0", "worker1", "train.Box.f", age, by=main)
+        scene.call("worker0", "worker1", function, age, by=main, **more)
     return scene
 
 
-def futures() -> Scene:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', f)")
-    for age in (4, 3):  # the older first
-        scene.call("worker0", "worker1", "train.f", age, by=main, state=UNFINISHED)
-    return scene
+TURNS = two_calls("box.rpc_sync().f()", "train.Box.f")
+FUTURES = two_calls("rpc.rpc_sync('worker1', f)", "train.f", state=UNFINISHED)
 
 
 def at_lines(count: int) -> Scene:
@@ -824,8 +819,8 @@ FOUND: list[tuple[Scene, list[tuple[Any, ...]]]] = [
     (arrivals(), [("barrier", 65, "worker2", "worker0 worker1", 8, 6, "3 6 1 4")]),
     (one_line(), [("barrier", 10, "worker2", "", 0.0, 4, "1 2")]),
     (nobody_of_that_name(), [("unknown", 75, "worker8", "worker0", 3, 3, "1")]),
-    (turns(), [("turn", 35, "worker1", "worker0", 4, 2, "1")]),
-    (futures(), [("unfinished", 50, "worker1", "worker0", 4, 3, "1")]),
+    (TURNS, [("turn", 35, "worker1", "worker0", 4, 2, "1")]),
+    (FUTURES, [("unfinished", 50, "worker1", "worker0", 4, 3, "1")]),
     (at_lines(5), [("busy", 40, "spins", "worker0 worker1 worker2 worker3 worker4", 9, 11, "3 6 9 12 15 1 4 7 10")]),
     (
         at_lines(6),

@@ -20,8 +20,7 @@ class Actor:
         rpc.init_rpc(name, role="actor")
 
     def call(self, name: str) -> Place:
-        called: Place = rpc.rpc_sync(name, where, wait_for_worker=True)
-        return called
+        return rpc.rpc_sync(name, where, wait_for_worker=True)
 
 
 def where() -> Place:

@@ -16,15 +16,8 @@ VERSIONS = ("1.30", "1.31")
 # The fields of a JobSet beside the Jobs in it, whose schema is Kubernetes' own; jobset.x-k8s.io/v1alpha2 itself
 # cannot be installed from anywhere.
 OF_A_JOBSET = {
-    "replicatedJobs",
-    "network",
-    "successPolicy",
-    "failurePolicy",
-    "startupPolicy",
-    "suspend",
-    "coordinator",
-    "managedBy",
-    "ttlSecondsAfterFinished",
+    *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy"),
+    *("suspend", "coordinator", "managedBy", "ttlSecondsAfterFinished"),
 }
 OF_A_REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
 

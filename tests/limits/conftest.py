@@ -8,18 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from telegrad._core.worker import current
-from tests.cluster import agents
+from tests.cluster import agents_here
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _three() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with agents(3) as workers:
-        current.enter(workers[0])
+    with agents_here(3):
         yield
-        current.enter(None)
     torch.set_num_threads(threads)
 
 

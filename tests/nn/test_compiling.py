@@ -118,8 +118,7 @@ class Part(nn.Module):
             self.compile(backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(self.before(x))
-        return found
+        return self.inner(self.before(x))
 
 
 def without_weights(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from telegrad.errors import UsageError
 from telegrad.pipeline.split import SplitModel, split_model
+from tests.cluster import in_threads
 
 WIDTH = 6
 
@@ -234,8 +234,7 @@ def test_stages_follow_train_and_eval() -> None:
 def test_a_model_is_cut_into_stages_of_about_equal_size(
     make: Callable[[], nn.Module], count: int, wanted: list[int]
 ) -> None:
-    model = make()
-    stages = split_model(model, count, example=torch.randn(4, WIDTH)).stages
+    stages = split_model(make(), count, example=torch.randn(4, WIDTH)).stages
     assert [sum(name.endswith("weight") for name, _ in stage.named_parameters()) for stage in stages] == wanted
 
 
@@ -319,9 +318,7 @@ def test_other_threads_can_use_their_modules_during_a_cut() -> None:
     found: list[Tensor] = []
 
     def meanwhile() -> None:
-        thread = threading.Thread(target=lambda: found.append(other(inputs)))
-        thread.start()
-        thread.join()
+        found.extend(in_threads(lambda: other(inputs)))
 
     split_model(Slow(meanwhile), 2, at=["second"], example=inputs, check=False)  # Slow changes `found`
     assert found[0].shape == (5, WIDTH)

@@ -70,8 +70,7 @@ class Encoder(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=self.head.weight.dtype)
-        found: Tensor = self.head(self.encoder(self.words(words), mask=mask, is_causal=True))
-        return found
+        return self.head(self.encoder(self.words(words), mask=mask, is_causal=True))
 
 
 class Residual(nn.Module):
@@ -99,8 +98,7 @@ class ResNet(nn.Module):
         self.pool, self.last = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 5)
 
     def forward(self, value: Tensor) -> Tensor:
-        found: Tensor = self.last(torch.flatten(self.pool(self.layer2(self.layer1(self.begin(value)))), 1))
-        return found
+        return self.last(torch.flatten(self.pool(self.layer2(self.layer1(self.begin(value)))), 1))
 
 
 class Case(NamedTuple):
@@ -225,8 +223,7 @@ def check(case: Case, at: list[str] | None, steps: int = 10) -> None:
 
 
 def logits(outputs: Any) -> Tensor:
-    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
-    return found
+    return outputs if isinstance(outputs, Tensor) else outputs["logits"]
 
 
 @pytest.mark.nightly

@@ -223,8 +223,7 @@ class Touching(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         self.driver.rpc_sync().touch()
-        made: Tensor = self.layer(value)
-        return made
+        return self.layer(value)
 
 
 @pytest.mark.parametrize("trains", [True, False])

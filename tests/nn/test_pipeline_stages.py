@@ -40,8 +40,7 @@ class Calling(nn.Module):
         self.layer = filled_linear(seed + 1)
 
     def forward(self, value: Tensor) -> Tensor:
-        found: Tensor = self.layer(self.inner(value))
-        return found
+        return self.layer(self.inner(value))
 
 
 class Kind(nn.Module):
@@ -65,8 +64,7 @@ def test_an_output_without_a_dimension_is_refused_by_name() -> None:
 
 def joined(m: Kind, value: Any) -> Tensor:
     one, rest = value  # a part of the value is unused
-    found: Tensor = m.layers[0](one * rest["mask"] + rest["scale"] if m.training else one)
-    return found
+    return m.layers[0](one * rest["mask"] + rest["scale"] if m.training else one)
 
 
 def recomputed(reentrant: bool) -> nn.Module:
@@ -79,8 +77,7 @@ def observed(m: Kind, value: Tensor) -> Tensor:
     middle = m.layers[0](value)
     if middle.requires_grad:
         middle.register_hook(lambda gradient: gradient * 2)
-    found: Tensor = m.layers[1](middle)
-    return found
+    return m.layers[1](middle)
 
 
 def hooked() -> nn.Module:
@@ -106,8 +103,7 @@ def plain() -> nn.Module:
 
 
 def filled_linear(seed: int) -> nn.Module:
-    found: nn.Module = filled(nn.Linear(WIDTH, WIDTH), seed)
-    return found
+    return filled(nn.Linear(WIDTH, WIDTH), seed)
 
 
 STAGES: dict[str, list[Callable[[], nn.Module]]] = {
@@ -126,8 +122,7 @@ STAGES: dict[str, list[Callable[[], nn.Module]]] = {
 
 
 def made(kind: str, part: int, seed: int) -> nn.Module:
-    found: nn.Module = filled(STAGES[kind][part](), seed)
-    return found
+    return filled(STAGES[kind][part](), seed)
 
 
 def forms(seed: int, count: int) -> list[tuple[str, int, int]]:

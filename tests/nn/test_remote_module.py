@@ -85,8 +85,7 @@ def test_forward_has_the_signature_of_the_module() -> None:
     module = RemoteModule("w1", Words, (3,))
     assert list(inspect.signature(module.forward).parameters) == ["tensor", "number", "word"]
     assert inspect.signature(module.forward_async).parameters["word"].default == "default"
-    made = RemoteModule("w1", make_linear, (2, 3))
-    assert made(torch.ones(2)).shape == (3,)
+    assert RemoteModule("w1", make_linear, (2, 3))(torch.ones(2)).shape == (3,)
 
 
 def test_an_error_of_the_module_is_raised_at_the_caller() -> None:
@@ -299,8 +298,7 @@ def test_on_a_device_of_its_own() -> None:
 
 
 def test_lost_gradients_are_warned_of_once_per_line_of_the_program() -> None:
-    first = nn.Linear(3, 3)
-    model = nn.Sequential(first, RemoteModule("w1", nn.Linear, (3, 4)))
+    model = nn.Sequential(nn.Linear(3, 3), RemoteModule("w1", nn.Linear, (3, 4)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):

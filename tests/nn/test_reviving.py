@@ -31,8 +31,7 @@ class Outer(nn.Module):
         self.inner = RemoteModule(worker, Layer, (2,), restore=True)
 
     def forward(self, value: Tensor) -> Tensor:
-        found: Tensor = self.inner(self.own(value))
-        return found
+        return self.inner(self.own(value))
 
 
 class Tied(nn.Module):
@@ -42,8 +41,7 @@ class Tied(nn.Module):
         self.layers[2].linear.weight = self.layers[0].linear.weight
 
     def forward(self, value: Tensor) -> Tensor:
-        found: Tensor = self.layers(value)
-        return found
+        return self.layers(value)
 
 
 def restart(crowd: Crowd, *names: str) -> None:
@@ -194,8 +192,7 @@ def test_state_in_the_groups_of_an_optimizer_is_recovered(crowd: Crowd, tmp_path
 
 
 def rate_of(local: rpc.RRef[Any]) -> float:
-    found: float = local.local_value()._optimizer.param_groups[0]["lr"]
-    return found
+    return local.local_value()._optimizer.param_groups[0]["lr"]
 
 
 def test_a_module_without_restore_is_an_error_at_once(crowd: Crowd, tmp_path: pathlib.Path) -> None:

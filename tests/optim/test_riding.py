@@ -68,8 +68,7 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
     reference = torch.optim.SGD(whole.parameters(), lr=0.1)
     for seed in range(3):
         with autograd.context() as context:
-            loss = loss_of(spread, seed)
-            counts = backward(sent, context, loss, step=optimizer)
+            counts = backward(sent, context, loss_of(spread, seed), step=optimizer)
         assert counts["PackedShipment"] == 6
         assert counts["PassReport"] <= 6
         assert counts.keys() == {"PackedShipment", "PassReport"}
@@ -86,8 +85,7 @@ def test_changes_of_hyperparameters_ride_along(sent: Counter[str]) -> None:
         warnings.simplefilter("error")  # such as a scheduler's that misses the step
         for seed in range(6):
             with autograd.context() as context:
-                loss = loss_of(spread, seed)
-                counts = backward(sent, context, loss, step=optimizer)
+                counts = backward(sent, context, loss_of(spread, seed), step=optimizer)
             assert "call" not in counts
             step_whole(whole, reference, seed)
             for scheduler in schedulers:
@@ -297,8 +295,7 @@ def test_clipping(norm: float, limit: float, sent: Counter[str]) -> None:
     assert clipped.norm is None
     for seed in range(3):
         with autograd.context() as context:
-            loss = loss_of(one, seed)
-            counts = backward(sent, context, loss, step=clipped)
+            counts = backward(sent, context, loss_of(one, seed), step=clipped)
         assert counts["call"] == counts["result"] == 2  # one round; the local part needs no connection
         with autograd.context() as context:
             autograd.backward(context, loss_of(other, seed))

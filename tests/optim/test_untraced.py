@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -172,13 +173,8 @@ def test_may_import_knows_the_optimizers_that_import_the_tracer(make: Callable[.
 def test_an_import_of_the_tracer_does_not_count_against_a_timeout(
     make: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def noted(*args: Any, **options: Any) -> rpc.Future[Any]:
-        calls.append((*args, options))
-        return rpc.rpc_async(*args, **options)
-
+    noted = Mock(wraps=rpc.rpc_async)
     monkeypatch.setattr(optimizer, "rpc_async", noted)
     DistributedOptimizer.for_module(make, RemoteModule("w1", nn.Linear, (2, 2)))
-    imported = [each for each in calls if each[1] is untraced.import_tracer]
-    assert imported == ([("w1", untraced.import_tracer, {"timeout": 0})] if make is Above else [])
+    imported = [each for each in noted.call_args_list if each.args[1] is untraced.import_tracer]
+    assert imported == ([call("w1", untraced.import_tracer, timeout=0)] if make is Above else [])

@@ -174,8 +174,7 @@ def _final(world: World) -> Final:
     """Ask a worker that is in the group; if all were lost, one that has joined anew."""
     lost = world.all_run(member.is_lost)
     if not all(lost):
-        final: Final = world.group[lost.index(False)].run(member.final)
-        return final
+        return world.group[lost.index(False)].run(member.final)
     world.all_run(member.finish)
     world.join()
     return world.group[0].run(member.final)._replace(members=frozenset(), claim=0)

@@ -34,7 +34,7 @@ from telegrad._core.worker import current
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
-from tests.cluster import wait_until
+from tests.cluster import in_background, wait_until
 from tests.rpc.members import Counter
 
 LIMIT = 10.0  # seconds that anything may take afterwards, on a busy machine
@@ -233,8 +233,7 @@ def backward() -> None:
         weight = torch.ones(3, requires_grad=True)
         weight.register_hook(lambda gradient: double(gradient) / 2)  # code of the user, within
         there = rpc.rpc_sync(A, torch.mul, (weight, 3), timeout=LIMIT)
-        loss = rpc.rpc_sync(B, double, (there,), timeout=LIMIT).sum()
-        autograd.backward(context_id, [loss])
+        autograd.backward(context_id, [rpc.rpc_sync(B, double, (there,), timeout=LIMIT).sum()])
         assert autograd.get_gradients(context_id)[weight][0] == 6
 
 
@@ -254,8 +253,7 @@ _trained: list[Trained] = []
 
 def step() -> None:
     with autograd.context() as context_id:
-        loss = _trained[0].module(torch.ones(2, 3)).sum()
-        autograd.backward(context_id, [loss])
+        autograd.backward(context_id, [_trained[0].module(torch.ones(2, 3)).sum()])
         _trained[0].optimizer.step(context_id)
 
 
@@ -286,29 +284,11 @@ def read_version(publisher: str, name: str, number: int) -> int:
     return int(_subscribers[name].at_least(number).number)
 
 
-SCENES: dict[str, Callable[[], None]] = {
-    act.__name__: act
-    for act in (
-        call,
-        call_with_tensors,
-        call_with_much,
-        call_with_own_pickling,
-        calls_at_once,
-        callbacks,
-        in_a_loop,
-        cancelled,
-        stream,
-        reference,
-        actor,
-        local_reference,
-        group_call,
-        backward,
-        step,
-        fused_step,
-        module_made,
-        published,
-    )
-}
+ACTS: list[Callable[[], None]] = [
+    *(call, call_with_tensors, call_with_much, call_with_own_pickling, calls_at_once, callbacks, in_a_loop, cancelled),
+    *(stream, reference, actor, local_reference, group_call, backward, step, fused_step, module_made, published),
+]
+SCENES = {act.__name__: act for act in ACTS}
 
 
 # Conditions after an interrupt
@@ -318,7 +298,7 @@ def standing() -> dict[str, Any]:
     """Return what this worker holds, once no call is in flight."""
     gc.collect()
     agent = current.here().agent
-    peers = [*agent._connections._peers.values()]
+    peers: list[Any] = [*agent._connections._peers.values()]
     open_files = [file for each in os.listdir("/proc/self/fd") if (file := link_of(each))]
     blocks = sum("memfd:" in file for file in open_files)
     return {
@@ -327,7 +307,7 @@ def standing() -> dict[str, Any]:
         "threads": sum(not thread.name.startswith("telegrad-worker") for thread in threading.enumerate()),
         "calls": [under_way(peer) for peer in peers],
         "slots": agent._reactor._scheduler.busy,
-        "lent": sum(len(blocks) for blocks in lent()),
+        "lent": sum(len(link._outgoing._lent) for peer in peers if hasattr(link := peer.link, "_outgoing")),
         "here": books(),
         A: rpc.rpc_sync(A, books, timeout=LIMIT),
         B: rpc.rpc_sync(B, books, timeout=LIMIT),
@@ -344,11 +324,6 @@ def link_of(descriptor: str) -> str:
 def under_way(peer: Any) -> tuple[int, int, int]:
     with peer.lock:
         return len(peer.calls.in_flight), len(peer.connection._queue), peer.calls._weight
-
-
-def lent() -> list[Any]:
-    peers = [*current.here().agent._connections._peers.values()]
-    return [link._outgoing._lent for peer in peers if (link := peer.link) is not None and hasattr(link, "_outgoing")]
 
 
 def check_calls() -> None:
@@ -503,8 +478,7 @@ class BlockedPickle:
 
 def over_there(weight: torch.Tensor) -> torch.Tensor:
     """Return the result of another worker, so that the pass has a part there."""
-    there: torch.Tensor = rpc.rpc_sync(A, double, (weight,), timeout=LIMIT)
-    return there
+    return rpc.rpc_sync(A, double, (weight,), timeout=LIMIT)
 
 
 def in_a_step(weight: torch.Tensor, context_id: int) -> None:
@@ -523,16 +497,10 @@ def in_a_hook_of_a_leaf(weight: torch.Tensor, context_id: int) -> None:
     autograd.backward(context_id, [(over_there(weight) + weight).sum()])
 
 
-def in_then(weight: torch.Tensor, context_id: int) -> None:
+def ended_call() -> rpc.Future[Any]:
     future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
     future.wait()
-    future.then(blocked)
-
-
-def in_a_callback(weight: torch.Tensor, context_id: int) -> None:
-    future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
-    future.wait()
-    future.add_done_callback(blocked)
+    return future
 
 
 def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) -> None:
@@ -543,8 +511,8 @@ def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) ->
 
 
 OWN_CODE: dict[str, Callable[[torch.Tensor, int], object]] = {
-    "then": in_then,
-    "a callback": in_a_callback,
+    "then": lambda *_: ended_call().then(blocked),
+    "a callback": lambda *_: ended_call().add_done_callback(blocked),
     "a callback of what is cancelled": in_a_callback_of_what_is_cancelled,
     "a backward function": lambda w, context_id: autograd.backward(context_id, [Blocked.apply(over_there(w)).sum()]),
     "behind the other": lambda w, context_id: autograd.backward(context_id, [over_there(Blocked.apply(w)).sum()]),
@@ -611,13 +579,11 @@ def beside_another_thread(seed: int) -> int:
         except BaseException as error:
             wrong.append(error)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    for point in chooser.sample(range(known), 25):
-        interrupted(call_with_tensors, Injection(point))
-        interrupted(sleep_there, Injection(point))
-    over = True
-    thread.join(LIMIT)
+    with in_background(ask):
+        for point in chooser.sample(range(known), 25):
+            interrupted(call_with_tensors, Injection(point))
+            interrupted(sleep_there, Injection(point))
+        over = True
     assert not wrong, wrong
     check_calls()
     return count
@@ -628,11 +594,7 @@ def late_numbers() -> Any:
     yield 1
 
 
-class Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
+class Late(Blocked):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         time.sleep(HELD)

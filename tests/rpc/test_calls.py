@@ -224,8 +224,7 @@ def test_the_receiver_owns_the_tensors_that_it_gets(pair: list[Worker], size: in
     assert torch.equal(back, torch.arange(size))
     back.zero_()
     assert torch.equal(sent, torch.arange(size))
-    again = pair[0].agent.call(to, echo, (sent,), None)
-    assert torch.equal(again, sent)
+    assert torch.equal(pair[0].agent.call(to, echo, (sent,), None), sent)
     assert not back.any()
 
 

@@ -25,7 +25,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, agents_here, group, next_turn, wait_until
+from tests.cluster import PATIENCE, agents, agents_here, group, in_background, next_turn, takes_less_than, wait_until
 from tests.links import calls_of, link_to
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -183,13 +183,8 @@ def test_cancelling_wakes_a_thread_that_waits() -> None:
     for _ in range(5):
         future = rpc_async("w1", hold)
         story.wait_for("hold begins")
-        timer = threading.Timer(0.02, future.cancel)
-        timer.start()
-        begun = time.monotonic()
-        with pytest.raises(CallCancelled):
+        with in_background(future.cancel, after=0.02), takes_less_than(SOON), pytest.raises(CallCancelled):
             future.wait()
-        assert time.monotonic() - begun < SOON
-        timer.join()
 
 
 def test_a_callback_may_cancel_another_call() -> None:
@@ -262,11 +257,8 @@ def test_an_interrupt_cancels_the_called_functions(
             wait_until(lambda: sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name in SLEEPS)
             send()
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with in_background(interrupt), pytest.raises(KeyboardInterrupt):
         call()
-    thread.join()
     story.wait_for("watch sees", SOON)
     gc.collect()
     assert "was never retrieved" not in caplog.text
@@ -752,8 +744,7 @@ def test_a_backward_pass_leaves_out_calls_that_were_never_sent() -> None:
         futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
         for future in futures:
             future.cancel()
-        loss = rpc_sync("w1", torch.mul, (x, 4)).sum()
-        autograd.backward(context, loss)
+        autograd.backward(context, rpc_sync("w1", torch.mul, (x, 4)).sum())
         assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))
 
 

@@ -22,7 +22,7 @@ from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import Future, rpc_async
-from tests.cluster import PATIENCE, Process, agents, group, in_threads, next_turn, run_all, wait_until
+from tests.cluster import PATIENCE, Process, agents, group, in_background, in_threads, next_turn, run_all, wait_until
 from tests.rpc.members import error_of, names
 
 Outcome = tuple[type[Exception] | None, str]
@@ -321,12 +321,10 @@ def test_the_progress_of_slow_calls_to_several_workers_is_logged(
         may_end.set()
 
     missing: list[str] = []
-    thread = threading.Thread(target=look_on)
-    thread.start()
-    found = call_all(
-        WORKERS, lambda worker, number: rpc_async(worker, work, (number,)), "checkpoint.save: writing", SIZES
-    )
-    thread.join(PATIENCE)
+    with in_background(look_on):
+        found = call_all(
+            WORKERS, lambda worker, number: rpc_async(worker, work, (number,)), "checkpoint.save: writing", SIZES
+        )
     assert found == WORKERS
     assert missing == ["w2", "w3"]
     said = "checkpoint.save: writing: 1 of 3 workers are done, with 2.0 of 3.0 GB; waiting for 'w2', 'w3'"

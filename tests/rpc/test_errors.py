@@ -21,6 +21,7 @@ from telegrad.errors import TelegradError, WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_stream, rpc_sync
+from tests.autograd.functions import Passing
 from tests.cluster import PATIENCE, agents_here, wait_until
 from tests.links import cut
 from tests.wire.test_failures import HIDDEN, Nameless, hides
@@ -135,11 +136,7 @@ class Fails(nn.Module):
         raise ValueError("boom")
 
 
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
+class FailsBackward(Passing):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
         raise ValueError("boom")

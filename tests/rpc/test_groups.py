@@ -132,7 +132,7 @@ def test_calls_to_a_killed_worker_fail_at_once() -> None:
     with group(3) as made:
         made[0].begin(error_of, call, "worker1", time.sleep, (PATIENCE,))
         made[2].run(call, "worker0", int, ())
-        made[2].begin(in_flight)
+        made[2].begin(lambda: error_of(rpc.rpc_async("worker1", time.sleep, (PATIENCE,)).wait))
         made[1].run(wait_for_calls, 2)
         killed = time.monotonic()
         made[1].kill()
@@ -146,10 +146,6 @@ def test_calls_to_a_killed_worker_fail_at_once() -> None:
         assert "'worker1'" in text
         assert took < ONE_SECOND
         assert made[0].run(call, "worker2") == 3
-
-
-def in_flight() -> Outcome:
-    return error_of(rpc.rpc_async("worker1", time.sleep, (PATIENCE,)).wait)
 
 
 def test_a_worker_that_did_not_join_is_named() -> None:

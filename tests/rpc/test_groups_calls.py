@@ -6,6 +6,7 @@ import asyncio
 import operator
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -289,8 +290,7 @@ def square_alone(value: int) -> int:
 
 
 def test_a_map_of_at_most_as_many_items_as_workers(actors: rpc.Group) -> None:
-    future = actors.map(lambda item: (item, name()), "abcde")
-    assert future.wait() == list(zip("abcde", NAMES, strict=True))
+    assert actors.map(lambda item: (item, name()), "abcde").wait() == list(zip("abcde", NAMES, strict=True))
     assert actors.map(name, [1, 2]).wait() == ["w1", "w2"]
     assert actors.map(operator.sub, [5, 6, 7], [1, 2, 3]).wait() == [4, 4, 4]
 
@@ -392,13 +392,9 @@ def test_a_worker_that_dies_during_a_group_call_is_named() -> None:
         assert told["results"] == {each: each for each in ("worker0", "worker1", "worker3")}
 
 
-def reduce_all(victim: str) -> dict[str, Any]:
-    return call_all(victim, reduce=operator.add)
-
-
 def test_a_death_in_a_reduction_names_the_worker_and_those_behind_it() -> None:
     with group(7) as made:
-        made[0].begin(reduce_all, "worker1")  # which also collects the part of worker2
+        made[0].begin(partial(call_all, reduce=operator.add), "worker1")  # which also collects the part of worker2
         kill_once_it_is_called(made, 1)
         told = made[0].end()
         assert told["errors"] == {"worker1": "PeerLost", "worker2": "PeerLost"}

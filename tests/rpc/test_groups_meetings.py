@@ -27,7 +27,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
-from tests.cluster import PATIENCE, agents_here, group, processes, run_all, wait_until
+from tests.cluster import PATIENCE, agents_here, group, in_background, processes, run_all, wait_until
 from tests.rpc.members import error_of, join
 
 come: list[str] = []
@@ -139,11 +139,8 @@ def test_an_interrupted_wait_withdraws_its_arrival(team: list[Worker], actors: r
         signal.pthread_kill(main, signal.SIGINT)
 
     current.enter(team[2])  # which is an actor
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with in_background(interrupt), pytest.raises(KeyboardInterrupt):
         actors.barrier("interrupted")
-    thread.join()
     current.enter(team[0])
     wait_until(lambda: not kept)
 

@@ -157,8 +157,7 @@ def test_kept_results_use_a_limited_share_of_the_descriptors(three: tuple[Worker
 
     def make(worker: Worker) -> torch.Tensor:
         current.enter(worker)
-        made: torch.Tensor = rpc.rpc_sync("w0", torch.ones, (SHARE_FROM,))
-        return made
+        return rpc.rpc_sync("w0", torch.ones, (SHARE_FROM,))
 
     before = len(os.listdir("/proc/self/fd"))
     kept = [make(caller) for _ in range(3 * MOST)]

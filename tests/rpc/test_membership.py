@@ -232,11 +232,6 @@ def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:
         assert [y.run(next_event)[:2] for _ in range(4)][-1] == ("lost", "boss")
 
 
-def hold_changes() -> None:
-    """Delay the changes that the directory reports."""
-    current.here().directory._applying.acquire()
-
-
 def take_changes() -> None:
     worker = current.here()
     wait_until(lambda: bool(worker.membership._lost_unseen))
@@ -246,7 +241,7 @@ def take_changes() -> None:
 def test_a_worker_that_died_before_it_was_seen_in_the_directory_is_lost(tcp: str) -> None:
     with processes(2) as (boss, other):
         boss.run(join_and_watch, "boss", tcp, 0)
-        boss.run(hold_changes)
+        boss.run(lambda: current.here().directory._applying.acquire())  # delays the changes that the directory reports
         other.run(join, "other", tcp)
         assert boss.run(call, "other") == 3
         other.kill()
@@ -323,8 +318,7 @@ def test_workers_of_a_dynamic_group_take_the_lowest_free_number(tmp_path: pathli
         made[1].run(rpc.shutdown)
         assert made[3].run(join_with_role, 3, None, where, {}) == "actor0"
         assert [name for name, _ in made[0].run(roles)] == ["learner0", "actor0", "actor1"]
-        found = made[0].run(lambda: rpc.wait_for_workers(2, PATIENCE, role="actor"))
-        assert len(found) == 3
+        assert len(made[0].run(lambda: rpc.wait_for_workers(2, PATIENCE, role="actor"))) == 3
         with pytest.raises(AssertionError, match="the group has 2 workers of role 'actor', not 3: actor0, actor1"):
             made[0].run(lambda: rpc.wait_for_workers(3, 0.1, role="actor"))
 

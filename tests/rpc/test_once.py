@@ -169,8 +169,7 @@ def make(number: int) -> bytes:
 
 def call(number: int) -> bytes:
     """Make an idempotent call, and never confirm its answer."""
-    taken: bytes = rpc.rpc_sync("x", run_once, (number, 30.0, make, number))
-    return taken
+    return rpc.rpc_sync("x", run_once, (number, 30.0, make, number))
 
 
 def test_a_call_whose_answer_was_dropped_is_not_run_again(stage: Stage) -> None:

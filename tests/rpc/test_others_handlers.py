@@ -78,5 +78,4 @@ def test_a_dead_process_of_a_dataloader_and_sigterm_end_calls_by_their_errors(tm
     command = [sys.executable, str(program)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE, env=environment)
     assert (ran.returncode, ran.stderr) == (0, "")
-    lines = ran.stdout.splitlines()
-    assert lines == 2 * ["RuntimeError: DataLoader worker"] + 8 * ["SystemExit: asked to end"]
+    assert ran.stdout.splitlines() == 2 * ["RuntimeError: DataLoader worker"] + 8 * ["SystemExit: asked to end"]

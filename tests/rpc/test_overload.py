@@ -18,7 +18,7 @@ from telegrad._core.agent.peer import BATCH
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents_here, group, in_threads, wait_until
+from tests.cluster import PATIENCE, agents_here, group, in_background, in_threads, wait_until
 
 FEW = 50
 MANY = 500
@@ -129,12 +129,10 @@ def test_nested_calls_in_both_directions(pair: tuple[Worker, Worker]) -> None:
 
 def test_synchronous_calls_do_not_wait(pair: tuple[Worker, Worker]) -> None:
     caller = pair[0]
-    waiting = threading.Thread(target=crowd, args=(caller, lambda number: rpc_async("w1", hold, (number,))))
-    waiting.start()
-    wait_until(lambda: in_flight(caller) >= FEW)
-    gate.set()
-    assert rpc_sync("w1", torch.add, (torch.ones(1), 1)) == 2
-    waiting.join(PATIENCE)
+    with in_background(crowd, caller, lambda number: rpc_async("w1", hold, (number,))):
+        wait_until(lambda: in_flight(caller) >= FEW)
+        gate.set()
+        assert rpc_sync("w1", torch.add, (torch.ones(1), 1)) == 2
 
 
 def test_callers_that_wait_for_room_fail_when_their_callee_dies() -> None:

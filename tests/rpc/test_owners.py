@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,13 +24,12 @@ from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
 from telegrad._core.joining import form_generations
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
-from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.find_directory import DirectoryMonitor
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
-from tests.cluster import PATIENCE, Process, agents, processes, run_all, wait_until
+from tests.cluster import PATIENCE, Process, agents, processes, run_all, takes_less_than, wait_until
 from tests.rpc.members import Counter
 from tests.rpc.test_publishing import on
 
@@ -129,9 +129,8 @@ def test_a_killed_owner_is_replaced_at_once(tmp_path: pathlib.Path, kind: str) -
         spare.run(publish, str(path))
         assert user.run(find_and_act) == 1
         owner.kill()
-        begun = time.monotonic()
-        assert user.run(act_until_it_works) == 1
-        assert time.monotonic() - begun < 8  # the lease has 10 s
+        with takes_less_than(8):  # the lease has 10 s
+            assert user.run(act_until_it_works) == 1
         noted = Noted(path)
     noted.check()
     assert len(noted.makers()) == len(set(noted.makers())) == 2
@@ -214,8 +213,7 @@ def group(kind: str, count: int = 3, **options: Any) -> contextlib.AbstractConte
 
 
 def registration(worker: Worker) -> DynamicGroup:
-    found: DynamicGroup = offers_of(worker).registration.group(PATIENCE)
-    return found
+    return offers_of(worker).registration.group(PATIENCE)
 
 
 def server_of(workers: list[Worker]) -> int:
@@ -274,11 +272,7 @@ def test_an_owner_refuses_until_its_lease_is_renewed(workers: list[Worker], monk
     assert on(workers[0], lambda: found.rpc_sync().add()) == 1
     at_owner = on(workers[1], rpc.lookup, "counter")
     own = registration(workers[1])
-
-    def lose(*_: object) -> None:
-        raise DirectoryLost("not now")
-
-    monkeypatch.setattr(own.directory, "renew", lose)
+    monkeypatch.setattr(own.directory, "renew", Mock(side_effect=DirectoryLost("not now")))
     own._lease = own._lease._replace(ends=0.0)
     for use in (
         lambda: found.rpc_sync(0.3).add(),
@@ -380,9 +374,6 @@ def test_an_owner_refuses_a_caller_that_knows_a_higher_token(workers: list[Worke
 
 
 def test_a_claim_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ArithmeticError("no value today")
-
     begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     release = Registry.release
 
@@ -397,7 +388,7 @@ def test_a_claim_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyP
     with group("fixed") as workers:
         monkeypatch.setattr(Registry, "release", release_late)
         with pytest.raises(ArithmeticError):
-            on(workers[1], rpc.publish, "counter", fail)
+            on(workers[1], rpc.publish, "counter", Mock(side_effect=ArithmeticError("no value today")))
         assert begun.wait(PATIENCE)
         on(workers[1], rpc.publish, "counter", Counter)
         assert on(workers[1], lambda: rpc.lookup("counter").rpc_sync().add()) == 1
@@ -421,12 +412,13 @@ def test_a_reference_is_not_used_once_a_later_token_is_known(workers: list[Worke
 def test_publish_and_lookup_fail_if_rank_0_left_before_the_first_use() -> None:
     with group("fixed") as workers:
         leave(workers, 0)
-        begun = time.monotonic()
-        with pytest.raises(errors.PeerLost, match="the worker of rank 0, which keeps the directory"):
-            on(workers[1], rpc.publish, "counter", Counter)
-        with pytest.raises(errors.PeerLost, match="the worker of rank 0, which keeps the directory"):
-            on(workers[2], rpc.lookup, "counter")
-        assert time.monotonic() - begun < 10
+        with takes_less_than(10):
+            for worker, act in (
+                (workers[1], partial(rpc.publish, "counter", Counter)),
+                (workers[2], partial(rpc.lookup, "counter")),
+            ):
+                with pytest.raises(errors.PeerLost, match="the worker of rank 0, which keeps the directory"):
+                    on(worker, act)
 
 
 def test_other_workers_tell_the_address_of_the_directory_without_rank_0() -> None:
@@ -445,9 +437,8 @@ def test_the_process_of_the_directory_ends_with_the_group(kind: str) -> None:
         on(workers[1], rpc.publish, "counter", Counter)
         server = server_of(workers)
         assert runs(server)
-    begun = time.monotonic()
-    wait_until(lambda: not runs(server))
-    assert time.monotonic() - begun < 6  # else it has waited for the end of a lease
+    with takes_less_than(6):  # else it has waited for the end of a lease
+        wait_until(lambda: not runs(server))
 
 
 def runs(pid: int) -> bool:
@@ -460,30 +451,22 @@ def runs(pid: int) -> bool:
 
 def test_a_group_that_publishes_nothing_has_no_directory() -> None:
     with group("fixed") as workers:
-        rpc_only = on(workers[0], lambda: rpc.rpc_sync("w1", pow, (2, 3)))
-        assert rpc_only == 8
+        assert on(workers[0], rpc.rpc_sync, "w1", pow, (2, 3)) == 8
         assert not any(Publications in worker._attached for worker in workers)
 
 
 def test_the_directory_is_started_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-
-    def start(keys: Keyring, address: str) -> DirectoryMonitor:
-        started.append(address)
-        return DirectoryMonitor(keys, address)
-
+    start = Mock(wraps=DirectoryMonitor)
     monkeypatch.setattr(registering, "DirectoryMonitor", start)
     with group("fixed", 5) as workers:
         with ThreadPoolExecutor(5) as pool:
             list(pool.map(lambda worker: on(worker, rpc.publish, "one", Counter), workers))
-        assert len(started) == 1
+        assert start.call_count == 1
 
 
 def test_publish_raises_if_the_directory_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise errors.StoreUnreachable("no process today")
-
     with group("fixed", 2) as workers:
+        fail = Mock(side_effect=errors.StoreUnreachable("no process today"))
         monkeypatch.setattr(registering, "DirectoryMonitor", fail)
         for worker in workers:
             with pytest.raises(errors.RendezvousError, match="no process today"):
@@ -502,34 +485,28 @@ def test_an_owner_that_waits_for_its_lease_logs_no_refused_lookups(
     caplog.set_level(logging.INFO)
     owner = registration(workers[1])
     on(workers[0], rpc.lookup, "counter")
-    asked: list[str] = []
-    value = type(offers_of(workers[1])).value
-
-    def counted(self: object, name: str, token: int) -> object:
-        asked.append(name)
-        return value(self, name, token)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
+    asked = Mock(wraps=offers_of(workers[1]).value)
+    monkeypatch.setattr(offers_of(workers[1]), "value", asked)
     monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
     with pytest.raises(errors.NotPublished, match="did not renew its lease in the directory in time"):
         on(workers[0], rpc.lookup, "counter", 1.0)
-    assert len(asked) > 3
+    assert asked.call_count > 3
     assert not [record for record in caplog.records if "lookup" in record.getMessage()]
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")]
+    ("workers", "says"),
+    [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")],
+    indirect=["workers"],
 )
-def test_the_advice_to_start_a_worker_again_is_for_dynamic_groups_only(kind: str, says: str) -> None:
-    with group(kind) as workers:
-        on(workers[1], rpc.publish, "counter", Counter)
-        owned = offers_of(workers[1])._offers["counter"].owned
-        assert owned is not None
-        over, owned.group.over = owned.group.over, "worker 'w1' was declared lost (a test). Start it again"
-        with pytest.raises(errors.ClaimLost, match=says) as caught:
-            on(workers[1], owned.check)
-        owned.group.over = over
-        assert ("Start it again" in str(caught.value)) == (kind == "dynamic")
+def test_the_advice_to_start_a_worker_again_is_for_dynamic_groups_only(workers: list[Worker], says: str) -> None:
+    owned = offers_of(workers[1])._offers["counter"].owned
+    assert owned is not None
+    over, owned.group.over = owned.group.over, "worker 'w1' was declared lost (a test). Start it again"
+    with pytest.raises(errors.ClaimLost, match=says) as caught:
+        on(workers[1], owned.check)
+    owned.group.over = over
+    assert ("Start it again" in str(caught.value)) == (says == "Start it again")
 
 
 def test_the_error_of_a_lookup_has_the_given_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -478,8 +478,7 @@ def churn(rank: int, rounds: int) -> None:
     others = [f"worker{(rank + n) % 4}" for n in range(1, 4)]
     for start in range(0, rounds, 50):
         refs = [rpc.remote(others[n % 3], ones) if n % 2 else rpc.RRef(n) for n in range(start, start + 50)]
-        futures = [rpc.rpc_async(others[(n + 1) % 3], hand_back, ([ref],)) for n, ref in enumerate(refs)]
-        for future in futures:
+        for future in [rpc.rpc_async(others[(n + 1) % 3], hand_back, ([ref],)) for n, ref in enumerate(refs)]:
             (again,) = future.wait()
             again.to_here()
 

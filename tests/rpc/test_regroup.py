@@ -68,8 +68,7 @@ def test_workers_of_earlier_groups_meet_new_workers(place: Place) -> None:
     with processes(6) as made:
         chosen = random.Random(3)
         for size in (2, 3, 2, 3, 3, 1, 2):  # rank 0 served a store before, or is new
-            group = chosen.sample(made, size)
-            assert run_all(group, live, size, place) == list(range(1, size + 1))
+            assert run_all(chosen.sample(made, size), live, size, place) == list(range(1, size + 1))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

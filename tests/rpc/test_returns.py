@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
 import pathlib
 import threading
@@ -15,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.rpc as rpc
-from telegrad import errors
+from telegrad import autograd, errors
 from telegrad._core.agent.pending_call import SEARCH_PAUSE
 from telegrad._core.calls.cancelling import Nested, Served, serving
 from telegrad._core.membership.membership import Membership
@@ -24,7 +25,7 @@ from telegrad._core.rpc.retry_queue import Failure, RetryQueue, classify
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests import links
-from tests.cluster import PATIENCE, agents_here, wait_until
+from tests.cluster import PATIENCE, agents_here, in_background, wait_until
 from tests.rpc.test_publishing import Crowd
 
 LATER = 0.3  # seconds until a worker joins
@@ -41,11 +42,9 @@ class Stage(Crowd):
         self.all.append(self.add(name, len(self.all), **options))
         return self.all[-1]
 
-    def later(self, name: str) -> threading.Thread:
-        """Have a worker join in a moment."""
-        thread = threading.Timer(LATER, self.come, (name,))
-        thread.start()
-        return thread
+    def later(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Have a worker join in a moment, while the block runs."""
+        return in_background(self.come, name, after=LATER)
 
     def crash(self, worker: Worker) -> None:
         """End a worker as if its process were killed: its entries stay in the store."""
@@ -81,17 +80,14 @@ def who() -> str:
 
 
 def test_a_call_waits_for_a_worker_that_has_never_joined(stage: Stage) -> None:
-    coming = stage.later("x")
-    assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
-    coming.join()
+    with stage.later("x"):
+        assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
 
 
 @pytest.mark.parametrize("call", [rpc.rpc_sync, lambda *call, **how: rpc.remote(*call, **how).to_here()])
 def test_a_profiled_call_waits_for_a_rank_that_has_never_joined(stage: Stage, call: Callable[..., Any]) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        coming = stage.later("x")
+    with profile(activities=[ProfilerActivity.CPU]) as seen, stage.later("x"):
         assert call(1, operator.add, (1, 2), wait_for_worker=True) == 3
-    coming.join()
     assert any("add(boss -> rank 1)" in event.name for event in seen.events())
 
 
@@ -99,10 +95,8 @@ def test_a_call_waits_for_a_worker_that_comes_back(stage: Stage) -> None:
     old = stage.come("x")
     assert rpc.rpc_sync("x", who) == old.agent.incarnation
     stage.crash(old)
-    coming = stage.later("x")
-    future = rpc.rpc_async("x", who, wait_for_worker=True)
-    found = future.wait()
-    coming.join()
+    with stage.later("x"):
+        found = rpc.rpc_async("x", who, wait_for_worker=True).wait()
     assert found == stage.all[-1].agent.incarnation != old.agent.incarnation
     assert rpc.rpc_sync("x", who) == found  # as does a call that does not wait
 
@@ -125,11 +119,10 @@ def test_a_call_waits_no_longer_than_its_timeout(stage: Stage) -> None:
 
 
 def test_the_function_gets_the_time_that_is_left_after_the_wait(stage: Stage) -> None:
-    coming = stage.later("x")
-    with pytest.raises(errors.CallTimeout, match=r"what was left of the 0\.8 s of this call"):
-        rpc.rpc_sync("x", hold, ("x",), timeout=0.8, wait_for_worker=True)
-    may_end.set()
-    coming.join()
+    with stage.later("x"):
+        with pytest.raises(errors.CallTimeout, match=r"what was left of the 0\.8 s of this call"):
+            rpc.rpc_sync("x", hold, ("x",), timeout=0.8, wait_for_worker=True)
+        may_end.set()
 
 
 def test_a_call_that_may_have_run_is_not_repeated(stage: Stage) -> None:
@@ -145,13 +138,11 @@ def test_a_call_that_may_have_run_is_not_repeated(stage: Stage) -> None:
 
 
 def test_remote_and_rpc_stream_block_until_the_worker_joins(stage: Stage) -> None:
-    coming = stage.later("x")
-    reference = rpc.remote("x", torch.ones, (2,), wait_for_worker=True)
-    coming.join()
+    with stage.later("x"):
+        reference = rpc.remote("x", torch.ones, (2,), wait_for_worker=True)
     assert reference.to_here().sum() == 2
-    coming = stage.later("y")
-    assert list(rpc.rpc_stream("y", range, (3,), wait_for_worker=True)) == [0, 1, 2]
-    coming.join()
+    with stage.later("y"):
+        assert list(rpc.rpc_stream("y", range, (3,), wait_for_worker=True)) == [0, 1, 2]
     with pytest.raises(errors.CallTimeout, match="timed out: the worker could not be called"):
         rpc.remote("z", torch.ones, (2,), timeout=0.2, wait_for_worker=True)
 
@@ -261,9 +252,8 @@ def test_calls_in_a_fixed_group_do_not_wait_for_a_lost_worker() -> None:
 
 def test_an_option_of_a_worker_makes_all_its_calls_wait(stage: Stage) -> None:
     current.enter(stage.come("patient", wait_for_worker=True))
-    coming = stage.later("x")
-    assert rpc.rpc_sync("x", operator.add, (1, 2)) == 3
-    coming.join()
+    with stage.later("x"):
+        assert rpc.rpc_sync("x", operator.add, (1, 2)) == 3
     with pytest.raises(errors.UnknownWorker):
         rpc.rpc_sync("z", operator.add, (1, 2), wait_for_worker=False)
 
@@ -285,9 +275,8 @@ async def both(names: list[str]) -> list[int]:
 
 
 def test_a_call_that_waits_can_be_awaited(stage: Stage) -> None:
-    coming = stage.later("x")
-    assert asyncio.run(both(["boss", "x"])) == [3, 3]
-    coming.join()
+    with stage.later("x"):
+        assert asyncio.run(both(["boss", "x"])) == [3, 3]
 
 
 def test_many_calls_wait_for_the_same_worker(stage: Stage) -> None:
@@ -311,10 +300,8 @@ def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
     for name in "xy":
         rpc.rpc_sync(name, who)
     stage.crash(old)
-    coming = stage.later("y")
-    future = both_of_them.rpc_async(operator.add, (1, 2), wait_for_worker=True)
-    assert future.wait() == [3, 3]
-    coming.join()
+    with stage.later("y"):
+        assert both_of_them.rpc_async(operator.add, (1, 2), wait_for_worker=True).wait() == [3, 3]
     assert both_of_them.rpc_sync(operator.add, (1, 2), idempotent=True) == [3, 3]
     assert both_of_them.gather(operator.add, (1, 2), wait_for_worker=True, idempotent=True) == {"x": 3, "y": 3}
     assert both_of_them.map(operator.neg, range(5), wait_for_worker=True, idempotent=True).wait() == [0, -1, -2, -3, -4]
@@ -372,12 +359,11 @@ def test_an_argument_that_raises_system_exit_ends_its_call(stage: Stage) -> None
     finally:
         serving.reset(token)
     assert served.nested == set()
-    coming = stage.later("x")
-    future = rpc.rpc_async("x", print, (Exits(),), wait_for_worker=True)
-    assert stage.all[0].agent.wait_for(future, PATIENCE)
-    with pytest.raises(SystemExit):
-        future.wait()
-    coming.join()
+    with stage.later("x"):
+        future = rpc.rpc_async("x", print, (Exits(),), wait_for_worker=True)
+        assert stage.all[0].agent.wait_for(future, PATIENCE)
+        with pytest.raises(SystemExit):
+            future.wait()
 
 
 # Idempotent calls
@@ -479,9 +465,8 @@ def test_a_restarted_worker_runs_an_idempotent_call_again(stage: Stage) -> None:
     assert begun.wait(PATIENCE)
     stage.crash(old)
     may_end.set()
-    coming = stage.later("x")
-    assert future.wait() == "it has run 2 times"
-    coming.join()
+    with stage.later("x"):
+        assert future.wait() == "it has run 2 times"
 
 
 def test_without_waiting_an_idempotent_call_fails_if_its_worker_dies(stage: Stage) -> None:
@@ -499,8 +484,7 @@ def test_usual_idempotent_calls(stage: Stage) -> None:
     assert rpc.rpc_sync("x", operator.add, (1, 2), idempotent=True) == 3
     assert rpc.rpc_sync("x", torch.add, (torch.ones(2), 1), idempotent=True).sum() == 4
     assert rpc.rpc_sync("x", dict, (), {"a": 1}, idempotent=True) == {"a": 1}
-    reference = rpc.remote("x", torch.ones, (3,))
-    assert rpc.rpc_sync("boss", total, (reference,), idempotent=True) == 3
+    assert rpc.rpc_sync("boss", total, (rpc.remote("x", torch.ones, (3,)),), idempotent=True) == 3
     assert rpc.rpc_sync("x", rpc.RRef, (5,), idempotent=True).to_here() == 5
     with pytest.raises(errors.CannotEncode, match="argument"):
         rpc.rpc_sync("x", operator.add, (threading.Lock(), 1), idempotent=True)
@@ -559,8 +543,6 @@ def scaled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_gradients_flow_through_a_repeated_call(stage: Stage) -> None:
-    from telegrad import autograd
-
     x = stage.come("x")
     weight = torch.ones(3, requires_grad=True)
     with autograd.context() as context:

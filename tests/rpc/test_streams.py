@@ -28,7 +28,7 @@ from telegrad._core.pickling.pickling import LARGE
 from telegrad._core.streams import streams
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc import RRef, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
+from telegrad.rpc import RRef, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, agents_here, group, in_threads, next_turn, run_all, wait_until
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -241,9 +241,7 @@ def test_streams_of_methods() -> None:
 
 class Shelf:
     def names(self, first: str) -> Iterator[str]:
-        for name in ("apple", "bread", "butter"):
-            if name.startswith(first):
-                yield name
+        yield from (name for name in ("apple", "bread", "butter") if name.startswith(first))
 
     def __call__(self) -> Iterator[str]:
         yield "all"
@@ -743,10 +741,6 @@ def begin_reading(of: str) -> int:
     return next(current.worker.kept)
 
 
-def was_closed(limit: float) -> bool:
-    return event("closed").wait(limit)
-
-
 def read_to_the_end() -> str:
     try:
         for _ in current.worker.kept:
@@ -756,7 +750,8 @@ def read_to_the_end() -> str:
     return ""
 
 
-def idle_soon() -> bool:
+def is_closed_and_idle() -> bool:
+    assert event("closed").wait(PATIENCE)
     wait_until(lambda: current.worker.agent.idle)
     wait_until(lambda: not any(debug_info().values()))
     return True
@@ -768,8 +763,7 @@ def test_the_end_of_either_process_ends_the_stream() -> None:
         assert callee.run(begin_reading, "worker2") == 0
         callee.kill()
         assert re.fullmatch(r".*'worker1' was lost.* in flight for \S+ s", reader.run(read_to_the_end))
-        assert other.run(was_closed, PATIENCE)
-        assert other.run(idle_soon)
+        assert other.run(is_closed_and_idle)
 
 
 class Large:
@@ -806,15 +800,13 @@ def test_the_error_of_a_stream_keeps_no_frame_of_its_reader() -> None:
 
 def leave(rank: int) -> float:
     """Read a stream on rank 0, and shut down; return the seconds that it took."""
-    import telegrad.rpc as rpc
-
     begun = time.monotonic()
     if rank == 0:
         stream = rpc_stream("worker1", count, (1000,), window=1)
         next(stream)
         reader = threading.Thread(target=lambda: seen.extend(stream))
         reader.start()
-    rpc.shutdown()
+    shutdown()
     if rank == 0:
         reader.join()
         assert len(seen) == 999
@@ -832,8 +824,6 @@ def endless() -> Iterator[int]:
 
 def leave_open(rank: int) -> str:
     """Keep an interrupted stream on rank 0, as a notebook keeps its traceback; shut down, and read on."""
-    import telegrad.rpc as rpc
-
     kept: list[BaseException] = []
     stream = rpc_stream("worker1", endless) if rank == 0 else None
     try:
@@ -841,7 +831,7 @@ def leave_open(rank: int) -> str:
             raise KeyboardInterrupt
     except KeyboardInterrupt as interrupt:
         kept.append(interrupt)
-    rpc.shutdown()
+    shutdown()
     if stream is None:
         return ""
     with pytest.raises(errors.ShutDown) as told:
@@ -882,7 +872,7 @@ def test_a_stream_goes_on_after_an_interrupt_of_a_wait_for_room(monkeypatch: pyt
 
 
 def test_waits_that_time_out_leave_nothing_behind(five: list[Worker]) -> None:
-    stream, value = rpc_stream("w1", gated_items, timeout=0.01), remote("w1", gated_items_of_a_list)
+    stream, value = rpc_stream("w1", gated, (1,), timeout=0.01), remote("w1", list_of_gated, (1,))
 
     async def ahead() -> None:
         with pytest.raises(errors.CallTimeout):
@@ -896,14 +886,9 @@ def test_waits_that_time_out_leave_nothing_behind(five: list[Worker]) -> None:
     assert not stream._pulls[0]._callbacks
     wait_until(lambda: not any(call.cancelled for call in five[1].agent._server.going_on))
     wait_until(lambda: not any(box._callbacks for box in five[1].references._boxes.values()))
-    event("go").set()
-    assert value.to_here() == list(stream) == [1]
+    event("gate 0").set()
+    assert value.to_here() == list(stream) == [0]
 
 
-def gated_items() -> Iterator[int]:
-    event("go").wait(PATIENCE)
-    yield 1
-
-
-def gated_items_of_a_list() -> list[int]:
-    return list(gated_items())
+def list_of_gated(n: int) -> list[int]:
+    return list(gated(n))

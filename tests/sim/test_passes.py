@@ -206,8 +206,7 @@ class World:
         self.letters: Counter[str] = Counter()
         self.mail: list[tuple[str, str, Any]] = []
         self.rode: set[str] = set()
-        spec = PassSpec(1, "0", 1, False, False, fast, ("0",), rider=1)
-        self.driver = Driver(spec)
+        self.driver = Driver(PassSpec(1, "0", 1, False, False, fast, ("0",), rider=1))
         self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
         self.join(range(size))
 

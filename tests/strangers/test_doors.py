@@ -176,10 +176,8 @@ def test_time_in_which_this_worker_did_not_run_is_not_counted(doors: Doors) -> N
 
 
 def test_a_crowd_that_comes_and_goes_does_not_stop_the_listener(doors: Doors, lines: list[Any]) -> None:
-    doors.listener.most_strangers, doors.listener.patience = (
-        2,
-        -1.0,
-    )  # the timer closes each accepted connection at once
+    # The timer closes each accepted connection at once.
+    doors.listener.most_strangers, doors.listener.patience = 2, -1.0
     with repeated(lambda: doors.look(0.1), doors.tick):
         for _ in range(50):
             with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ from telegrad._core.transport.poller import wait_readable
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
-from tests.cluster import agents
+from tests.cluster import agents, in_background
 from tests.links import LinkEnd
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.wire.recording import messages
@@ -116,8 +116,7 @@ def test_only_sent_frames_are_accepted_in_order_and_once(count: int, data: st.Da
         b.hear(b"".join(stream))
         accepted = [bytes(frame.body) for frame in b.frames]
         assert accepted == [b"frame %d" % number for number in range(len(accepted))]
-        said = b"".join(stream)
-        untouched = itertools.takewhile(said.startswith, itertools.accumulate(records))
+        untouched = itertools.takewhile(b"".join(stream).startswith, itertools.accumulate(records))
         assert len(accepted) <= len(list(untouched))
         if b.link.closed is not None:
             assert "altered on the way" in str(b.link.closed) or "an invalid record" in str(b.link.closed)
@@ -139,15 +138,13 @@ def test_a_record_with_any_flipped_bit_is_refused() -> None:
 def test_a_large_frame_arrives_in_any_pieces() -> None:
     with two_ends() as (a, b):
         body = os.urandom(RECORD + 5)
-        sender = threading.Thread(target=a.link.send, args=(Message(CALL, 1, body=body),))
-        sender.start()
-        heard = 0
-        while not b.frames:
-            a.link.on_writable()
-            piece = a.theirs.recv(70_001)
-            heard += len(piece)
-            b.hear(piece)
-        sender.join()
+        with in_background(a.link.send, Message(CALL, 1, body=body)):
+            heard = 0
+            while not b.frames:
+                a.link.on_writable()
+                piece = a.theirs.recv(70_001)
+                heard += len(piece)
+                b.hear(piece)
         assert bytes(b.frames[0].body) == body
 
 

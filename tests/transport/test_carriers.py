@@ -21,6 +21,7 @@ from telegrad._core.transport.connect import Target, connect
 from telegrad._core.transport.listener import Listener
 from telegrad._core.transport.poller import Poller
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
+from tests.cluster import in_background
 from tests.other_user import NOBODY, as_nobody, is_root
 from tests.strangers.door import wait_closed
 from tests.transport.test_tls import Authority
@@ -196,13 +197,11 @@ def test_a_certified_process_without_the_key_cannot_relay(certificates: list[Tls
                     far.sendall(said)
                     near.sendall(far.recv(4096))
 
-        thread = threading.Thread(target=relay)
-        thread.start()
-        target = Target("w1", B.incarnation, "", between.getsockname())
-        try:
-            connect(target, RING, A, certificates[0], "tcp", 10.0, 0.0)
-        except (AuthenticationFailed, PeerUnreachable) as error:
-            failures.append(error)
-        thread.join()
+        with in_background(relay):
+            target = Target("w1", B.incarnation, "", between.getsockname())
+            try:
+                connect(target, RING, A, certificates[0], "tcp", 10.0, 0.0)
+            except (AuthenticationFailed, PeerUnreachable) as error:
+                failures.append(error)
         assert [type(error) for error in failures] == [AuthenticationFailed]
         assert door.accepted == []

@@ -145,8 +145,7 @@ def run(way: Way, program: Program, folder: pathlib.Path) -> dict[str, Any]:
             if rank
         ]
     _run_all(commands, folder)
-    found: dict[str, Any] = pickle.loads(result.read_bytes())
-    return found
+    return pickle.loads(result.read_bytes())
 
 
 def _run_all(commands: list[list[str]], folder: pathlib.Path) -> None:

@@ -206,8 +206,7 @@ def test_after_large_changes_no_deltas_are_tried_for_a_while() -> None:
     _, _, near = described(nudged(tree()))
     encoder = DeltaEncoder("fast")
     assert encoder.encode(layout, info, old, new) == {}
-    found = [bool(encoder.encode(layout, info, old, near)) for _ in range(3)]
-    assert found == [False, True, True]
+    assert [bool(encoder.encode(layout, info, old, near)) for _ in range(3)] == [False, True, True]
     for _ in range(3 * MAX_SKIPPED):
         encoder.encode(layout, info, old, new)
     assert any(encoder.encode(layout, info, old, near) for _ in range(MAX_SKIPPED + 1))

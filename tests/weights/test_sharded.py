@@ -21,7 +21,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import RRef, remote, rpc_sync
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, sharded_publisher
 from telegrad.weights.sharded_publisher import _described
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents_here
 from tests.weights.test_weights import on
 from tests.weights.trees import published
 
@@ -88,10 +88,8 @@ def add_one(linear: RRef[nn.Linear]) -> None:
 def four() -> Iterator[list[Worker]]:
     moment["now"] = 0.0
     broken.clear()
-    with agents(4) as made:
-        current.enter(made[0])
+    with agents_here(4) as made:
         yield made
-        current.enter(None)
 
 
 @pytest.mark.parametrize("place", ["w0", "w3"])
@@ -254,8 +252,7 @@ def test_an_owner_may_be_called_again_while_it_publishes(four: list[Worker], mon
     with pytest.raises(UsageError, match="a later call"):
         owner.publish(1, 0)
     assert owner.publish(2, 0)[0] == 1
-    state = on(four[3], Subscriber, "w1", "parts").newest().state
-    assert state["1"].tolist() == [7.0] * 3
+    assert on(four[3], Subscriber, "w1", "parts").newest().state["1"].tolist() == [7.0] * 3
 
 
 def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +277,7 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
         monkeypatch.setattr(sharded_publisher, "call_all", called)
         assert policy.publish() == 1
         assert numbers[0].result(PATIENCE) == 2
-    contents = on(four[3], Subscriber, "w0", "policy").newest().state
-    assert contents["numbers"].tolist() == [2, 2]
+    assert on(four[3], Subscriber, "w0", "policy").newest().state["numbers"].tolist() == [2, 2]
 
 
 def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from torch import nn
 
 pytest.importorskip("torchrl")
 
-from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
 from telegrad.errors import UsageError
 from telegrad.rpc import remote
 from telegrad.weights.torchrl import TelegradWeightSyncScheme
-from tests.cluster import agents, free_port
+from tests.cluster import free_port
 
 pytestmark = pytest.mark.nightly
 
@@ -92,17 +89,9 @@ class Trainer:
         self.collector_rrefs = [remote(worker, Collector) for worker in ("w1", "w2")]
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[list[Worker]]:
-    with agents(3) as made:
-        yield made
-
-
 @pytest.fixture
-def trainer(three: list[Worker]) -> Iterator[Trainer]:
-    current.enter(three[0])
-    yield Trainer()
-    current.enter(None)
+def trainer(here: None) -> Trainer:
+    return Trainer()
 
 
 def begin(trainer: Trainer, **options: Any) -> Any:

@@ -75,13 +75,9 @@ def state(number: int, size: int = 5000) -> dict[str, Any]:
     return {"weight": torch.full((size,), float(number)), "bias": torch.full((7,), number), "step": number}
 
 
-class Numbered:
-    def __init__(self, size: int = 5000) -> None:
-        self._size = size
-        self._numbers = itertools.count(1)
-
-    def __call__(self) -> dict[str, Any]:
-        return state(next(self._numbers), self._size)
+def numbered(size: int = 5000) -> Callable[[], dict[str, Any]]:
+    """Return a source whose next state has the next number."""
+    return map(partial(state, size=size), itertools.count(1)).__next__
 
 
 def number_in(version: Version) -> int:
@@ -180,7 +176,7 @@ def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(monkeypat
         hear(*args)
 
     with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "p", Numbered())
+        publisher = on(learner, Publisher, "p", numbered())
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
         reader.newest()
@@ -275,7 +271,7 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
 def test_iterating_gives_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions arrive in order, none is left out within the bound, and other readers do not wait."""
     with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "p", Numbered(), keep=4)
+        publisher = on(learner, Publisher, "p", numbered(), keep=4)
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
         reader.newest()
@@ -298,7 +294,7 @@ def test_iterating_gives_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_publisher_waits_for_a_slow_reader_only_if_asked_to() -> None:
     with agents(3) as (learner, actor, slow):
-        publisher = on(learner, Publisher, "p", Numbered())
+        publisher = on(learner, Publisher, "p", numbered())
         reader, sleeper = (on(worker, Subscriber, "w0", "p") for worker in (actor, slow))
         publisher.publish()
         old = sleeper.newest()
@@ -317,7 +313,7 @@ def test_a_publisher_waits_for_a_slow_reader_only_if_asked_to() -> None:
 
 def test_memory_of_old_versions_is_reused() -> None:
     with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "p", Numbered(500_000))
+        publisher = on(learner, Publisher, "p", numbered(500_000))
         reader = on(actor, Subscriber, "w0", "p")
         for number in range(1, 20):
             publisher.publish()
@@ -550,7 +546,7 @@ def test_an_older_version_does_not_replace_a_newer_one_as_the_last(monkeypatch: 
         return layout_of(endpoint, info)
 
     with agents(1) as (worker,), speaking_for(worker):
-        publisher = Publisher("p", Numbered())
+        publisher = Publisher("p", numbered())
         publisher.publish()
         reader = Subscriber("w0", "p")
         monkeypatch.setattr(SubscriberEndpoint, "_layout_of", interrupted)
@@ -586,21 +582,20 @@ def test_a_piece_of_many_costs_no_more_than_one_of_few() -> None:
 
 def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "A", "B", "B", "C", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", Numbered())
+        publisher = on(workers[0], Publisher, "p", numbered())
         readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
         for number in range(1, 10):
             publisher.publish()
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
         wait_until(lambda: publisher.versions == [9])
-        first = [reader for reader in readers if not reader._endpoint.machine.whole]
-        assert len(first) == 2
+        assert len([reader for reader in readers if not reader._endpoint.machine.whole]) == 2
         sources = {reader._endpoint.machine.source.worker for reader in readers}
         assert len(sources) == 3
 
 
 def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "B", "B", "B", "C", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", Numbered(50_000))
+        publisher = on(workers[0], Publisher, "p", numbered(50_000))
         readers = []
         for worker in workers[1:]:
             readers.append(on(worker, Subscriber, "w0", "p"))
@@ -631,7 +626,7 @@ def test_a_request_to_a_closing_subscriber_is_dropped(
         hear(endpoint, sender, message, tensors)
 
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", Numbered(50_000))
+        publisher = on(workers[0], Publisher, "p", numbered(50_000))
         readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
         wait_until(lambda: len(publisher.subscribers) == 2)
         publisher.publish()

@@ -26,7 +26,7 @@ from telegrad._core.pickling import function_names
 from telegrad._core.pickling.function_names import name_of, program, resolve
 from telegrad._core.pickling.global_names import lacks
 from telegrad._core.pickling.pickling import decode, encode
-from tests.cluster import processes
+from tests.cluster import in_background, processes
 from tests.naming import alike
 
 
@@ -129,41 +129,12 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     "function",
     [
-        plain,
-        first_twice,
-        twice,
-        Holder,
-        Holder.Inner,
-        Holder.double,
-        Holder.method,
-        scripted,
-        decorated,
-        compiled,
-        compiled_lambda,
-        remembered,
-        min,
-        len,
-        int,
-        math.sqrt,
-        operator.add,
-        functools.reduce,
-        str.upper,
-        torch.add,
-        torch.relu,
-        torch.ones,
-        torch.empty,
-        torch.nn.Linear,
-        torch.nn.functional.relu,
-        torch.nn.functional.linear,
-        torch.nn.functional.gelu,
-        torch.linalg.norm,
-        torch.fft.fft,
-        torch.special.erf,
-        torch._foreach_add,
-        torch.Tensor.add,
-        torch.Tensor.backward,
-        torch.ops.aten.add,
-        torch.ops.aten.add.Tensor,
+        *(plain, first_twice, twice, Holder, Holder.Inner, Holder.double, Holder.method),
+        *(scripted, decorated, compiled, compiled_lambda, remembered),
+        *(min, len, int, math.sqrt, operator.add, functools.reduce, str.upper),
+        *(torch.add, torch.relu, torch.ones, torch.empty, torch.linalg.norm, torch.fft.fft, torch.special.erf),
+        *(torch.nn.Linear, torch.nn.functional.relu, torch.nn.functional.linear, torch.nn.functional.gelu),
+        *(torch._foreach_add, torch.Tensor.add, torch.Tensor.backward, torch.ops.aten.add, torch.ops.aten.add.Tensor),
     ],
     ids=alike,
 )
@@ -249,10 +220,8 @@ def test_an_import_that_fails_with_a_deadlock_error_is_retried(monkeypatch: pyte
 def test_resolving_waits_for_a_module_that_is_none_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in (lambda: resolve("withheld:ones"), lambda: function_names._verified(torch.ones, "withheld", "ones")):
         monkeypatch.setitem(sys.modules, "withheld", None)
-        back = threading.Timer(0.02, sys.modules.__setitem__, ("withheld", torch))
-        back.start()
-        assert use() in (torch.ones, "withheld:ones")
-        back.join()
+        with in_background(sys.modules.__setitem__, "withheld", torch, after=0.02):
+            assert use() in (torch.ones, "withheld:ones")
 
 
 def test_a_module_that_stays_none_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

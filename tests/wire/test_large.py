@@ -23,6 +23,7 @@ from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import PIECE, address_of, copy_of
 from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, CannotEncode
+from tests.cluster import in_background
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
 from tests.wire.test_pickling import journey
 
@@ -66,8 +67,7 @@ def sharing(value: Any) -> list[int]:
 @given(TREES)
 def test_any_value(value: Any) -> None:
     alone = pickle.loads(pickle.dumps(value, 5))
-    back = journey(value)
-    assert alike(back, alone)
+    assert alike(journey(value), alone)
     assert alike(journey(((value, 1), {"key": value})), ((alone, 1), {"key": alone}))
 
 
@@ -153,8 +153,7 @@ def test_later_changes_of_a_value_are_not_sent() -> None:
     data[:4] = elements[:4] = array.array("b", b"else")
     data += b"more"  # refused if the memory of the bytearray were exported
     elements.append(1)
-    back = decode(body, tensors)
-    assert back == [DATA[:LARGE], array.array("b", DATA[:LARGE])]
+    assert decode(body, tensors) == [DATA[:LARGE], array.array("b", DATA[:LARGE])]
 
 
 def test_received_values_do_not_share_the_received_memory() -> None:
@@ -244,17 +243,15 @@ def test_a_container_that_another_thread_changes() -> None:
                 numbers[place] += 1
             numbers.append(numbers.pop())
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        for _ in range(5):
-            (back, more), _ = journey(((table, numbers), {}))
-            assert 19_999 <= len(back) <= 20_001
-            assert sorted(back) == list(range(min(back), min(back) + len(back)))
-            assert len(more) in (199_999, 200_000)
-    finally:
-        stop.set()
-        thread.join()
+    with in_background(change):
+        try:
+            for _ in range(5):
+                (back, more), _ = journey(((table, numbers), {}))
+                assert 19_999 <= len(back) <= 20_001
+                assert sorted(back) == list(range(min(back), min(back) + len(back)))
+                assert len(more) in (199_999, 200_000)
+        finally:
+            stop.set()
 
 
 @pytest.mark.parametrize("kind", [dict.fromkeys, set])
@@ -326,19 +323,17 @@ def test_other_threads_run_while_a_large_value_is_pickled(make: Any) -> None:
             turns[0] += 1
 
     value = make()
-    thread = threading.Thread(target=take_turns)
-    thread.start()
-    try:
-        sys.setswitchinterval(1000)
-        before = turns[0]
-        body, tensors, *_ = encode([value], True)
-        encoded = turns[0]
-        back = decode(body, tensors)
-        decoded = turns[0]
-    finally:
-        sys.setswitchinterval(interval)
-        stop.set()
-        thread.join()
+    with in_background(take_turns):
+        try:
+            sys.setswitchinterval(1000)
+            before = turns[0]
+            body, tensors, *_ = encode([value], True)
+            encoded = turns[0]
+            back = decode(body, tensors)
+            decoded = turns[0]
+        finally:
+            sys.setswitchinterval(interval)
+            stop.set()
     assert alike(back, [value])
     assert decoded > encoded
     if isinstance(value, bytearray | list | array.array):  # the other types are not copied by the sender

@@ -89,8 +89,7 @@ def test_recorded_calls_get_the_recorded_answers(version: int, newest: int) -> N
         end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=VersionRange(version, newest))
         visitor = Visitor(sock, end)
         visitor.say(calls)
-        answers = hear(visitor, len(wanted))
-        said = [in_short(answer, workers[0].agent) for answer in answers]
+        said = [in_short(answer, workers[0].agent) for answer in hear(visitor, len(wanted))]
         assert sorted(said) == sorted(in_short(answer, workers[0].agent) for answer in wanted)
 
 

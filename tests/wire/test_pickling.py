@@ -325,8 +325,7 @@ def test_by_value() -> None:
     back = journey([closure, lambda x: -x])
     assert back[0](1).tolist() == [2, 2]
     assert back[1](3) == -3
-    local = torch.jit.script(nn.Linear(2, 2))
-    assert journey([local])[0](captured).shape == (2,)
+    assert journey([torch.jit.script(nn.Linear(2, 2))])[0](captured).shape == (2,)
 
     @torch.jit.script
     def script(x: torch.Tensor) -> torch.Tensor:
@@ -495,12 +494,8 @@ def test_unusual_values() -> None:
     assert back[1] is back
     assert journey(((), {})) == ((), {})
     assert journey([sys, numpy])[0] is sys
-    assert journey([torch.float32, torch.Size([1]), torch.device("cpu")]) == [
-        torch.float32,
-        torch.Size([1]),
-        torch.device("cpu"),
-    ]
-    assert journey([None, Ellipsis, NotImplemented, 1j]) == [None, Ellipsis, NotImplemented, 1j]
+    values = [torch.float32, torch.Size([1]), torch.device("cpu"), None, Ellipsis, NotImplemented, 1j]
+    assert journey(values) == values
 
 
 @pytest.mark.parametrize("value", [None, 3, -(1 << 80), 2.5, "text \udc80", b"bytes", True, 1j, torch.ones(2)], ids=str)
@@ -625,7 +620,7 @@ def test_the_error_names_the_part_that_cannot_be_sent(value: Any, text: str) -> 
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def fail(error: Exception) -> NoReturn:
+def fail(error: BaseException) -> NoReturn:
     raise error
 
 
@@ -717,11 +712,7 @@ class Raises:
         self._error = error
 
     def __reduce__(self) -> tuple[Callable[..., NoReturn], tuple[BaseException]]:
-        return _raise, (self._error,)
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+        return fail, (self._error,)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("now"), GeneratorExit(), Mute()], ids=repr)
@@ -862,8 +853,7 @@ def test_an_array_and_a_tensor_that_share_memory_still_share_it(size: int) -> No
 
 
 def test_named_results_and_packed_sequences() -> None:
-    back = journey(torch.arange(6.0).view(2, 3).max(dim=1))
-    assert back.indices.tolist() == [2, 2]
+    assert journey(torch.arange(6.0).view(2, 3).max(dim=1)).indices.tolist() == [2, 2]
     sequence = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 2, 1), [2, 1])
     assert torch.equal(journey(sequence).data, sequence.data)
 

@@ -112,8 +112,7 @@ def test_an_exception_of_any_size_is_described_in_milliseconds(kind: str) -> Non
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    made = rebuild(describe(ValueError("first" + TEXT + "last"), "w1"))
-    shown = made.args[0]
+    shown = rebuild(describe(ValueError("first" + TEXT + "last"), "w1")).args[0]
     assert shown.startswith("first")
     assert shown.endswith("last")
     assert len(shown) == LONGEST_TEXT + len("\n[...]\n")

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +31,7 @@ from telegrad.insight.top import TopView, detail
 from telegrad.reporting import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, debug_server, decode
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.observer import Observer
-from tests.cluster import PATIENCE, wait_until
+from tests.cluster import PATIENCE, in_background, takes_less_than, wait_until
 from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, become_nobody, is_root
 
@@ -89,13 +88,11 @@ def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Ite
                     heard.append(part)
                     talk(sock)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield place, heard
-        finally:
-            listening.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        with in_background(serve):
+            try:
+                yield place, heard
+            finally:
+                listening.shutdown(socket.SHUT_RDWR)
 
 
 def account(**fields: Any) -> dict[str, Any]:
@@ -113,10 +110,8 @@ def as_user(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
 
 def test_sockets_of_another_user_are_ignored(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     as_user(monkeypatch, OTHER)
-    with worker(answers(json.dumps(account()).encode() + b"\n"), user=OTHER) as (_, heard):
-        begun = time.monotonic()
+    with worker(answers(json.dumps(account()).encode() + b"\n"), user=OTHER) as (_, heard), takes_less_than(5):
         assert groups_here() == {}
-        assert time.monotonic() - begun < 5
     assert not heard
     assert "sockets of other users are named like those of workers" in caplog.text
 
@@ -154,11 +149,9 @@ def test_a_worker_with_a_full_queue_is_found_and_asked() -> None:
                     if sock.recv(1 << 16):
                         return sock.sendall(b'"served"\n')
 
-        thread = threading.Timer(0.1, serve)
-        thread.start()
-        queue.close()
-        assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
-        thread.join()
+        with in_background(serve, after=0.1):
+            queue.close()
+            assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
 
 
 def fill(address: str, stack: contextlib.ExitStack) -> None:
@@ -274,9 +267,8 @@ def test_connections_without_a_question_delay_no_other(monkeypatch: pytest.Monke
         for _ in range(2 * debug_server.MOST_WAITING):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
             sock.connect(f"\0{place.address}")
-        began = time.monotonic()
-        assert ask_all([place], DUMP, None, PATIENCE) == {place: "served"}
-        assert time.monotonic() - began < debug_server.PATIENCE
+        with takes_less_than(debug_server.PATIENCE):
+            assert ask_all([place], DUMP, None, PATIENCE) == {place: "served"}
         sock.settimeout(PATIENCE)
         assert sock.recv(1) == b""  # such a connection is closed
 
@@ -376,9 +368,8 @@ def test_all_answers_share_a_time_limit() -> None:
     with contextlib.ExitStack() as stack:
         asked = [stack.enter_context(worker(drips, number=number))[0] for number in range(8)]
         asked += [stack.enter_context(worker(is_silent, number=number + 8))[0] for number in range(8)]
-        begun = time.monotonic()
-        told = ask_all(asked, ACCOUNT, None, 0.3)
-        assert time.monotonic() - begun < 3
+        with takes_less_than(3):
+            told = ask_all(asked, ACCOUNT, None, 0.3)
     assert all(isinstance(each, TimeoutError) for each in told.values())
     assert len(told) == 16
 

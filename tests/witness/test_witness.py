@@ -54,6 +54,7 @@ from tests.cluster import (
     agents_here,
     free_port,
     group,
+    in_background,
     in_threads,
     init,
     processes,
@@ -223,16 +224,15 @@ def test_a_backward_pass_reports_the_workers_that_it_waits_for(pair: list[Worker
             value = rpc.rpc_sync("w1", hooked, (leaf,))
             autograd.backward(context, [value.sum()])
 
-    training = threading.Thread(target=train)
-    training.start()
-    assert inside.acquire(timeout=PATIENCE)
-    while (owing := [each["owing"] for each in introspection_of(pair[0]).account()["passes"]]) == [["w0"]]:
-        pass  # its own part is not reported as done yet
-    assert owing == [["w1"]]
-    waits = [thread["wait"] for thread in introspection_of(pair[0]).account()["threads"] if thread["wait"] is not None]
-    assert [(wait["what"], wait["on"]) for wait in waits] == [("asks", []), ("backward", ["w1"])]  # this thread, too
-    gate.set()
-    training.join(PATIENCE)
+    with in_background(train):
+        assert inside.acquire(timeout=PATIENCE)
+        while (owing := [each["owing"] for each in introspection_of(pair[0]).account()["passes"]]) == [["w0"]]:
+            pass  # its own part is not reported as done yet
+        assert owing == [["w1"]]
+        threads = introspection_of(pair[0]).account()["threads"]
+        waits = [(wait["what"], wait["on"]) for thread in threads if (wait := thread["wait"]) is not None]
+        assert waits == [("asks", []), ("backward", ["w1"])]  # this thread, too
+        gate.set()
 
 
 def hooked(value: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_a_group_is_found_from_outside_with_its_silent_workers() -> None:
         assert "in hold_interpreter" in silent["worker2"]
         pids.pop("worker0")
         wait_until(lambda: any(name and _has(each, pids) for name, each in groups_here().items()))
-        seen = members[0].run(_own_look)
+        seen = members[0].run(lambda: OwnGroup(introspection_of(current.joined())).look().silent)
         assert "is stopped" in seen["worker1"]
         members[1].kill()
         members[2].kill()
@@ -279,10 +279,6 @@ def test_a_group_is_found_from_outside_with_its_silent_workers() -> None:
 
 def _has(found: HostGroup, pids: dict[str, int]) -> bool:
     return {place.pid for place in found._places} >= set(pids.values())
-
-
-def _own_look() -> dict[str, str]:
-    return dict(OwnGroup(introspection_of(current.joined())).look().silent)
 
 
 def test_an_ended_process_is_reported_as_ended(workers: list[Process]) -> None:

@@ -43,8 +43,7 @@ class Client:
         return rpc.rpc_sync(to, run, (key,), timeout=PATIENCE, idempotent=True)
 
     def once(self, to: str, _: str, key: str) -> Life:
-        call = rpc.rpc_async(to, run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True)
-        return call.wait()
+        return rpc.rpc_async(to, run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True).wait()
 
     # Other operations
 
