@@ -17,6 +17,7 @@ import atexit
 import copyreg
 import functools
 import inspect
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
@@ -70,12 +71,11 @@ def readable(error: BaseException) -> BaseException:
     """Return the exception, or a RemoteError if its own code raises when its attributes are read; never raise."""
     try:
         kind = type(error)
-        for name in ("__name__", "__qualname__", "__module__"):
-            getattr(kind, name)
-        for name in _ATTRIBUTES:
-            getattr(error, name)
+        operator.attrgetter("__name__", "__qualname__", "__module__")(kind)
+        operator.attrgetter(*_ATTRIBUTES)(error)
         if hasattr(kind, "__getattr__"):  # which may raise for notes, where `traceback` expects an AttributeError
             _set(error, "__notes__", vars(error).get("__notes__", []))
+        getattr(error, "__notes__", None)
     except BaseException:
         return RemoteError(UNREADABLE)
     return error
