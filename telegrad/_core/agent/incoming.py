@@ -157,11 +157,8 @@ class CallScheduler(Protocol):
         """Return True if calls of a function are ordered."""
 
     def admit(self, call: Incoming) -> bool:
-        """Return True if a call may run at once; otherwise call `Server.perform` or `refuse` for it later.
-
-        Raises:
-            UsageError: it must not run at all.
-        """
+        """Return True if a call may run at once; otherwise call `Server.perform` or `refuse` for it later. Raise
+        UsageError if it must not run at all."""
 
 
 class Handlers:

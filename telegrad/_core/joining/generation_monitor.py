@@ -86,10 +86,7 @@ class GenerationMonitor:
 
     def wait(self, timeout: float) -> str:
         """Wait for all reports, and return the decision. After `timeout` seconds (0: no limit), move without others.
-
-        Raises:
-            ShutDown: another thread leaves the group.
-        """
+        Raise ShutDown if another thread leaves the group."""
         seen = monotonic()
         deadline = seen + timeout if timeout else inf
         with Wait("rendezvous_again", self._awaited, self._answering, worker=self._me.name) as wait:

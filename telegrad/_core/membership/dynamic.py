@@ -130,12 +130,8 @@ class DynamicGroup:
         return registered.member
 
     def _publish(self, me: Member) -> Registered:
-        """Publish this worker; if the outcome is unknown, retry, because its incarnation is used only once.
-
-        Raises:
-            LeaseLost: it was not published.
-            LifeOver: that is not known, and the lease has ended.
-        """
+        """Publish this worker; if the outcome is unknown, retry, because its incarnation is used only once. Raise
+        LeaseLost if it was not published, and LifeOver if that is not known and the lease has ended."""
         pause, unknown = SHORTEST_PAUSE, None
         while True:
             try:
@@ -379,10 +375,7 @@ class DynamicGroup:
 
     def refresh(self) -> None:
         """Add the members that have joined by now, unless the directory is known not to answer or this life is over.
-
-        Raises:
-            DirectoryLost: it does not answer.
-        """
+        Raise DirectoryLost if it does not answer."""
         if self.is_lost or self.over:
             return
         roster = self.registry.roster()
