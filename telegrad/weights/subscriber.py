@@ -140,18 +140,9 @@ class Subscriber(Closable):
         endpoint, limit = self._endpoint, limit_of(timeout, self._agent.timeout)
         endpoint.check()
         until = monotonic() + limit if limit else float("inf")
-        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
-        # notice while that call runs here. So wait until all notices that have arrived are handled, and read `known`
-        # after that.
-        while not self._agent.handle_notices(min(until - monotonic(), TICK)):
-            endpoint.check()
-            if monotonic() >= until:
-                raise CallTimeout(
-                    f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
-                    "not handled all messages that arrived"
-                )
+        least = max(1, endpoint.published(limit) - max_behind)
         # The time left, rounded for the text of an error, but not 0, which means no limit.
-        return self.at_least(max(1, endpoint.known - max_behind), limit and max(round(until - monotonic(), 3), 1e-3))
+        return self.at_least(least, limit and max(round(until - monotonic(), 3), 1e-3))
 
     def __iter__(self) -> Iterator[Version]:
         """Iterate over every version from now on, in order, until the publisher closes.
@@ -162,7 +153,7 @@ class Subscriber(Closable):
         Raises:
             PublisherLost: the publisher was lost.
         """
-        begun = self.version or self._endpoint.known
+        begun = self.version or self._endpoint.published(self._agent.timeout)
         # Before the first item: from now on the publisher keeps versions for this reader.
         self._endpoint.taken(begun, True)
         try:
@@ -191,7 +182,7 @@ class Subscriber(Closable):
     @property
     def behind(self) -> int:
         """The number of versions published since the one that was read last."""
-        return max(0, self._endpoint.known - self.version)
+        return max(0, self._endpoint.published(self._agent.timeout) - self.version)
 
     # Loading
 
@@ -450,6 +441,23 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         """The newest published version, as far as this worker knows."""
         return self.machine.store.newest
 
+    def published(self, limit: float) -> int:
+        """Return the newest version that is known here once all notices that have arrived are handled.
+
+        Wait for `limit` seconds at most, 0 for no limit; then raise CallTimeout.
+        """
+        agent, until = self._service.agent, monotonic() + limit if limit else float("inf")
+        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
+        # notice while that call runs here.
+        while not agent.handle_notices(min(until - monotonic(), TICK)):
+            agent.check_open()
+            if monotonic() >= until:
+                raise CallTimeout(
+                    f"the newest version of {self._name!r} was not known within {limit:g} s, because this worker has "
+                    "not handled all messages that arrived"
+                )
+        return self.known
+
     def find(self, least: int, exact: bool = False) -> Version | None:
         """Return such a version if it is here. Raise ShutDown if this worker has left its group."""
         self._service.agent.check_open()
@@ -477,6 +485,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def ask_for_newer(self) -> None:
         """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
         store = self.machine.store
+        self._service.agent.handle_notices(TICK)  # see `published`
         if self.machine.whole and store.newest > store.newest_complete() > 0 and not self._trouble:
             self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
             with self.changed:
