@@ -67,10 +67,12 @@ class Subscriber(Closable):
         service = here.attached(WeightsService)
         about = f"wait for the publisher of {name!r} on worker {to.name!r}"
         with report_in_background(Wait("Subscriber", lambda: about, lambda: [to.name])):
-            self._endpoint = SubscriberEndpoint(service, name, to, limit_of(left, self._agent.timeout))
+            self._endpoint = SubscriberEndpoint(service, name, to, self._kind, limit_of(left, self._agent.timeout))
         # As in `Publisher`: no reference to this object, and a close on another thread.
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
+
+    _kind = ""  # that of the publishers that it reads
 
     # Reading versions
 
@@ -250,7 +252,7 @@ class Subscriber(Closable):
 
 
 class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
-    def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
+    def __init__(self, service: WeightsService, name: str, publisher: Identity, kind: str, limit: float) -> None:
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         super().__init__(service, service.party(publishes=False), SubscriberProtocol())
         self._name = name
@@ -270,7 +272,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         service.add(self)
         try:
             self.machine.publisher = EndpointAddress(
-                *service.agent.call(publisher, join, self._joining_args(limit), None, limit and limit + MARGIN)
+                *service.agent.call(publisher, join, self._joining_args(kind, limit), None, limit and limit + MARGIN)
             )
         except BaseException:
             service.remove(self)
@@ -278,9 +280,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
 
     # Joining
 
-    def _joining_args(self, limit: float = 0) -> tuple[Any, ...]:
+    def _joining_args(self, kind: str = "", limit: float = 0) -> tuple[Any, ...]:
         known, host = self.machine.publisher, self._service.agent.me.host
-        return self._name, known and known.number, self.me, host, self.reported, self.every, limit
+        return self._name, known and known.number, self.me, host, self.reported, self.every, kind, limit
 
     def join(self) -> None:
         """Join again, without waiting."""
@@ -431,8 +433,6 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self._layout = layout = Layout(info.layout, info.description)
         return layout
 
-    # Called by the subscriber
-
     def __repr__(self) -> str:
         return f"at version {self.last.number if self.last else 0} of {self.known}"
 
@@ -442,20 +442,12 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         return self.machine.store.newest
 
     def published(self, limit: float) -> int:
-        """Return the newest version that is known here once all notices that have arrived are handled.
-
-        Wait for `limit` seconds at most, 0 for no limit; then raise CallTimeout.
-        """
-        agent, until = self._service.agent, monotonic() + limit if limit else float("inf")
-        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
-        # notice while that call runs here.
-        while not agent.handle_notices(min(until - monotonic(), TICK)):
-            agent.check_open()
-            if monotonic() >= until:
-                raise CallTimeout(
-                    f"the newest version of {self._name!r} was not known within {limit:g} s, because this worker has "
-                    "not handled all messages that arrived"
-                )
+        """Return `known` once all messages that have arrived are handled; raise CallTimeout after `limit` seconds."""
+        if not self.wait_for_messages(limit):
+            raise CallTimeout(
+                f"the newest version of {self._name!r} was not known within {limit:g} s, because this worker has not "
+                "handled all messages that arrived"
+            )
         return self.known
 
     def find(self, least: int, exact: bool = False) -> Version | None:
@@ -485,7 +477,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def ask_for_newer(self) -> None:
         """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
         store = self.machine.store
-        self._service.agent.handle_notices(TICK)  # see `published`
+        self.wait_for_messages(TICK)
         if self.machine.whole and store.newest > store.newest_complete() > 0 and not self._trouble:
             self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
             with self.changed:

@@ -132,6 +132,17 @@ class Endpoint(Closable, Generic[M]):
                 with self.changed:
                     self.changed.wait_for(lambda heard=heard: self.changes != heard, min(left, TICK))  # type: ignore[misc]
 
+    def wait_for_messages(self, limit: float) -> bool:
+        """Wait until all messages that have arrived are handled; return False after `limit` seconds, 0 for no limit."""
+        agent, until = self._service.agent, monotonic() + limit if limit else float("inf")
+        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
+        # notice while that call runs here.
+        while not agent.handle_notices(min(until - monotonic(), TICK)):
+            agent.check_open()
+            if monotonic() >= until:
+                return False
+        return True
+
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(message, VersionOpened) and message.whole:
             return message, (self.memory[message.number],)

@@ -198,7 +198,7 @@ def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(
 
 def test_refresh_waits_for_pending_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    monkeypatch.setattr("telegrad.weights.subscriber.TICK", 0.1)
+    monkeypatch.setattr("telegrad.weights.weight_service.TICK", 0.1)
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "numbers", {"number": torch.zeros(1)})
         publisher.publish()
