@@ -233,9 +233,11 @@ class Causes:
                     idle = {*on} - {each.worker for each in graph.waiting_for(nodes)}
                     details += [line for name in sorted(idle) for line in self._main_of(name)]
             elif first.kind == WORKER and kind == "shutdown":
-                leaving = graph.accounts[first.worker]["phase"] == LEAVING
-                title = f"{first.worker} has {'' if leaving else 'not '}called shutdown, and others wait for it."
-                details, weight = self._main_of(first.worker), NOTE if leaving else None
+                is_leaving = graph.accounts[first.worker]["phase"] == LEAVING
+                serves = graph.wait(graph.mains.get(first.worker)) == "serve"
+                state = "serves" if serves else f"has {'' if is_leaving else 'not '}called shutdown"
+                title = f"{first.worker} {state}, and others wait for it."
+                details, weight = self._main_of(first.worker), NOTE if is_leaving or serves else None
             elif first.kind in (CALL, WORKER):
                 workers = [first.to or first.worker]
                 title, *details = self._texts(kind, first, len(nodes))

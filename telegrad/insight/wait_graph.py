@@ -348,11 +348,11 @@ class WaitGraph(GroupIndex):
         return [Edge(each, "pass") for each in nodes + [Node(WORK, each) for each in busy or ([] if silent else owing)]]
 
     def _of_worker(self, name: str) -> list[Edge]:
-        """Return the edges of a worker that should leave: its calls if it is in shutdown, else its main thread."""
+        """Return the edges of a worker that should leave: its calls if only these delay it, else its main thread."""
         account = self.accounts.get(name)
         if account is None:
             return []
-        if account["phase"] == states.LEAVING:
+        if account["phase"] == states.LEAVING or self.wait(self.mains.get(name)) == "serve":
             calls = [*self.calls_of[name], *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
             return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
         return [Edge(self.mains[name], "shutdown")] if name in self.mains else []

@@ -63,6 +63,8 @@ class Publisher(Closable):
         >>> publisher.close()
     """
 
+    _kind = ""  # "Sharded" if what it publishes is only for a ShardedSubscriber
+
     def __init__(
         self, name: str, source: Any, keep: int = KEEP, dtype: Rounding = None, deltas: Deltas = "fast"
     ) -> None:
@@ -79,7 +81,7 @@ class Publisher(Closable):
         self._publishing = threading.RLock()
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
-        self._endpoint = PublisherEndpoint(self._service, name, keep)
+        self._endpoint = PublisherEndpoint(self._service, name, keep, self._kind)
         self._service.add(self._endpoint, name)
         # The finalizer has no reference to this object, which it would keep alive. It may run on any thread, with any
         # lock held: see `close_later`.
@@ -193,10 +195,11 @@ def _state_of(reference: RRef[Any]) -> Any:
 
 
 class PublisherEndpoint(Endpoint[PublisherProtocol]):
-    def __init__(self, service: WeightsService, name: str, keep: int) -> None:
+    def __init__(self, service: WeightsService, name: str, keep: int, kind: str) -> None:
         me = service.party(publishes=True)
         super().__init__(service, me, PublisherProtocol(me, service.agent.me.host, keep))
         self._name = name
+        self.kind = kind
 
     def __repr__(self) -> str:
         return f"at version {self.machine.store.newest}, {len(self.machine.taken)} subscribers"
@@ -254,10 +257,13 @@ def check_wait(wait: Any) -> None:
 
 @known_as("Subscriber()")
 def join(
-    name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
+    name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, kind: str, timeout: float
 ) -> EndpointAddress:
-    """Add a subscriber, and return its publisher. Wait for one of that name, unless `number` names one that must exist.
-    If another one has taken its name, return that one without adding the subscriber."""
+    """Add a subscriber, and return its publisher.
+
+    Wait for a publisher of that name, unless `number` names one that must exist. If another one has taken its name,
+    return that one without adding the subscriber. Raise UsageError if it is of another kind.
+    """
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
     until = monotonic() + timeout if timeout else float("inf")
@@ -278,6 +284,9 @@ def join(
     if endpoint is None:
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(endpoint, PublisherEndpoint)
+    if number is None and endpoint.kind != kind:
+        is_of = f"a {endpoint.kind}Publisher: read it by a {endpoint.kind}Subscriber"
+        raise UsageError(f"{name!r} on worker {agent.name!r} is {is_of}")
     # A subscriber that joins again has a number. If it is not that of this publisher, the subscriber learns by the
     # answer that another one has the name, and does not follow it: versions are numbered anew.
     if number in (None, endpoint.me.number):

@@ -59,6 +59,14 @@ class Content(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
 
 
+class ManifestPublisher(Publisher):
+    _kind = "Sharded"
+
+
+class ManifestSubscriber(Subscriber):
+    _kind = "Sharded"
+
+
 @folded
 class ShardedPublisher(Closable):
     """Publishes versions of weights that several workers own, under one name. This worker is the driver.
@@ -86,15 +94,18 @@ class ShardedPublisher(Closable):
         self.name = name
         shares = _shares(source)
         self._spread = [part for share in shares.values() if not callable(share) for part in share if part.is_spread]
-        self._owners = {
-            worker: remote(worker, ShardOwner, (name + PARTS, share, dtype, deltas)) for worker, share in shares.items()
-        }
         self._contents: dict[str, list[Content]] = {}
-        self._editions = dict.fromkeys(self._owners, 0)  # edition of each owner's contents that is known here
+        self._editions = dict.fromkeys(shares, 0)  # edition of each owner's contents that is known here
         self._manifest: dict[str, Any] = {}
         self._attempts = 0  # calls of `publish`
         self._publishing = threading.Lock()  # guards the four above
-        self._publisher = Publisher(name, self._manifest)
+        # First, since it fails if this worker has a publisher of that name. An error of an owner is reported later.
+        self._publisher = ManifestPublisher(name, self._manifest)
+        with ExitStack() as stack:
+            stack.push(self._publisher)
+            made = [remote(at, ShardOwner, (name + PARTS, share, dtype, deltas)) for at, share in shares.items()]
+            stack.pop_all()
+        self._owners = dict(zip(shares, made, strict=True))
 
     def publish(self, wait: float | None = None) -> int:
         """Publish the current parts of all owners. They must not change during the call.
@@ -282,7 +293,7 @@ class ShardedSubscriber(Closable):
         self._name = name
         self._wanted = wanted
         self._timeout = timeout
-        self._manifest = Subscriber(worker, name, timeout)
+        self._manifest = ManifestSubscriber(worker, name, timeout)
         self._owners: dict[str, Subscriber] = {}
         self._plan: Plan | None = None
         self._taken: Version | None = None
@@ -356,10 +367,6 @@ class ShardedSubscriber(Closable):
 
     def _gather(self, version: Version, left: Callable[[], float]) -> Version | None:
         """Return the wanted parts of a version, or None if an owner no longer keeps its part."""
-        if not isinstance(version.state, Mapping) or version.state.keys() != {"contents", "numbers"}:
-            raise UsageError(
-                f"{self._name!r} on worker {self._manifest.worker!r} is a Publisher: read it by a Subscriber"
-            )
         contents: dict[str, list[Content]] = version.state["contents"]
         # Read once: another thread may make the plan of other contents meanwhile.
         if (planned := self._plan) is None or planned.contents != contents:

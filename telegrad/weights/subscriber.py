@@ -67,10 +67,12 @@ class Subscriber(Closable):
         service = here.attached(WeightsService)
         about = f"wait for the publisher of {name!r} on worker {to.name!r}"
         with report_in_background(Wait("Subscriber", lambda: about, lambda: [to.name])):
-            self._endpoint = SubscriberEndpoint(service, name, to, limit_of(left, self._agent.timeout))
+            self._endpoint = SubscriberEndpoint(service, name, to, self._kind, limit_of(left, self._agent.timeout))
         # As in `Publisher`: no reference to this object, and a close on another thread.
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
+
+    _kind = ""  # that of the publishers that it reads
 
     # Reading versions
 
@@ -140,18 +142,9 @@ class Subscriber(Closable):
         endpoint, limit = self._endpoint, limit_of(timeout, self._agent.timeout)
         endpoint.check()
         until = monotonic() + limit if limit else float("inf")
-        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
-        # notice while that call runs here. So wait until all notices that have arrived are handled, and read `known`
-        # after that.
-        while not self._agent.handle_notices(min(until - monotonic(), TICK)):
-            endpoint.check()
-            if monotonic() >= until:
-                raise CallTimeout(
-                    f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
-                    "not handled all messages that arrived"
-                )
+        least = max(1, endpoint.published(limit) - max_behind)
         # The time left, rounded for the text of an error, but not 0, which means no limit.
-        return self.at_least(max(1, endpoint.known - max_behind), limit and max(round(until - monotonic(), 3), 1e-3))
+        return self.at_least(least, limit and max(round(until - monotonic(), 3), 1e-3))
 
     def __iter__(self) -> Iterator[Version]:
         """Iterate over every version from now on, in order, until the publisher closes.
@@ -162,7 +155,7 @@ class Subscriber(Closable):
         Raises:
             PublisherLost: the publisher was lost.
         """
-        begun = self.version or self._endpoint.known
+        begun = self.version or self._endpoint.published(self._agent.timeout)
         # Before the first item: from now on the publisher keeps versions for this reader.
         self._endpoint.taken(begun, True)
         try:
@@ -191,7 +184,7 @@ class Subscriber(Closable):
     @property
     def behind(self) -> int:
         """The number of versions published since the one that was read last."""
-        return max(0, self._endpoint.known - self.version)
+        return max(0, self._endpoint.published(self._agent.timeout) - self.version)
 
     # Loading
 
@@ -259,7 +252,7 @@ class Subscriber(Closable):
 
 
 class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
-    def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
+    def __init__(self, service: WeightsService, name: str, publisher: Identity, kind: str, limit: float) -> None:
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         super().__init__(service, service.party(publishes=False), SubscriberProtocol())
         self._name = name
@@ -279,7 +272,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         service.add(self)
         try:
             self.machine.publisher = EndpointAddress(
-                *service.agent.call(publisher, join, self._joining_args(limit), None, limit and limit + MARGIN)
+                *service.agent.call(publisher, join, self._joining_args(kind, limit), None, limit and limit + MARGIN)
             )
         except BaseException:
             service.remove(self)
@@ -287,9 +280,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
 
     # Joining
 
-    def _joining_args(self, limit: float = 0) -> tuple[Any, ...]:
+    def _joining_args(self, kind: str = "", limit: float = 0) -> tuple[Any, ...]:
         known, host = self.machine.publisher, self._service.agent.me.host
-        return self._name, known and known.number, self.me, host, self.reported, self.every, limit
+        return self._name, known and known.number, self.me, host, self.reported, self.every, kind, limit
 
     def join(self) -> None:
         """Join again, without waiting."""
@@ -440,8 +433,6 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self._layout = layout = Layout(info.layout, info.description)
         return layout
 
-    # Called by the subscriber
-
     def __repr__(self) -> str:
         return f"at version {self.last.number if self.last else 0} of {self.known}"
 
@@ -449,6 +440,15 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def known(self) -> int:
         """The newest published version, as far as this worker knows."""
         return self.machine.store.newest
+
+    def published(self, limit: float) -> int:
+        """Return `known` once all messages that have arrived are handled; raise CallTimeout after `limit` seconds."""
+        if not self.wait_for_messages(limit):
+            raise CallTimeout(
+                f"the newest version of {self._name!r} was not known within {limit:g} s, because this worker has not "
+                "handled all messages that arrived"
+            )
+        return self.known
 
     def find(self, least: int, exact: bool = False) -> Version | None:
         """Return such a version if it is here. Raise ShutDown if this worker has left its group."""
@@ -477,6 +477,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def ask_for_newer(self) -> None:
         """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
         store = self.machine.store
+        self.wait_for_messages(TICK)
         if self.machine.whole and store.newest > store.newest_complete() > 0 and not self._trouble:
             self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
             with self.changed:

@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -27,7 +28,15 @@ from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
 from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.transfer import EndpointAddress, JoinAgain, Outgoing, Unsubscribe, VersionOpened, WeightPiece
+from telegrad.weights.transfer import (
+    Available,
+    EndpointAddress,
+    JoinAgain,
+    Outgoing,
+    Unsubscribe,
+    VersionOpened,
+    WeightPiece,
+)
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
 
@@ -120,6 +129,17 @@ class Endpoint(Closable, Generic[M]):
                 with self.changed:
                     self.changed.wait_for(lambda heard=heard: self.changes != heard, min(left, TICK))  # type: ignore[misc]
 
+    def wait_for_messages(self, limit: float) -> bool:
+        """Wait until all messages that have arrived are handled; return False after `limit` seconds, 0 for no limit."""
+        agent, until = self._service.agent, monotonic() + limit if limit else float("inf")
+        # A publisher sends the notice of a version before it calls this worker, but other threads may still handle the
+        # notice while that call runs here.
+        while not agent.handle_notices(min(until - monotonic(), TICK)):
+            agent.check_open()
+            if monotonic() >= until:
+                return False
+        return True
+
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(message, VersionOpened) and message.whole:
             return message, (self.memory[message.number],)
@@ -182,8 +202,13 @@ class WeightsService:
         agent = self.agent
         if to.incarnation == agent.incarnation:
             # On another thread, as for a message of another worker. A direct call would nest each answer in the message
-            # before, and run the messages of a subscriber on the thread of the program that publishes.
-            agent.later(lambda envelope: self._deliver(agent.me.identity, envelope), envelope)
+            # before, and run the messages of a subscriber on the thread of the program that publishes. The announcement
+            # of a version is handled here: subscribers of this worker must know the version once `publish` returns.
+            deliver = partial(self._deliver, agent.me.identity)
+            if isinstance(envelope.message, Available):
+                deliver(envelope)
+            else:
+                agent.later(deliver, envelope)
             return
         with suppress(TelegradError):  # the worker is lost: its endpoints join again, or time out
             agent.notify(to.worker, envelope._replace(tensors=()), to.incarnation, envelope.tensors, as_arguments=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from telegrad.compat import remote_module
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import api
-from telegrad.errors import CallTimeout
-from tests.cluster import agents_here
+from telegrad.errors import CallTimeout, PeerLost
+from tests.cluster import agents, agents_here
+from tests.rpc.test_publishing import on
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +34,14 @@ def test_objects_that_arrive_after_a_failed_gathering_are_dropped() -> None:
     api._gather_to_leader("w0,w1#1", "w1", 2)  # this worker has not begun this one
     assert api._all_gather(1, {"w0", "w1"}) == {"w0": 1, "w1": 2}
     assert not api._rounds
+
+
+@pytest.mark.parametrize("ended", [0, 1])  # w0 gathers the objects
+def test_a_gathering_names_the_worker_that_has_ended(ended: int) -> None:
+    with agents(2) as workers:
+        workers[ended].end("")
+        with pytest.raises(PeerLost, match=f"^worker 'w{ended}' died, or its program ended without calling shutdown"):
+            on(workers[1 - ended], api._all_gather, None, {"w0", "w1"})
 
 
 @torch.jit.interface

@@ -256,6 +256,16 @@ def test_serving_workers_are_no_hang() -> None:
     assert "worker1: main thread serves the others" in Report(scene.sight).text()
 
 
+def test_a_serving_worker_that_delays_a_shutdown_is_not_said_to_be_late() -> None:
+    scene = leaving("train.py:70 main: serve()", wait=wait("serve"))
+    finding, told = only(scene, "shutdown", "worker2")
+    assert status([finding]) == 0
+    assert "worker2 serves, and others wait for it." in told
+    scene.call("worker0", "worker2", "train.f", 8, runs=f"train.py:60 f: {SLEEPS}")
+    _, told = only(scene, "asleep", "worker2")
+    assert "called shutdown" not in told
+
+
 def test_a_restarted_worker_is_not_gone() -> None:
     scene = Scene("worker0", "worker1")
     scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}

@@ -257,14 +257,17 @@ def test_shutdown_logs_the_worker_it_waits_for(impatient: None, caplog: pytest.L
     assert {each.levelno for each in caplog.records if "did not call shutdown" in each.getMessage()} == {logging.INFO}
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
-def test_shutdown_logs_where_calls_are_in_flight(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
+@pytest.mark.parametrize(("who", "caller"), [(0, 2), (1, 2), (0, 0)], ids=["the leader", "another", "the caller"])
+def test_shutdown_logs_where_calls_are_in_flight(
+    impatient: None, caplog: pytest.LogCaptureFixture, who: int, caller: int
+) -> None:
     may_end.clear()
     with agents(3) as made:
-        call = made[2].agent.call_async(2, wait_until_it_may_end, (), None)
+        call = made[caller].agent.call_async(2, wait_until_it_may_end, (), None)
+        busy = "'w2'" if caller == 2 else "'w0', 'w2'"
 
         def end() -> None:
-            wait_until(lambda: any("calls are in flight on 'w2'" in line for line in caplog.messages))
+            wait_until(lambda: any(f"calls are in flight on {busy}" in line for line in caplog.messages))
             wait_until(lambda: made[who].parting.missing() == ["w2"])
             may_end.set()
 

@@ -103,6 +103,12 @@ def publish(path: str) -> None:
     rpc.publish("value", partial(Value, path))
 
 
+def publish_alone(path: str) -> None:
+    """Publish once the losses of all others have been reported; this worker has not stood by before."""
+    wait_until(lambda: len(current.here().membership.present()) == 1)
+    publish(path)
+
+
 found: list[rpc.RRef[Any]] = []
 
 
@@ -128,12 +134,15 @@ def test_a_killed_owner_is_replaced_at_once(tmp_path: pathlib.Path, kind: str) -
         owner.run(publish, str(path))
         spare.run(publish, str(path))
         assert user.run(find_and_act) == 1
-        owner.kill()
-        with takes_less_than(8):  # the lease has 10 s
+        with takes_less_than(8):  # each lease has 10 s
+            owner.kill()
+            assert user.run(act_until_it_works) == 1
+            spare.kill()
+            user.run(publish_alone, str(path))
             assert user.run(act_until_it_works) == 1
         noted = Noted(path)
     noted.check()
-    assert len(noted.makers()) == len(set(noted.makers())) == 2
+    assert len(noted.makers()) == len(set(noted.makers())) == 3
 
 
 def act_and_stop(path: str) -> list[str]:

@@ -118,8 +118,8 @@ class ClaimsNoNumber(Registry):
 class CountsTokensByLeases(Registry):
     """The token of a claim is the id of its lease."""
 
-    def claim(self, name: str, life: str, lease: Lease) -> Claim:
-        claim = super().claim(name, life, lease)
+    def claim(self, name: str, life: str, lease: Lease, *args: IsAlive) -> Claim:
+        claim = super().claim(name, life, lease, *args)
         return claim._replace(token=lease.id) if claim.life == life else claim
 
 

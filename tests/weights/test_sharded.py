@@ -277,10 +277,11 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
         monkeypatch.setattr(sharded_publisher, "call_all", called)
         assert policy.publish() == 1
         assert numbers[0].result(PATIENCE) == 2
-    assert on(four[3], Subscriber, "w0", "policy").newest().state["numbers"].tolist() == [2, 2]
+    contents = on(four[3], sharded_publisher.ManifestSubscriber, "w0", "policy").newest().state
+    assert contents["numbers"].tolist() == [2, 2]
 
 
-def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
+def test_mistakes_of_readers_and_owners_are_named(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
@@ -295,16 +296,22 @@ def test_mistakes_of_readers_and_owners_are_named(four: list[Worker]) -> None:
     plain = Publisher("plain", {"w": torch.ones(3)})
     plain.publish()
     with pytest.raises(UsageError, match="'plain' on worker 'w0' is a Publisher: read it by a Subscriber"):
-        on(four[3], lambda: ShardedSubscriber("w0", "plain").newest())
+        on(four[3], ShardedSubscriber, "w0", "plain")
     policy = ShardedPublisher("policy", SOURCE)
     policy.publish()
+    with pytest.raises(UsageError, match="'policy' on worker 'w0' is a ShardedPublisher: read it by a Sharded"):
+        on(four[3], Subscriber, "w0", "policy")
+    other = ShardedPublisher("other", {"w1": upper, "w2": lambda: {"w": Shard(rows(2, 6), (2, 0), (7, 4))}})
+    # No owner is asked, whose failure would be reported later.
+    monkeypatch.setattr(sharded_publisher, "remote", None)
+    with pytest.raises(UsageError, match="worker 'w0' has a publisher 'policy' already"):
+        ShardedPublisher("policy", SOURCE)
     boxes: Any = ((0, 0), (7, 4)), ((0.5, 0), (1, 1)), ((True, 0), (1, 1)), (None, (1, 1)), ((0, 0), 1)
     wrongs = [*((Box(*box), r"is not within its shape \(6, 4\)") for box in boxes), ((0, 2), "a Box or None")]
     for wrong, text in wrongs:
         wanted: Any = {"w": wrong}
         with pytest.raises(UsageError, match=text):
             on(four[3], lambda wanted=wanted: ShardedSubscriber("w0", "policy", wanted).newest())
-    other = ShardedPublisher("other", {"w1": upper, "w2": lambda: {"w": Shard(rows(2, 6), (2, 0), (7, 4))}})
     other.publish()
     with pytest.raises(UsageError, match=r"owners publish 'w' with the shapes \(6, 4\) and \(7, 4\)"):
         on(four[3], lambda: ShardedSubscriber("w0", "other").newest())

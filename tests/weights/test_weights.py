@@ -168,14 +168,18 @@ def test_newest_at_least_and_refresh() -> None:
             assert number_in(waiting.result(PATIENCE)) == 6
 
 
-def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
     hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:
         time.sleep(0.05)
         hear(*args)
 
-    with agents(2) as (learner, actor):
+    with agents(2) as workers:
+        learner, actor = workers[0], workers[at]
         publisher = on(learner, Publisher, "p", numbered())
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
@@ -183,13 +187,14 @@ def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(monkeypat
         monkeypatch.setattr(SubscriberEndpoint, "take", late)
         for number in range(2, 5):
             publisher.publish()
-            assert on(learner, rpc.rpc_sync, "w1", int) == 0
+            assert on(learner, rpc.rpc_sync, f"w{at}", int) == 0
+            assert on(actor, getattr, reader, "behind") == 1
             assert number_in(reader.refresh()) == number
 
 
 def test_refresh_waits_for_pending_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    monkeypatch.setattr("telegrad.weights.subscriber.TICK", 0.1)
+    monkeypatch.setattr("telegrad.weights.weight_service.TICK", 0.1)
     with agents(2) as (learner, actor):
         publisher = on(learner, Publisher, "numbers", {"number": torch.zeros(1)})
         publisher.publish()

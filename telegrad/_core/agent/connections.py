@@ -224,7 +224,7 @@ class Connections:
             channel = self._reach(target)
         except PeerUnreachable as error:
             if departure := self._departed.get(member.incarnation):
-                raise PeerUnreachable(f"{departure}; the call has not run") from error.__cause__
+                raise PeerUnreachable(departure) from error.__cause__
             if member.uses_tls != (self.settings.tls is not None):  # it may have ended because of that
                 raise one_sided(member.name) from None
             raise

@@ -81,6 +81,7 @@ class DynamicGroup:
         self._ttl, self._clock = ttl, clock
         self._lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole, by one thread at a time
         self._epoch = 0
+        self._is_alive: IsAlive = lambda _: None  # given to `join`
         self._me: Member | None = None  # None before the join, and once `leave` was called, at any moment
         self._name = ""
         self._launched = launched
@@ -109,6 +110,7 @@ class DynamicGroup:
     def join(self, me: Member, is_alive: IsAlive) -> Member:
         """Register, and read the members. Raises the errors of `Registry.reserve`, and LifeOver."""
         self.identity, has_made = self.registry.identify()
+        self._is_alive = is_alive
         self._lease = self.directory.grant(self._ttl)
         try:
             # Read the members before a key of this worker is written. The watch begins at the revision of this list, so
@@ -182,7 +184,7 @@ class DynamicGroup:
         me = self._me
         if me is None:
             raise LeaseLost("this worker has left the group and no longer owns any values")
-        claim = self.registry.claim(name, me.incarnation, self._lease)
+        claim = self.registry.claim(name, me.incarnation, self._lease, self._is_alive)
         with self._applying:
             self._apply(Claimed(name, claim))
         return claim

@@ -240,7 +240,7 @@ class LeavingTogether(Leaving):
 
     def missing(self) -> list[str]:
         absent, busy = self._waited_for()
-        return absent or busy
+        return [name for name in absent or busy if name != self._me.name]
 
     def awaited(self) -> str:
         absent, busy = self._waited_for()

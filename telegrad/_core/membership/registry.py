@@ -253,8 +253,8 @@ class Registry:
                 return number
         raise RendezvousError(f"no free number was found for {prefix!r} among {MOST_RANKS}")
 
-    def claim(self, name: str, life: str, lease: Lease) -> Claim:
-        """Claim a published value under a lease; return the claim of its owner, which may be another member.
+    def claim(self, name: str, life: str, lease: Lease, is_alive: IsAlive = lambda _: None) -> Claim:
+        """Claim a published value under a lease; return the claim of its owner, which may be another living member.
 
         Raises:
             LeaseLost: the lease has ended.
@@ -263,9 +263,17 @@ class Registry:
         """
         entry = self._directory.swap(f"{PUBLISHED}{name}", life.encode(), ABSENT, lease).entry
         assert entry is not None
-        if entry.value.decode() == life and entry.lease != lease.id:
-            raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
-        return _claim(entry)
+        claim = _claim(entry)
+        if claim.life == life:
+            if entry.lease != lease.id:
+                raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
+            return claim
+        # No other worker may have watched the owner, so a dead owner is found here.
+        owner = _registered(self._read(f"{MEMBERS}{claim.life}"))
+        if owner is None or is_alive(owner.member) is not False:
+            return claim
+        self.declare_lost(claim.life, f"another worker publishes {name!r}, and its process is dead")
+        return self.claim(name, life, lease, is_alive)
 
     def release(self, name: str, claim: Claim) -> None:
         """Delete the key of a published value, if this claim is still valid."""

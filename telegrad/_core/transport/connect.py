@@ -104,7 +104,7 @@ def connect(
         except PeerSilent as silent:
             sock.close()
             why = f"worker {target.name!r} is silent: {silent}"
-            raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
+            raise PeerUnreachable(why) from PeerSilent(why)
         except OSError as error:
             alert = alert_of(sock, error)
             sock.close()
@@ -136,7 +136,7 @@ def _reach(
         host, port = target.tcp
         raise PeerUnreachable(
             f"worker {target.name!r} does not answer at {host}:{port} ({error}): it has ended, maybe without calling "
-            "shutdown(), or cannot be reached from here; the call has not run"
+            "shutdown(), or cannot be reached from here"
         ) from error
     tune_tcp(sock, silence)
     return (sock, TCP) if tls is None else _secure(sock, target, tls)
@@ -157,7 +157,7 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
         if isinstance(error, (ConnectionRefusedError, BlockingIOError)) or transport == "unix":
             raise PeerUnreachable(
                 f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without calling "
-                "shutdown(), or accepts no connections; the call has not run"
+                "shutdown(), or accepts no connections"
             ) from error
         return None
     stranger = stranger_at(sock)
@@ -196,7 +196,7 @@ def _broken_off(target: Target, error: OSError, tls: TlsFiles | None) -> PeerUnr
             f"worker {target.name!r} closed the connection during the TLS handshake ({error}): its program has ended, "
             f"or it refuses this worker and logs why ({CHECK})"
         )
-    return PeerUnreachable(f"{what}; the call has not run")
+    return PeerUnreachable(what)
 
 
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
@@ -286,12 +286,12 @@ class LoopEnd:
 
 
 def advised(error: Exception) -> Exception:
-    """Return the error of calls that could not be sent; if no worker answered, with advice on another way to call."""
+    """Return the error of calls that could not be sent; if no worker answered, with advice on how to call it."""
     if type(error) is not PeerUnreachable:
         return error
     kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
     advice = "Where workers are restarted, call rpc_sync or rpc_async with wait_for_worker=True"
-    advised = kind(f"{error}. {advice}")
+    advised = kind(f"{error}; the call has not run. {advice}")
     advised.__cause__ = error.__cause__
     return advised
 

@@ -235,7 +235,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
             error = _await_followers(round_, limit)
             _tell_followers(key, round_.gathered_objects, error, names - {me}, limit)
         else:
-            rpc_sync(leader, _gather_to_leader, (key, me, obj), timeout=limit)
+            _ask(leader, _gather_to_leader, (key, me, obj), limit)
             with Wait(
                 "_all_gather",
                 lambda: f"worker {me!r} in _all_gather, for what {leader!r} gathers from {sorted(names)}",
@@ -247,7 +247,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
                 # fails and ends the wait.
                 while not round_.proceed_signal.wait(PING):
                     wait.look()
-                    rpc_sync(leader, _ping)
+                    _ask(leader, _ping)
             if round_.error is not None:
                 raise round_.error
         return round_.gathered_objects
@@ -272,23 +272,26 @@ def _await_followers(round_: Round, limit: float) -> Exception | None:
             if monotonic() >= until:
                 return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
             for name in missing:
-                failure = _why_never(name)
-                if failure is not None:
-                    return failure
+                try:
+                    _ask(name, _ping, timeout=PING)
+                except CallTimeout:
+                    pass  # it is busy
+                except PeerLost as lost:
+                    return lost
     return None
 
 
-def _why_never(name: str) -> Exception | None:
-    """Return why a worker will not send its object any more; None if it still may."""
+def _ask(
+    name: str, function: Callable[..., None], args: tuple[Any, ...] = (), timeout: float = UNSET_RPC_TIMEOUT
+) -> None:
+    """Call a worker of a round. Raise PeerLost if it cannot be called any more, and CallTimeout if it is busy."""
     try:
-        rpc_sync(name, _ping, timeout=PING)
-    except CallTimeout:
-        pass  # it is busy
+        rpc_sync(name, function, args, timeout=timeout)
     except PeerError as error:
-        # If it has a TimeoutError as its cause, the worker was too busy to accept the connection in time.
-        if not isinstance(error.__cause__, TimeoutError):
-            return PeerLost(f"{name} will never come to this _all_gather: {error}")
-    return None
+        # With this cause, the worker was too busy to accept the connection in time.
+        if isinstance(error.__cause__, TimeoutError):
+            raise CallTimeout(str(error)) from error
+        raise PeerLost(f"worker {name!r} died, or its program ended without calling shutdown()") from error
 
 
 def _tell_followers(
