@@ -43,6 +43,7 @@ class Subscriber(Closable):
     Raises:
         UnknownPublisher: that worker has no publisher of that name; the message lists those that it has.
         UnknownWorker: there is no such worker; with the option `wait_for_worker`, the constructor waits for it.
+        UsageError: it is a `ShardedPublisher`, which is read by a `ShardedSubscriber`.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("policy", nn.Linear(4, 2))
