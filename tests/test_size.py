@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_373,
+    "lines of the package": 62_254,
     "lines of the core": 38_845,
-    "lines of the tests": 88_175,
+    "lines of the tests": 88_162,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -140,12 +140,8 @@ class Registry:
         return me
 
     def publish(self, me: Member, lease: Lease) -> Registered:
-        """Publish a member, which completes its join.
-
-        Raises:
-            LeaseLost: the lease has ended, or another worker has ended it.
-            DirectoryLost: the outcome is unknown; another call finds it out.
-        """
+        """Publish a member, which completes its join. Raise LeaseLost if its lease has ended, and DirectoryLost if the
+        outcome is unknown; another call finds it out."""
         swap = self._directory.swap(f"{MEMBERS}{me.incarnation}", me.to_json().encode(), ABSENT, lease)
         if swap.entry is None or swap.entry.lease != lease.id or _registered(swap.entry) is None:
             raise LeaseLost("another worker, or an earlier lease, has claimed the name or the rank")
@@ -310,12 +306,8 @@ class Registry:
         return _registered(self._read(f"{MEMBERS}{holder.value.decode()}")) if holder is not None else None
 
     def watch(self, since: int, timeout: float) -> tuple[int, list[tuple[int, Change | Claimed]]]:
-        """Wait for changes after a revision; return the revision to watch from next, and the changes with theirs.
-
-        Raises:
-            Compacted: too much has changed; read the roster again.
-            DirectoryLost: the directory does not answer.
-        """
+        """Wait for changes after a revision; return the revision to watch from next, and the changes with theirs. Raise
+        Compacted if too much has changed (read the roster again), and DirectoryLost without an answer."""
         revision, events = self._directory.watch(WATCHED, since, timeout)
         read = ((at, self._change(key, entry, at)) for at, key, entry in events)
         return revision, [(at, change) for at, change in read if change is not None]
