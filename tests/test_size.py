@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_254,
-    "lines of the core": 38_845,
+    "lines of the core": 38_844,
     "lines of the tests": 88_162,
     "files of the package": 267,
     "words of the glossary": 80,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
@@ -222,7 +222,8 @@ class Pipeline(nn.Module, Recoverable):
             order = {name: positions[own] for name, own in model.named_parameters(remove_duplicate=False)}
             for number, stage in enumerate(stages):
                 stage._order = number, order
-        pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
+        as_whole = partial(_name_as_whole, {name: at for at, name in enumerate(model.state_dict())})
+        pipeline.register_state_dict_post_hook(as_whole)  # type: ignore[no-untyped-call]
         by_stages = partial(_name_by_stages, found.parts)
         pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]
         return pipeline
@@ -376,13 +377,13 @@ def _trains(stage: nn.Module) -> bool:
     return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
 
 
-def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    """Rename stages.1.layers.4.weight to layers.4.weight."""
+def _name_as_whole(order: Mapping[str, int], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    """Rename stages.1.layers.4.weight to layers.4.weight; restore the model's order."""
     start = f"{prefix}stages."
     for names in (state, state._metadata):
         found = {name: names.pop(name) for name in list(names) if name.startswith(start)}
         own = {name.removeprefix(start).partition(".")[2]: value for name, value in found.items()}
-        names.update({prefix + name: value for name, value in own.items() if name})
+        names.update({prefix + name: own[name] for name in sorted(own, key=lambda name: order.get(name, 0)) if name})
 
 
 def _name_by_stages(parts: Sequence[Sequence[str]], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:

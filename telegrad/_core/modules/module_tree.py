@@ -208,8 +208,7 @@ def places_of(branch: RemotePart) -> dict[int, tuple[int, ...]]:
     if not isinstance(value, nn.Module):
         return {id(value): branch.place}
     if branch.positions:
-        named = value.named_parameters()
-        return {id(parameter): (*branch.place, branch.positions.get(name, 0)) for name, parameter in named}
+        return {id(own): (*branch.place, branch.positions.get(name, 0)) for name, own in value.named_parameters()}
     return {
         id(parameter): (*branch.place, number, 0, index)
         for number, part in reversed([*enumerate(value.modules())])  # the first of several is kept
