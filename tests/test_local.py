@@ -209,7 +209,7 @@ warnings.simplefilter("ignore")  # Python 3.12 warns of forks
 group = telegrad.local({workers})
 print(*(worker.process.pid for worker in group._workers), flush=True)
 import telegrad.rpc as rpc, time
-rpc.rpc_async("worker0", time.sleep, ({busy},))
+{busy} and rpc.rpc_async("worker0", time.sleep, ({busy},))
 {end}
 """
 COMPUTING = """

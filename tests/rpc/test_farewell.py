@@ -299,8 +299,9 @@ def break_all(duration: float) -> None:
     ends = time.monotonic() + duration
     while time.monotonic() < ends:
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family == socket.AF_INET and sock.getpeername():
+            # `fromfd` does not look at what it duplicates; `getpeername` raises for other files than sockets.
+            with contextlib.suppress(OSError), socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as sock:
+                if isinstance(sock.getpeername(), tuple):  # no Unix socket
                     sock.shutdown(socket.SHUT_RDWR)
         threading.Event().wait(0.03)
 

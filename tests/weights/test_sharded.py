@@ -277,8 +277,8 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
         monkeypatch.setattr(sharded_publisher, "call_all", called)
         assert policy.publish() == 1
         assert numbers[0].result(PATIENCE) == 2
-    contents = on(four[3], sharded_publisher.ManifestSubscriber, "w0", "policy").newest().state
-    assert contents["numbers"].tolist() == [2, 2]
+    reader = on(four[3], sharded_publisher.ManifestSubscriber, "w0", "policy")
+    assert reader.newest().state["numbers"].tolist() == [2, 2]
 
 
 def test_mistakes_of_readers_and_owners_are_named(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
