@@ -106,7 +106,7 @@ class Supervisor:
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
         self._key = {FILE_VARIABLE: os.path.join(self._key_folder, FILE)} if self._key_folder else {}
-        self._ready = False
+        self._ready = self._has_served = False  # this storekeeper; this or an earlier one
         self._is_over = False  # the storekeeper was told that the group has ended
         self._storekeeper: subprocess.Popen[bytes]  # set by `_begin_storekeeper`, as are these two
         self._to_storekeeper: IO[bytes]
@@ -286,14 +286,15 @@ class Supervisor:
     def _hear_storekeeper(self) -> None:
         data = _available(self._from_storekeeper.fileno())
         if data:
-            self._ready = True
+            self._ready = self._has_served = True
         elif data is not None:
             self._selector.unregister(self._from_storekeeper)
             self._from_storekeeper.close()
-            how = processes.describe_exit(self._storekeeper.wait())
-            # A storekeeper that has served the store before is restarted, as after a SIGKILL. If it fails before that,
-            # for example because torch is not installed, a second one would fail as well.
-            if self._ready:
+            how = processes.describe_exit(code := self._storekeeper.wait())
+            # A storekeeper that has served the store is restarted, as after a SIGKILL, and so is one that is killed
+            # while it replaces another. If the first one fails before that, for example because torch is not installed,
+            # a second one would fail as well.
+            if self._ready or (self._has_served and code < 0):
                 self._output.say(f"the process that kept the group's store ended with {how}; it is restarted")
                 self._begin_storekeeper()
             else:
