@@ -128,7 +128,7 @@ class RedisReply(NamedTuple):
 
 
 def read_reply(operation: str, about: object, reply: object) -> RedisReply:
-    """Parse the reply to an operation, whose first argument was `about`; raise RedisMalformed for foreign content."""
+    """Parse the reply to an operation; `about` is its first argument. Raise RedisMalformed if it has another form."""
     status, number, *content = _list(reply, "state", 2)
     revision = _number(number, "state")
     if status in _FAILED:

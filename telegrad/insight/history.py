@@ -224,7 +224,7 @@ class GroupHistory:
 
 
 def functions(events: Events) -> list[Function]:
-    """Return statistics of functions, the most time-consuming first; of one not called here, those of its runs."""
+    """Return statistics of calls by function, longest total first; of runs if the function was not called here."""
     called: dict[str, list[float]] = defaultdict(list)
     ran: dict[str, list[float]] = defaultdict(list)
     failed: Counter[tuple[str, str]] = Counter()

@@ -199,7 +199,7 @@ class DirectoryLease:
 
 
 class Prober:
-    """Tells which others a worker can connect to, before they are in one group."""
+    """Checks which workers this one can connect to, before they are in one group."""
 
     def __init__(self, listener: Listener, tls: TlsFiles | None, transport: str, silence: float) -> None:
         self._listener, self._tls, self._transport, self._silence = listener, tls, transport, silence

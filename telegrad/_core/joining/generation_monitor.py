@@ -158,7 +158,7 @@ class GenerationMonitor:
         return [self.generation.members[rank].name for rank in missing]
 
     def _answering(self) -> list[str]:
-        """Return the missing workers at the leader; at the others the leader, which has not answered."""
+        """Return the missing workers if this worker leads; otherwise the leader, which has not answered."""
         with self._changed:
             leader = self._steps.leader
         return self._missing() if leader == self._me.id else [self.generation.members[leader].name]

@@ -345,7 +345,7 @@ def _another(ref: Id) -> RRef[Any] | None:
 @known_as("restoring a value")
 @not_compiled
 def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
-    """At the owner: recreate the value, or return it: it exists if its creator alone declared this worker dead."""
+    """At the owner: return the value, which exists if only its creator declared this worker dead; or recreate it."""
 
     def make_anew() -> RRef[Any]:
         call = convert(make, args, kwargs)
