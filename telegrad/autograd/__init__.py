@@ -350,15 +350,17 @@ def _begin(
     create: bool,
     step: Step | None,
 ) -> tuple[DrivenPass, FusedStep | None]:
-    check_context_id(context_id)
-    # Nearly all passes have the defaults, which this condition recognizes without a call of a Python function.
+    # Nearly all passes have right ids and the defaults, which conditions recognize without a call of a Python function.
+    if type(context_id) is not int or context_id < 0:
+        check_context_id(context_id)
     if retain is not False or create is not False or type(mode) is not str or mode != "smart":
         checks.flag("retain_graph", retain)
         checks.flag("create_graph", create)
         checks.one_of("mode", mode, ("smart", "fast"))
     if timeout is not None:
         checks.seconds("timeout", timeout)
-    check_step(step)
+    if step is not None:
+        check_step(step)
     context = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
     # Last, when the arguments are known to be right: from here on the optimizer may count this step as pending.

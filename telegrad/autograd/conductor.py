@@ -36,7 +36,7 @@ from telegrad.autograd import guard
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
-from telegrad.autograd.passes import Abandon, Driver, Failed, PassReport, PassSpec, Task
+from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, PassReport, PassSpec, Task
 from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
@@ -55,11 +55,7 @@ class DrivenPass(Driver):
         self.begun = perf_counter()
         self.outcome: Any = outcome
         self._keeps = keeps  # kept alive until the pass has ended
-        self._lock = threading.Lock()  # guards the fields of Driver: reports of several workers come concurrently
-
-    def report(self, report: PassReport) -> list[tuple[str, Task]]:
-        with self._lock:
-            return super().report(report)
+        self.lock = threading.Lock()  # guards the fields of Driver: reports of several workers come concurrently
 
     def note(self, failure: str = "") -> None:
         """Report the end of the pass to the event hook."""
@@ -195,7 +191,8 @@ class Conductor:
         elif not driven.outcome.done():
             self._agent.wait_for(driven.outcome, senders=driven.workers - {self.name})
         driven.outcome.wait()
-        self._agent.streams.join()
+        if self._agent.streams.used:
+            self._agent.streams.join()
 
     def under_way(self) -> list[tuple[int, int, float, list[str]]]:
         """Return context, number, start time and workers with pending tasks of each pass that this worker drives."""
@@ -247,15 +244,17 @@ class Conductor:
                     self._agent.notify(report.worker, Abandon(report.spec))
             return
         try:
-            tasks = driven.report(report)
+            with driven.lock:
+                tasks = driven.report(report)
         except UnusedSends as error:
             self._fail(driven, error.with_traceback(None))  # its frames would keep the graph alive
             return
         if tasks:
             self._give(driven, tasks)
         # Two threads may see the end at once, or one of them while another one fails the pass: `pop` decides.
-        if driven.ended and self._driven.pop(driven.spec, None) is not None:
-            driven.note()
+        if driven.state == ENDED and self._driven.pop(driven.spec, None) is not None:
+            if events.note is not None:
+                driven.note()
             self._complete(driven)
 
     def _on_failed(self, spec: PassSpec, error: BaseException) -> None:

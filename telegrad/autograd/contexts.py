@@ -204,7 +204,7 @@ class Contexts:
             return
         if not forsaken:
             for worker in context.known:
-                if worker != sender and worker != self._agent.me.identity:
+                if worker != sender and worker.incarnation != self._agent.incarnation:
                     self._tell(worker, Release(id_))
         context.close()
         self._tell_ended(id_)

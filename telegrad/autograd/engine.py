@@ -104,19 +104,28 @@ class EngineRunner:
         self._unsharded = replicas.unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends  # a copy: later sends take no part in this pass
-        # The edges at which the gradients of each entry come in.
-        self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
-            number: [edge if type(edge) is GradientEdge else self._entrance(edge) for edge in send.edges]
-            for number, send in self._sends.items()
-        }
+        # The edges at which the gradients of each entry come in. A leaf that may take its gradient in parts has none.
+        self._edges: dict[int, list[GradientEdge | Tensor]] = {}
+        nodes: dict[int, list[Node]] = {}  # behind these edges
+        entries: list[tuple[int, Iterable[Any]]] = [(number, send.edges) for number, send in self._sends.items()]
         if roots:
-            self._edges[ROOTS] = list(map(edge_of, roots))
-        entries: Any = self._edges  # tensors occur only in passes without captures, see `_entrance`
-        self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
+            entries.append((ROOTS, map(edge_of, roots)))
+        for entry, edges in entries:
+            self._edges[entry] = own = []
+            nodes[entry] = behind = []
+            for edge in edges:
+                if type(edge) is not GradientEdge:
+                    if not (spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
+                        own.append(edge)
+                        continue
+                    edge = edge_of(edge)
+                own.append(edge)
+                behind.append(edge.node)
+        edges_only: Any = self._edges  # with captures there are no leaves
+        self._capture_kinds = CaptureKinds(context, edges_only, capture) if spec.captures else None
         # A bound method of the runner would make a reference cycle, and keep the graph alive until garbage collection.
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
-        nodes = {entry: _nodes(edges) for entry, edges in self._edges.items()}
         self._sharded = replicas.ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
@@ -135,13 +144,6 @@ class EngineRunner:
         self._coming: dict[Identity, int] = {}
         self._unshipped: set[Origin] = set()
         self._received_on: set[torch.Stream] = set()  # the streams on which the Recvs of the current step ran
-
-    def _entrance(self, leaf: Any) -> GradientEdge | Tensor:
-        """Return the edge of a leaf's node, if the leaf must not take its gradient in parts, else the leaf itself."""
-        if self._spec.captures or id(leaf) in self._averaged or _has_hooks(leaf):
-            return edge_of(leaf)
-        entrance: Tensor = leaf
-        return entrance
 
     # Called by the protocol
 
@@ -184,7 +186,9 @@ class EngineRunner:
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
         """Return the sends of other workers that these sends lead to. Without sends, start at the waiting nodes."""
-        starts = [node for send in sends for node in _nodes(self._edges[send])] if sends else list(self._pending)
+        starts = list(self._pending)
+        if sends:
+            starts = [edge.node for send in sends for edge in self._edges[send] if type(edge) is GradientEdge]
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
         for node in self._schedule.mark(starts):
@@ -225,6 +229,8 @@ class EngineRunner:
     # Running
 
     def _run(self) -> None:
+        if not self._schedule.changed:
+            return
         # A hook on this thread may begin a pass of another context and wait for it, which runs here within this one. So
         # the mark of the thread is only removed by the outermost one.
         schedule, part, self._context.running = self._schedule, self._sharded, self
@@ -247,8 +253,6 @@ class EngineRunner:
 
     def _run_step(self) -> None:
         step = self._schedule.step(self._pending, self._lacking)
-        if step is None:
-            return
         # All Recvs of the step are checked before any node runs. A graph of another context, whose gradient the sender
         # would not know, must not be run in part.
         recvs = self._recvs(step)
@@ -429,10 +433,6 @@ class EngineRunner:
             left = node_calls.call_hooks_of_leaf(leaf, whole, changed, behind)
             if left is not whole:
                 self._context.gradients.replace(leaf, left)
-
-
-def _nodes(edges: Iterable[GradientEdge | Tensor]) -> list[Node]:
-    return [edge.node for edge in edges if type(edge) is GradientEdge]
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]]) -> dict[Origin, set[int]]:

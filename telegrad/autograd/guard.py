@@ -241,7 +241,7 @@ take_callback: Callable[[Any], bool] | None = None
 
 def install() -> None:
     """Replace torch's engine in this process by one that checks its arguments."""
-    if not installed():
+    if type(Variable._execution_engine) is not _GuardedEngine:
         Variable._execution_engine = _GuardedEngine()
         torch._C._will_engine_execute_node = _will_run
 

@@ -8,10 +8,10 @@ needs the reports to know the workers that have tasks.
 Two threads send: the one that runs the tasks, and the timer thread. The report must name every message that has left
 before it, because the driver counts them. This is the order that keeps it true:
 
-1. A message gets its key, which puts it into `_sent`, and then leaves `_ready`, both under the lock.
-2. The thread that runs the tasks sends all that it finds in `_ready`, and only then takes `_sent` for the report.
+1. A message gets its key, which puts it into `sent`, and then leaves `_ready`, both under the lock.
+2. The thread that runs the tasks sends all that it finds in `_ready`, and only then takes `sent` for the report.
 
-So gradients that the timer has taken from `_ready` are in `_sent` before the other thread can find `_ready` empty. And
+So gradients that the timer has taken from `_ready` are in `sent` before the other thread can find `_ready` empty. And
 the thread that wants to send its report with the last gradients learns from `send` whether they were still there. If
 not, the report goes to the driver by itself.
 """
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec, Task
+from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.record import AutogradContext
 
-SMALL = 4096  # bytes; see `_lean`
+SMALL = 4096  # bytes of a gradient that is sent in contiguous form
 MOST_CARRIED = 16  # reports that travel with gradients; longer chains of workers send some to the driver meanwhile
 
 Gradients = list[tuple[int, Sequence[Any]]]  # of messages, by their numbers
@@ -51,18 +51,15 @@ def packed(
                 continue
             place = places.setdefault(id(gradient), len(tensors))
             if place == len(tensors):
-                tensors.append(gradient if spec.create else _lean(gradient))
+                # Often one repeated number, which is copied faster than described.
+                if not spec.create and gradient.layout is torch.strided and gradient.nbytes < SMALL:
+                    gradient = gradient.contiguous()
+                tensors.append(gradient)
             own.append(place)
         slots.append((number, own))
-    shipment = PackedShipment(tuple(spec), key, slots, [report[1:] for report in reports])  # type: ignore[arg-type]
+    said = [report[1:] for report in reports] if reports else ()
+    shipment = PackedShipment(tuple(spec), key, slots, said)  # type: ignore[arg-type]
     return shipment, tensors
-
-
-def _lean(gradient: Tensor) -> Tensor:
-    """Return a small gradient in contiguous form: often one repeated number, which is copied faster than described."""
-    if gradient.layout is torch.strided and gradient.nbytes < SMALL and not gradient.is_contiguous():
-        return gradient.contiguous()
-    return gradient
 
 
 class Outbox:
@@ -84,12 +81,12 @@ class Outbox:
         self._agent = agent
         self._gathers = gathers
         self._held: Identity | None = None  # gradients for this worker wait for the report
-        # Guards changes of the fields below while _ready holds anything. Gradients leave _ready when they are in _sent.
-        # So a thread that finds nothing there, which needs no lock, can make the report. While _ready is empty, the
-        # timer thread changes neither _sent nor _keys, so `key` and `pop_sent` need no lock then.
+        # Guards changes of `sent` and the fields below while _ready holds anything. Gradients leave _ready when they
+        # are in `sent`. So a thread that finds nothing there, which needs no lock, can make the report. While _ready is
+        # empty, the timer thread changes neither `sent` nor _keys, so `key` and `LocalPart.report` need no lock then.
         self._lock = threading.Lock()
         self._ready: dict[Identity, Gradients] = {}
-        self._sent: list[tuple[Key, str]] = []  # since the last report
+        self.sent: list[tuple[Key, str]] = []  # messages since the last report, and their recipients
         self._carried: list[PassReport] = []  # of other workers
         self._keys = 0
 
@@ -98,13 +95,8 @@ class Outbox:
         self.reached.add(worker)
         self._keys += 1
         key = self.worker, self._keys
-        self._sent.append((key, worker))
+        self.sent.append((key, worker))
         return key
-
-    def pop_sent(self) -> list[tuple[Key, str]]:
-        """Remove and return the messages sent since the last report."""
-        sent, self._sent = self._sent, []
-        return sent
 
     def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool, last: bool) -> None:
         """Queue gradients for one message of a worker.
@@ -132,21 +124,16 @@ class Outbox:
             if not (self.holds and worker == self._held):
                 self.send(worker)
 
-    def carry(self, tasks: Sequence[Task]) -> Sequence[PassReport]:
-        """Take the reports that came with tasks. Return those to send to the driver now."""
-        come = [each for task in tasks if isinstance(task, PackedShipment) for each in task.reports]
-        if not come:
-            return ()
+    def carry(self, shipment: PackedShipment) -> Sequence[PassReport]:
+        """Take the reports that came with gradients. Return those to send to the driver now."""
         with self._lock:
-            self._carried += [PassReport(self.spec, *fields) for fields in come]
+            self._carried += [PassReport(self.spec, *fields) for fields in shipment.reports]
         if self.holds and len(self._carried) <= MOST_CARRIED:
             self._gathers(self)
             return ()
         return self._pop_carried()
 
     def _pop_carried(self) -> Sequence[PassReport]:
-        if not self._carried:
-            return ()
         with self._lock:
             carried, self._carried = self._carried, []
             return carried
@@ -167,7 +154,7 @@ class Outbox:
             self.send(worker)
         if waiting and self.send(waiting[-1], report):
             return ()
-        return [*self._pop_carried(), report()]
+        return [*self._pop_carried(), report()] if self._carried else [report()]
 
     def send(self, worker: Identity, report: Callable[[], PassReport] | None = None) -> bool:
         """Send the gradients for a worker, with `report` and all other reports. Return False if there are none."""
@@ -180,7 +167,9 @@ class Outbox:
         streams = self._agent.streams
         if streams.used:
             streams.adopt(*(each for _, gradients in gathered for each in gradients))
-        reports = [*self._pop_carried(), report()] if report is not None else ()
+        reports: Sequence[PassReport] = ()
+        if report is not None:
+            reports = [*self._pop_carried(), report()]
         shipment, tensors = packed(self.spec, key, gathered, reports)
         context = self.context if self.spec.create else None
         self._agent.notify(worker.name, shipment, worker.incarnation, tensors, context)

@@ -127,7 +127,7 @@ class LocalPart:
         self._reports += 1
         outbox, runner = self.outbox, self._runner
         waiting = [*itertools.islice(runner.waiting, NAMED)] if outbox.spec.fast else ()
-        number, sent = self._reports, outbox.pop_sent()
+        number, sent, outbox.sent = self._reports, outbox.sent, []
         return PassReport(outbox.spec, outbox.worker, number, done, sent, runner.starved, waiting, rode)
 
 
@@ -278,7 +278,8 @@ class LocalParts:
             letters = self._run(context, part, tasks)
             if spec.rider:
                 self._let_ride(context, part)
-            self._agent.streams.publish()  # before other workers learn that it is done
+            if self._agent.streams.used:
+                self._agent.streams.publish()  # before other workers learn that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
             if (note := events.note) is not None:
@@ -299,8 +300,10 @@ class LocalParts:
         """Run tasks in their context, and in the autocast state of the driver. Return the messages to send."""
         spec = part.outbox.spec
         autocast = context.autocast if spec.driver == self._agent.name and not spec.autocast else spec.autocast
-        for report in part.outbox.carry(tasks):
-            self.tell(context, report.spec.driver, report)
+        for task in tasks:
+            if isinstance(task, PackedShipment) and task.reports:
+                for report in part.outbox.carry(task):
+                    self.tell(context, spec.driver, report)
         token = entered.set(context.id)
         try:
             if autocast or is_autocast_on():

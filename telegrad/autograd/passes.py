@@ -79,10 +79,10 @@ class PackedShipment(NamedTuple):
     def unpacked(self) -> list[tuple[int, list[Any]]]:
         """Return for each message its number, and for each of its tensors the gradient, `WITHOUT` or None."""
         tensors = (*self.tensors, WITHOUT)  # index NOWHERE is the last one
-        return [
-            (number, [None if place is None else tensors[place] for place in places])
-            for number, places in self.gradients
-        ]
+        found: list[tuple[int, list[Any]]] = []
+        for number, places in self.gradients:
+            found.append((number, [None if place is None else tensors[place] for place in places]))
+        return found
 
 
 class Mark(NamedTuple):
@@ -159,11 +159,6 @@ class Driver:
         self._keys = 0
 
     @property
-    def ended(self) -> bool:
-        """Return True if the pass is over on all workers."""
-        return self.state == ENDED
-
-    @property
     def owing(self) -> list[str]:
         """Return the workers that have not reported all of their tasks. The copy is atomic."""
         return sorted(set(self._asked.copy().values()))
@@ -174,18 +169,23 @@ class Driver:
 
     def report(self, report: PassReport) -> list[tuple[str, Task]]:
         """Process a report; return the next messages; raise UnusedSends if some sends of a fast pass got none."""
-        worker = report.worker
+        worker, balance = report.worker, self._balance
         self.workers.add(worker)
         for key, asked in report.sent:
-            self._sent(key, asked)
+            self.workers.add(asked)
+            if balance.pop(key, 0) == 0:
+                balance[key] = 1
+                self._asked[key] = asked
         for key in report.done:
-            self._done(key)
+            if balance.pop(key, 0) == 0:
+                balance[key] = -1
+            self._asked.pop(key, None)
         if report.rode is not None:
             self.rode[worker] = report.rode
         last = self._last.get(worker)
         if last is None or last.number < report.number:
             self._last[worker] = report
-        return [] if self._balance else self._quiet()
+        return [] if balance else self._quiet()
 
     def _quiet(self) -> list[tuple[str, Task]]:
         starved = [worker for worker, last in self._last.items() if last.starved]
@@ -213,16 +213,7 @@ class Driver:
     def _ask(self, worker: str, task: Any, *what: Any) -> tuple[str, Task]:
         self._keys += 1
         key = ("", self._keys)
-        self._sent(key, worker)
-        return worker, task(self.spec, key, *what)
-
-    def _sent(self, key: Key, worker: str) -> None:
         self.workers.add(worker)
-        if self._balance.pop(key, 0) == 0:
-            self._balance[key] = 1
-            self._asked[key] = worker
-
-    def _done(self, key: Key) -> None:
-        if self._balance.pop(key, 0) == 0:
-            self._balance[key] = -1
-        self._asked.pop(key, None)
+        self._balance[key] = 1  # its task is not sent yet, so no worker can have reported it
+        self._asked[key] = worker
+        return worker, task(self.spec, key, *what)

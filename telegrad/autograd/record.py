@@ -109,7 +109,11 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.origin.context.ship(ctx.origin, gradients)
+        origin = ctx.origin
+        running = origin.context.running
+        if running is None:
+            raise origin.refusal()
+        running.ship(origin, gradients)
         return None, None, None
 
 
@@ -301,13 +305,6 @@ class AutogradContext:
             for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
                 tensors[slot] = tensor
         return tensors
-
-    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Pass gradients that came to a Recv of this context to the pass that runs the graph."""
-        running = self.running
-        if running is None:
-            raise origin.refusal()
-        running.ship(origin, gradients)
 
     def close(self) -> None:
         """Mark the context as ended, and release all records."""

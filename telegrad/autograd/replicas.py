@@ -159,10 +159,10 @@ class ShardedModule:
 def sharded_modules() -> list[ShardedModule]:
     """Return the FSDP modules of this process, by their roots. Return none if this version of torch has other names."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
-    if states is None:
-        return []
     found: dict[Any, ShardedModule] = {}
     try:
+        if states is None or not states._module_state_mapping:
+            return []
         for state in {reference() for reference in list(states._module_state_mapping.data.values())}:
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:  # torch 2.11

@@ -228,9 +228,9 @@ class GraphSchedule:
         self._home: dict[Node, Region] = {}
         self.kind: dict[Node, int] = {}  # of special nodes: one of the constants above
         # The entries that are still open. None: all gradients go directly to leaves.
-        self.open: dict[int, Region | None] = {
-            entry: self._explore(entry, nodes) if nodes else None for entry, nodes in entries.items()
-        }
+        self.open: dict[int, Region | None] = {}
+        for entry, nodes in entries.items():
+            self.open[entry] = self._explore(entry, nodes) if nodes else None
         # Regions are joined while entries are explored, and never after that. The counts begin here, so `open` and
         # `step` hold final regions, and `take` need not move counts.
         for entry, region in self.open.items():
@@ -238,7 +238,7 @@ class GraphSchedule:
                 self.open[entry] = region = _root(region)
                 region.open += 1
         self._countdown: Countdown | None = None  # created once some nodes can run before others that they lead to
-        self._changed: dict[Region, None] = {}
+        self.changed: dict[Region, None] = {}  # with entries closed since the last step
         self.marked: set[Node] = set()  # that `mark` has reached: gradients may still go there
 
     def settled(self, node: Node) -> bool:
@@ -288,16 +288,14 @@ class GraphSchedule:
         if region is not None:
             region.open -= 1
             region.closed.append(entry)
-            self._changed[region] = None
+            self.changed[region] = None
 
-    def step(self, waiting: Collection[Node], ordered: bool) -> GraphStep | None:
-        """Return the nodes that can run after entries closed, or None. `waiting` are the nodes that have gradients.
+    def step(self, waiting: Collection[Node], ordered: bool) -> GraphStep:
+        """Return the nodes that can run after the changes. `waiting` are the nodes that have gradients.
 
         An `ordered` step lists all nodes, since some may have to run by hand.
         """
-        regions, self._changed = list(self._changed), {}
-        if not regions:
-            return None
+        regions, self.changed = list(self.changed), {}
         for region in regions:
             ordered = ordered or region.alone or region.open > 0
         if ordered:

@@ -26,9 +26,9 @@ class Agent:
     """Records the messages that are sent."""
 
     def __init__(self) -> None:
-        self.name = ME.name
+        self.name, self.incarnation = ME.name, ME.incarnation
         self.ticks = False
-        self.me = SimpleNamespace(id=ME.id, identity=ME)
+        self.me = SimpleNamespace(id=ME.id)
         self.lost: list[object] = []
         self.ticking: list[object] = []
         self.sent: list[tuple[str, object]] = []

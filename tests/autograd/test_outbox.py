@@ -69,24 +69,24 @@ def test_the_last_gradients_of_a_step_contain_the_report(outbox: Outbox, agent: 
 
 
 def test_reports_of_other_workers_are_sent_with_the_own_one(outbox: Outbox, agent: Agent) -> None:
-    assert not outbox.carry([shipment(report("one"), report("two")), ANOTHER])
+    assert not outbox.carry(shipment(report("one"), report("two")))
     outbox.add(OTHER, 1, ONES, False, True)
     assert not outbox.finish(report)
     assert agent.sent == [("other", ["one", "two", "me"])]
-    assert not outbox.carry([shipment(report("one"))])
+    assert not outbox.carry(shipment(report("one")))
     assert outbox.finish(report) == [report("one"), report()]
 
 
 def test_many_reports_are_sent_to_the_driver_at_once(outbox: Outbox) -> None:
     few = [report(str(number)) for number in range(MOST_CARRIED)]
-    assert not outbox.carry([shipment(*few)])
-    assert outbox.carry([shipment(report())]) == [*few, report()]
+    assert not outbox.carry(shipment(*few))
+    assert outbox.carry(shipment(report())) == [*few, report()]
 
 
 def test_a_slow_worker_keeps_no_report(outbox: Outbox, agent: Agent) -> None:
-    outbox.carry([shipment(report("one"))])
+    outbox.carry(shipment(report("one")))
     assert outbox.send_early() == [report("one")]
-    assert outbox.carry([shipment(report("two"))]) == [report("two")]
+    assert outbox.carry(shipment(report("two"))) == [report("two")]
     outbox.add(OTHER, 1, ONES, False, True)
     assert agent.sent == [("other", [])]
 
@@ -108,7 +108,7 @@ def test_a_thread_with_nothing_to_send_finds_the_sent_gradients(
 
     def look() -> None:
         outbox.flush()
-        seen.append(outbox.pop_sent())
+        seen.append(outbox.sent)
 
     def look_meanwhile(worker: str) -> Key:
         flushing.append(threading.Thread(target=look))

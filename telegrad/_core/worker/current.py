@@ -26,7 +26,7 @@ def here() -> Worker:
 
 
 def agent() -> Agent:
-    """Return the agent of this thread; raises as `here`. Inlined for speed, since each remote call needs it."""
+    """Return the agent of this thread; raises as `here`."""  # not by `here`: each remote call needs it
     found: Worker = _here.own or worker or joined()
     return found.agent
 
@@ -59,7 +59,8 @@ def references() -> ReferenceTable:
 
 
 def conductor() -> Conductor:
-    return here().conductor
+    found: Worker = _here.own or worker or joined()
+    return found.conductor
 
 
 def enter(own: Worker | None) -> None:
