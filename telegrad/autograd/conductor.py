@@ -151,15 +151,16 @@ class Conductor:
             )
         if timeout is None:
             timeout = self._agent.timeout
-        self._agent.streams.publish()  # another thread may run this worker's part
-        autocast = call_context.described_autocast()
+        if self._agent.streams.used:
+            self._agent.streams.publish()  # another thread may run this worker's part
+        autocast = call_context.described_autocast() if call_context.is_autocast_on() else b""
         # In the drop-in mode the caller's autocast holds on this worker only, as with torch's RPC. So it is not put
         # into the specification, which is sent; `LocalParts._run` takes it from the context.
         if not self._agent.layers.sends_modes:
             context.autocast, autocast = autocast, b""
         spec = PassSpec(
             context.id,
-            self.name,
+            self._agent.name,
             next(self._numbers),
             roots=tuple(sorted(roots)),
             captures=capture is not None,

@@ -107,10 +107,10 @@ class EngineRunner:
         # The edges at which the gradients of each entry come in. A leaf that may take its gradient in parts has none.
         self._edges: dict[int, list[GradientEdge | Tensor]] = {}
         nodes: dict[int, list[Node]] = {}  # behind these edges
-        entries: list[tuple[int, Iterable[Any]]] = [(number, send.edges) for number, send in self._sends.items()]
-        if roots:
-            entries.append((ROOTS, map(edge_of, roots)))
-        for entry, edges in entries:
+        sources: dict[int, Iterable[Any]] = {ROOTS: map(edge_of, roots)} if roots else {}
+        for number, send in self._sends.items():
+            sources[number] = send.edges
+        for entry, edges in sources.items():
             self._edges[entry] = own = []
             nodes[entry] = behind = []
             for edge in edges:

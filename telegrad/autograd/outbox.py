@@ -114,7 +114,8 @@ class Outbox:
         elif not more:
             self.send(worker)
             return
-        self._agent.streams.publish()  # another thread may send them
+        if self._agent.streams.used:
+            self._agent.streams.publish()  # another thread may send them
         if first:
             self._gathers(self)
 

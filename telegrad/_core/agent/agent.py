@@ -56,6 +56,7 @@ class Agent:
         `entered` is called with this agent first on each thread that will run user code.
         """
         self.name = name
+        self.rank = -1  # until it has joined a group
         self.settings = settings
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
@@ -104,7 +105,7 @@ class Agent:
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
-        self.name = me.name
+        self.name, self.rank = me.name, me.id
         self._server.name_is(me.name)
         for index in used:
             self.streams.use(index)

@@ -163,9 +163,7 @@ def described(left: float = 0.0, whose: str = "", autocast: bool = True) -> tupl
 
 
 def described_autocast() -> bytes:
-    """Return this thread's autocast for `under_autocast`, empty where it is off."""
-    if not is_autocast_on():
-        return b""
+    """Return this thread's autocast, which is on, for `under_autocast`."""
     return pickle.dumps((_autocast_types(), torch.is_autocast_cache_enabled()), 5)
 
 
@@ -195,7 +193,8 @@ class Modes(NamedTuple):
     @classmethod
     def here(cls) -> Modes:
         """Return the modes of this thread."""
-        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), described_autocast())
+        autocast = described_autocast() if is_autocast_on() else b""
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
