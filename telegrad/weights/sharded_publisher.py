@@ -232,6 +232,7 @@ def _shares(source: Any) -> dict[str, Any]:
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:
     # if not imported, there are no DTensors
     distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    tensor, offsets, shape = value, tuple[int, ...](), tuple[int, ...]()
     if isinstance(value, Shard):
         tensor, offsets, shape = value
     elif isinstance(value, distributed):
@@ -241,9 +242,9 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
         _, offsets = rules.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         tensor, offsets, shape = value.to_local(), tuple(offsets), tuple(value.shape)
     elif isinstance(value, Tensor):
-        tensor, offsets, shape = value, (0,) * value.dim(), tuple(value.shape)
-    else:
-        raise InvalidArgument(f"{name!r} cannot be published in parts: it is not a tensor, but {type(value).__name__}")
+        offsets, shape = (0,) * value.dim(), tuple(value.shape)
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name!r} cannot be published in parts: it is not a tensor, but {type(tensor).__name__}")
     box = Box(offsets, tuple(tensor.shape))
     if not is_within(box, shape):
         raise InvalidArgument(

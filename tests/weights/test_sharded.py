@@ -284,11 +284,15 @@ def test_threads_that_publish_at_once_take_turns(four: list[Worker], monkeypatch
 def test_mistakes_of_readers_and_owners_are_named(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
-    with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
-        ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
+    for value in (3, Shard(3, (0, 0), (6, 4))):  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
+            ShardedPublisher(f"{value}", {"w1": lambda value=value: {"step": value}}).publish()
     for place in ((0.5, 0), (True, 0), ("a", 0), None, 0):
-        with pytest.raises(InvalidArgument, match=r"'w' is not a part of a tensor of shape \(6, 4\): its offsets are"):
-            ShardedPublisher(f"{place}", {"w1": lambda place=place: {"w": Shard(rows(2, 6), place, (6, 4))}}).publish()
+        for at, shape in ((place, (6, 4)), ((2, 0), place)):
+            with pytest.raises(InvalidArgument, match=r"'w' is not a part of a tensor of shape .*: its offsets are"):
+                ShardedPublisher(
+                    f"{at} {shape}", {"w1": lambda own=(at, shape): {"w": Shard(rows(2, 6), *own)}}
+                ).publish()
     with pytest.raises(InvalidArgument, match="the result of a function in source must be a dictionary of tensors"):
         ShardedPublisher("tensor", {"w1": lambda: torch.ones(3)}).publish()
     with pytest.raises(InvalidArgument, match=r"dtype must be a type of floating numbers.* not 'torch\.int64'"):

@@ -25,6 +25,7 @@ from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.threads import Background, Here, Thread, program_has_ended
 
 STANDBY = 16  # idle threads that are kept: creating one costs more than most calls
+LAST_WORK = 0.2  # seconds that the end of a worker waits for each of its threads; one in user code ends later
 
 log = logging.getLogger("telegrad")
 
@@ -84,7 +85,7 @@ class LeaderThreads:
         wake()
         for thread in threads:
             if thread.is_alive() and thread is not threading.current_thread():  # an unstarted thread ends by itself
-                thread.join(0.2)
+                thread.join(LAST_WORK)
 
     def processor_time(self) -> float | None:
         """Return the processor time of the threads that run calls, if known. Hold the lock, which keeps them alive."""
@@ -347,3 +348,6 @@ class EventLoop:
         if begun is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: an exception has just ended it
                 begun[0].call_soon_threadsafe(begun[0].stop)
+            # The program may end next, and would interrupt the thread in the middle of closing the loop. asyncio then
+            # prints an error, as it closes the loop again.
+            begun[1].join(LAST_WORK)
