@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from telegrad import errors
+from telegrad._core.agent import call_server
 from telegrad._core.agent.agent import Agent
-from telegrad._core.reactor import scheduler
+from telegrad._core.reactor import reactor, scheduler
 from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
@@ -470,3 +471,12 @@ def test_an_argument_that_cannot_be_sent_is_named_by_its_position() -> None:
     ):
         with pytest.raises(CannotEncode, match=r"argument 1\[0\] \(_thread\.lock\) cannot be sent: cannot pickle"):
             refused()
+
+
+def test_short_functions_that_are_sent_by_value_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wake another thread for each takes longer than the call."""
+    monkeypatch.setattr(call_server, "SHORT", PATIENCE)
+    monkeypatch.setattr(reactor, "STUCK_AFTER", PATIENCE)
+    with agents(2) as (caller, _):
+        threads = [caller.agent.call("w1", lambda: threading.get_ident(), (), None) for _ in range(20)]
+    assert len({*threads[1:]}) == 1

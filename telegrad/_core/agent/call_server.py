@@ -100,7 +100,9 @@ class Server:
         self.call_scheduler: CallScheduler | None = None
         self.orders = False  # also ask the call_scheduler about functions that are known to be short
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
-        self._short: dict[bytes, bool] = {}  # by function name; a guess: single reads and writes of any thread
+        # By function name, which functions that are sent by value do not have: these count as one. A guess: single
+        # reads and writes of any thread.
+        self._short: dict[bytes, bool] = {}
         self._short_in_order: dict[bytes, bool] = {}  # the same for ordered functions
         self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before the first call
         self.served = 0  # number of calls that have begun; approximate, since threads may miscount it
@@ -143,7 +145,7 @@ class Server:
                 self._reactor.submit(Work(partial(self.answers.refuse, excess), come, size=size), caller.control)
                 continue
             head = message.head
-            short = head and self._short.get(head)
+            short = self._short.get(head)
             if (not short or self.orders) and self.call_scheduler is not None and self.call_scheduler.heeds(head):
                 caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
@@ -259,12 +261,11 @@ class Server:
                     torch.set_grad_enabled(True)
             args = None  # memory lent for the arguments is then released together with the answer
             del kwargs
-            if message.head:
-                known = self._short_in_order if ordered else self._short
-                # The time includes decoding, which keeps the leader from its connections, too. A function that is not
-                # known to be short has run after a hand-over of the lead, which may have added to its time.
-                limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
-                known[message.head] = self._reactor.worked_until() - start < limit
+            known = self._short_in_order if ordered else self._short
+            # The time includes decoding, which keeps the leader from its connections, too. A function that is not known
+            # to be short has run after a hand-over of the lead, which may have added to its time.
+            limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
+            known[message.head] = self._reactor.worked_until() - start < limit
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
             elif type(result) is Deferred:
