@@ -60,6 +60,7 @@ class Agent:
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
+        self.me: Member  # this worker's member record, set once it joins a group
         self.ticking: list[Callable[[float], float]] = []  # called by the timer's thread; each returns its next time
         self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
         self.layers = Layers()
@@ -104,6 +105,7 @@ class Agent:
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
+        self.me = me
         self.name = me.name
         self._server.name_is(me.name)
         for index in used:
@@ -138,11 +140,6 @@ class Agent:
         """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
         self._connections.abandon()
         self._reactor.poller.abandon()
-
-    @property
-    def me(self) -> Member:
-        """This worker's member record, once it has joined a group."""
-        return self._connections.joined.me
 
     @property
     def closed(self) -> bool:
@@ -397,7 +394,9 @@ class Agent:
         `patient` message leaves with the next message to that worker, or soon, and is handled after it. Tensors on
         accelerators go to the devices of gradients, or with `as_arguments` to those of arguments.
         """
-        peer = self._connections.of_life(to, incarnation)
+        peer = self._connections.names.get(to)
+        if peer is None or (incarnation and peer.identity.incarnation != incarnation):
+            peer = self._connections.of_life(to, incarnation)
         peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
         if patient:
             self._timer.wake_by(monotonic() + BUSY_TICK)

@@ -25,14 +25,14 @@ from telegrad._core.agent.pending_call import MutationCheck, PendingCall, Prepar
 from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.attachments import GraphContext, Layers
 from telegrad._core.calls.call_context import seen
-from telegrad._core.calls.call_names import user_name, users_call
+from telegrad._core.calls.call_names import NAMED, user_name, users_call
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.pickling import blame_again, encode
+from telegrad._core.pickling.function_names import name_of, verified
+from telegrad._core.pickling.pickling import blame_again, encode, encode_call
 from telegrad._core.wire.messages import (
     CALL,
     HAS_CALL_CONTEXT,
@@ -65,10 +65,13 @@ class EncodedCall:
     def __init__(self, call: PreparedCall, same_program: bool) -> None:
         """Pickle the arguments. Without a name that leads to the function at the receiver, pickle that as well."""
         self.function = function = call.function
-        name = name_of(function, same_program)
+        name = (verified.get(function) if type(function) in NAMED else None) or name_of(function, same_program)
         args, kwargs = call.args or (), call.kwargs or {}
         try:
-            encoded = encode((args, kwargs) if name else (function, args, kwargs), same_program)
+            if name:
+                encoded = encode_call(args, kwargs, same_program)
+            else:
+                encoded = encode((function, args, kwargs), same_program)
         except CannotEncode as error:
             raise blame_again(users_call(function, args, kwargs), error, same_program) from error.__cause__
         self.name = name.encode() if name else b""
@@ -101,7 +104,7 @@ class EncodedCall:
                 flags |= HAS_CALL_CONTEXT
                 body = append(body, said)
         to = pending.peer.identity
-        context = layers.graphs.current() if layers.graphs is not None else None
+        context = layers.graphs.current() if layers.graphs is not None and layers.entered_id() is not None else None
         if context is not None:
             flags |= HAS_GRAPH
             body = append(body, context.sent(self.tensors, to, self.function, not flags & NO_GRAD))

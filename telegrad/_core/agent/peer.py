@@ -200,7 +200,9 @@ class Peer:
             if message.flags & HAS_REFERENCES:  # even if the call has ended
                 attachments = self.host.layers.take_attachments(message, self.identity)
             with self.lock:  # `_pop`, inlined, since this runs for each call
-                call = self.calls.pop(message.id)
+                call = self.calls.in_flight.pop(message.id, None)
+                if call is not None:
+                    self.calls.weight -= call.weight
                 if self._waiting:
                     self._capacity.notify()
             if call is not None:

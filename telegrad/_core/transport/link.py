@@ -28,7 +28,7 @@ from telegrad._core.transport.poller import Poller, Waker, wait_readable
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire import messages
-from telegrad._core.wire.messages import FrameReader, Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import SCRATCH, FrameReader, Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
 log = logging.getLogger("telegrad")
@@ -63,7 +63,6 @@ class Link:
         self._on_messages, self._on_closed, self.prompt, expected, widen = handlers
         sock.setblocking(False)
         self.peer = peer
-        self.reading = ReadRight(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
         self._sock = sock
@@ -83,13 +82,19 @@ class Link:
         self._maps = self._incoming.maps
         # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._control, self.lanes_in.is_idle)
+        watch = partial(poller.watch, self)
+        self.reading = ReadRight(threading.Lock(), watch, expected, self._finish, self.reader, self._continue_on_lanes)
+        self.stop_reading = self.reading.give_back
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
-        self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        self._is_limited = self.prompt and not self._tls  # between frames, at most CALLS_AT_ONCE bytes are read
+        self._buffer: Callable[[int], memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        # Without records, this memory is always the same between frames.
+        self._first: memoryview | None = self.reader.buffer(CALLS_AT_ONCE if self._is_limited else SCRATCH)
         self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
         writes: RecordWriter | None = None
         if ciphers is not None:
             records = RecordReader(ciphers.receiving)
-            self._buffer, self._arrived = records.buffer, partial(self._decrypt, records)
+            self._buffer, self._first, self._arrived = records.buffer, None, partial(self._decrypt, records)
             writes = RecordWriter(ciphers.sending)
         # Guards all below, setting `closed`, and writing to the socket. Frames must enter the socket in the order in
         # which their records are numbered and their blocks are lent, so the lock is held while they are written. The
@@ -97,8 +102,8 @@ class Link:
         self._lock = threading.Lock()
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(stores, self.lanes_out)
-        watch = lambda write: poller.watch(self, write=write)  # noqa: E731
-        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, writes)
+        self._writer = Writer(sock, self._tls_lock, stores.staging, partial(watch, None), self._resume, writes)
+        self._is_plain = writes is None and not self._tls
         self._outbox = self._writer.outbox
 
     @property
@@ -151,6 +156,14 @@ class Link:
                 self.sent += len(data)
                 if self._maps.released:
                     self._queue_release()
+                if self._is_plain and not (later or self._outbox):
+                    try:
+                        sent = self._sock.send(data)
+                        if sent == len(data):
+                            return True
+                        data = data[sent:]
+                    except OSError:
+                        pass  # the writer gets the same error
                 return self._writer.send(data, later)
         except PeerError:
             raise
@@ -272,7 +285,7 @@ class Link:
         """Process bytes that were received together with the end of the handshake."""
         view = memoryview(data)
         while view and self.closed is None:
-            buffer = self._buffer()
+            buffer = self._buffer(SCRATCH)
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
             self.received += count
@@ -288,17 +301,17 @@ class Link:
         finally:
             self.stop_reading()
 
-    def stop_reading(self) -> None:
-        """Give back the right to read; if the next frame waits for lanes, to the thread of the lane that ends last."""
+    def _continue_on_lanes(self) -> bool:
+        """While the next frame waits for lanes, let the lane that ends last go on; return False if none is needed."""
         while self.reader.awaits_lanes and self.closed is None:
             # The right goes to the lanes before they are asked to continue: from `afterwards` on, a lane may call
             # `_go_on` at once. If no stripe is under way any more, `afterwards` returns False and this thread reads the
             # rest itself. It is the only one to do so, since no lane was given the continuation.
             self.reading.pass_on()
             if self.lanes_in.afterwards(self._go_on):
-                return
+                return True
             self.read()
-        self.reading.give_back()
+        return False
 
     def _go_on(self) -> None:
         """Continue reading after the lanes have received all stripes, or the connection has ended."""
@@ -315,8 +328,7 @@ class Link:
         """Read available data and process its frames. Return True if there was any. The caller must hold `reading`."""
         if self.closed is not None:
             return False
-        reader, sock, shares = self.reader, self._sock, self._shares
-        limits = self.prompt and not self._tls
+        reader, sock, shares, first = self.reader, self._sock, self._shares, self._first
         # The frame that awaited lanes may be complete now. No bytes are needed to find out.
         if came := reader.awaits_lanes:
             self._arrived(0)
@@ -325,8 +337,11 @@ class Link:
                 return came
             # A message in the middle of its memory is read in full. Between frames, a connection over which calls
             # arrive is read in small portions, since each frame may be a call.
-            limited = limits and reader.target is None
-            buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
+            limited = self._is_limited and reader.target is None
+            if first is not None and reader.target is None and not reader.end:
+                buffer = first
+            else:
+                buffer = self._buffer(CALLS_AT_ONCE if limited else SCRATCH)
             try:
                 # Inlined, because each call has two reads on either side.
                 if shares:
