@@ -340,8 +340,8 @@ class Agent:
         """
         with self._reactor.waiting() if self._reactor.here.own is not None else contextlib.nullcontext():
             links = self._connections.accepted_from(senders)
-            if links:
-                run_for(future, links, self._reactor)
+            if links and run_for(future, links, self._reactor):
+                return True
             return wait_for(future, timeout)
 
     # The group

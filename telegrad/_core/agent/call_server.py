@@ -265,7 +265,9 @@ class Server:
                 # The time includes decoding, which keeps the leader from its connections, too. A function that is not
                 # known to be short has run after a hand-over of the lead, which may have added to its time.
                 limit = SHORT if durations.get(message.head) else SHORT + HANDING_OVER
-                durations[message.head] = self._reactor.worked_until() - start < limit
+                runner = self._reactor.here.own
+                until = runner.waited if runner is not None else 0.0  # when it first waited
+                durations[message.head] = (until or perf_counter()) - start < limit
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
             elif type(result) is Deferred:

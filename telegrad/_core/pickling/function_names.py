@@ -84,7 +84,9 @@ def name_of(function: Any, same_program: bool) -> str | None:
 def resolve(name: str) -> Callable[..., Any]:
     """Return the object with that name, and import its module if necessary; raise FunctionNotFound if there is none."""
     module_name, _, path = name.partition(":")
-    found: Any = _imported(module_name)
+    found: Any = sys.modules.get(module_name)
+    if found is None:
+        found = _imported(module_name)
     if found is not None:
         try:
             found = attrgetter(path)(found)
