@@ -1,4 +1,4 @@
-"""Encodes calls and control messages, and makes one call to many workers.
+"""Encodes calls, and makes one call to many workers.
 
 Arguments are pickled once for all workers that run this worker's main program, and once for all others. Tensor metadata
 is encoded once, unless it depends on devices. Large tensors are copied once into common memory for the workers of this
@@ -9,7 +9,6 @@ All messages are sent before any wait. Each call has its own outcome: an unreach
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import compress
@@ -23,7 +22,7 @@ from telegrad._core.agent.connections import Connections
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
 from telegrad._core.calls import call_context, profiling
-from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import seen
 from telegrad._core.calls.call_names import NAMED, user_name, users_call
 from telegrad._core.calls.cancelling import serving
@@ -39,9 +38,7 @@ from telegrad._core.wire.messages import (
     HAS_GRAPH,
     HAS_REFERENCES,
     INFERENCE,
-    LOW_PRIORITY,
     NO_GRAD,
-    NOTICE,
     Message,
     append,
 )
@@ -115,24 +112,21 @@ class EncodedCall:
         return Message(CALL, 0, flags, self.name, self.meta, body, self.blobs)
 
 
-def notice_to(
-    peer: Peer,
-    message: tuple[Any, ...],
-    tensors: Sequence[Tensor],
-    context: GraphContext | None,
-    patient: bool,
-    as_arguments: bool,
-) -> Message:
-    """Return the message for a worker: see `Agent.notify`."""
-    body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
-    notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
-    if tensors:
-        notice.meta, notice.blobs, _ = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
-    if context is not None:
-        notice.flags |= HAS_GRAPH
-        body = append(body, context.sent(tensors, peer.identity, type(message), True))
-    notice.body = body
-    return notice
+def begin_call(pending: PendingCall, call: PreparedCall, program: str, layers: Layers, creation: Any = None) -> None:
+    """Send a call. `program` is that of this worker; `creation` as in `Agent.call_for`."""
+    parent, peer = serving.get(), pending.peer
+    # `admit` comes first, since it may refuse the call. `hold` comes last, and cancels the call if the served call was
+    # cancelled meanwhile: before `Peer.call` the call is in no table, and `Peer.cancel` would not find it.
+    if parent is not None:
+        parent.admit(pending)
+    if pending.outcome is not None:
+        pending.outcome.call = pending
+    encoded = EncodedCall(call, peer.member.program == program != "")
+    if encoded.tensors:
+        encoded.pack(peer.places.calls, pending.outcome is None)
+    peer.call(pending, encoded.message_to(pending, layers, creation))
+    if parent is not None:
+        parent.hold(pending)
 
 
 class EachCall(NamedTuple):

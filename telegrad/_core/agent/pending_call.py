@@ -211,19 +211,15 @@ class PendingCall:
                     continue
                 if (remaining := until - monotonic()) <= 0:
                     return
-                if self._use_waker():
-                    continue
+                # Let threads that may cancel the call wake this one, and then check again.
+                if self.waker is None and (self.outcome is not None or self.parent is not None):
+                    self.waker = waker_here()
+                    if self.waker is not None:
+                        continue
                 link.wait_readable(min(remaining, SLEEP), self.waker)
         finally:
             self.awaited = False
             connection.is_prompt = perf_counter() - start < SOON
-
-    def _use_waker(self) -> bool:
-        """Let threads that may cancel the call wake this one. Return True the first time: then check again."""
-        if self.waker is not None or (self.outcome is None and self.parent is None):
-            return False
-        self.waker = waker_here()
-        return self.waker is not None
 
     def _wait_done(self, limit: float) -> None:
         """Wait until another thread has ended the call."""

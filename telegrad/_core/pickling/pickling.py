@@ -130,7 +130,11 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         if how == _ONE:
             return tensors[0]
         if how == _CALL:
-            return _decode_call(body, tensors)
+            values, places, names = pickle.loads(body)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            first = len(values) - len(names)
+            return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
         if how == _CUT:
             return _load_cut(body, tensors, references)
         return _load(body, tensors, references)
@@ -243,16 +247,6 @@ def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any], same_program: boo
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
         return _encode_any((args, kwargs), same_program)  # a tensor that occurs twice has one slot
     return _new(Encoded, (pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors, (), 0))
-
-
-def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values, places, names = pickle.loads(body)
-    for place, tensor in zip(places, tensors, strict=True):
-        values[place] = tensor
-    if not names:
-        return tuple(values), {}
-    first = len(values) - len(names)
-    return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
 
 
 # All other values

@@ -403,10 +403,7 @@ def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) ->
 
 
 def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> bool:
-    """Read these connections and run their works until `future` is done or nothing arrives for a moment.
-
-    Return True if the future is done.
-    """
+    """Read these connections and run their works until `future` is done (True) or nothing arrives for a moment."""
     own: deque[Work] = deque()
     before, _here.own = _here.own, own
     token = serving.set(None)  # the works do not belong to the call that this thread serves

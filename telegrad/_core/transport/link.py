@@ -28,7 +28,7 @@ from telegrad._core.transport.poller import Poller, Waker, wait_readable
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire import messages
-from telegrad._core.wire.messages import SCRATCH, FrameReader, Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import PREFIX, SCRATCH, FrameReader, Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
 log = logging.getLogger("telegrad")
@@ -66,6 +66,7 @@ class Link:
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
         self._sock = sock
+        self.fileno = sock.fileno
         self._tls = isinstance(sock, ssl.SSLSocket)
         # OpenSSL keeps one state for both directions of a connection, and two threads may use them at once: the thread
         # that reads does not hold `_lock`.
@@ -131,12 +132,10 @@ class Link:
         self._tell_drained()
 
     def _tell_drained(self) -> None:
-        with self._lock:
-            act = self._writer.take_drained()
-        act()
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
+        if self._writer.drained is not None:
+            with self._lock:
+                act = self._writer.take_drained()
+            act()
 
     # Sending
 
@@ -148,7 +147,10 @@ class Link:
         if message.blobs:
             self._send_with_blobs(message)
             return False
-        data = encode(message)
+        head, meta, body = message.head, message.meta, message.body
+        # `encode`, inlined, since this runs for each message
+        prefix = PREFIX.pack(message.kind, message.flags, len(head), len(meta), 0, len(body), message.id)
+        data = b"".join((prefix, head, meta, body))
         try:
             with self._lock:
                 if self.closed is not None:
@@ -158,10 +160,9 @@ class Link:
                     self._queue_release()
                 if self._is_plain and not (later or self._outbox):
                     try:
-                        sent = self._sock.send(data)
-                        if sent == len(data):
+                        data = data[self._sock.send(data) :]
+                        if not data:
                             return True
-                        data = data[sent:]
                     except OSError:
                         pass  # the writer gets the same error
                 return self._writer.send(data, later)
@@ -326,11 +327,9 @@ class Link:
 
     def read(self) -> bool:
         """Read available data and process its frames. Return True if there was any. The caller must hold `reading`."""
-        if self.closed is not None:
-            return False
         reader, sock, shares, first = self.reader, self._sock, self._shares, self._first
         # The frame that awaited lanes may be complete now. No bytes are needed to find out.
-        if came := reader.awaits_lanes:
+        if came := reader.awaits_lanes and self.closed is None:
             self._arrived(0)
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS buffers bytes that no poller sees
             if reader.awaits_lanes or self.closed is not None:
@@ -338,10 +337,8 @@ class Link:
             # A message in the middle of its memory is read in full. Between frames, a connection over which calls
             # arrive is read in small portions, since each frame may be a call.
             limited = self._is_limited and reader.target is None
-            if first is not None and reader.target is None and not reader.end:
-                buffer = first
-            else:
-                buffer = self._buffer(CALLS_AT_ONCE if limited else SCRATCH)
+            most = CALLS_AT_ONCE if limited else SCRATCH
+            buffer = first if first and reader.target is None and not reader.end else self._buffer(most)
             try:
                 # Inlined, because each call has two reads on either side.
                 if shares:

@@ -40,14 +40,13 @@ class ReadRight:
         arm: Callable[[bool], None],
         expected: Callable[[], object],
         finish: Callable[[], None],
-        reader: FrameReader | None = None,
-        continue_on_lanes: Callable[[], bool] = lambda: False,
+        reader: FrameReader,
+        continue_on_lanes: Callable[[], bool],
     ) -> None:
         """`arm` makes the poller watch for data, or stop. `expected` returns True if a response is expected.
 
-        `finish` is called once, when the connection has ended and no thread reads it. `continue_on_lanes` is called if
-        the next frame of `reader` waits for lanes; it passes the right on to them, and returns False if no lane needs
-        it.
+        `finish` is called once, when the connection has ended and no thread reads it. If a frame of `reader` awaits
+        lanes, `continue_on_lanes` passes the right on to them, or returns False if none of them needs it.
         """
         self._lock = lock  # guards all below; `watch` also reads the owner without it
         self._arm = arm
@@ -90,8 +89,8 @@ class ReadRight:
             self.owner = ReadOwner.LANE
 
     def give_back(self) -> None:
-        """Give the right back; if the next frame waits for lanes, to the thread of the lane that ends last."""
-        if self._reader is not None and self._reader.awaits_lanes and self._continue_on_lanes():
+        """Give the right back; if the next frame awaits lanes, to the thread of the lane that ends last."""
+        if self._reader.awaits_lanes and self._continue_on_lanes():
             return
         with self._lock:
             ended = self._ended
