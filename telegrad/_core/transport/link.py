@@ -43,7 +43,7 @@ class LinkHandlers(NamedTuple):
     on_messages: Callable[[Link, Iterable[Message]], None]  # called on the reading thread
     on_closed: Callable[[Link, PeerError], None]
     prompt: bool  # the other end waits for responses, so its next frame follows soon
-    expected: Callable[[], object] = lambda: True  # returns True if a response is expected here
+    expected: Callable[[], object] = partial(bool, True)  # returns True if a response is expected here
     widen: Callable[[Link, bool], None] | None = None  # makes lanes, for sending if its second argument is True
 
 

@@ -57,10 +57,7 @@ class Writer:
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
     def send(self, data: bytes, later: bool) -> bool:
-        """Send data, or with `later` or if the socket is full, queue it. Return True if all was sent directly.
-
-        Without records, `Link.send` has tried to send it directly.
-        """
+        """Send data that `Link.send` has not written directly, or queue it; return True if all was sent."""
         records = self._records
         try:
             # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the rest
