@@ -203,7 +203,7 @@ class FrameReader:
         frame = self._next()
         if frame is None or self._start < self.end:
             return self._split(frame)
-        # The usual case: one frame, and no further data. It saves the generator.
+        # The usual case: one frame, and no further data. It needs no generator.
         self._source = self._scratch
         self._start = self.end = 0
         return (frame,) if frame.kind < RELEASE or not self._control(frame) else ()
@@ -217,7 +217,7 @@ class FrameReader:
                 yield frame
             frame = self._next() if self._start < self.end else None
         unread = self.end - self._start
-        # The beginning moves to the front of the scratch buffer, where the rest will follow.
+        # The beginning of the next frame moves to the front of the scratch buffer, where the rest will follow.
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])
         self._source = self._scratch
