@@ -49,7 +49,7 @@ def mark_all(worker: str) -> None:
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),
         (Link, "send", "writes a frame", "has written"),
-        (outgoing, "encode", "encodes the call"),
+        (outgoing, "encode_call", "encodes the call"),
         (attachments.Layers, "take_tensors", "takes tensors out of a message"),
         (call_server.Server, "_run", "begins the call"),
         (incoming.Answers, "made_of", "has run the function"),

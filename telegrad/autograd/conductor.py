@@ -77,7 +77,7 @@ class Conductor:
         self._closed = False
         agent.on(PassReport, lambda _, message: self._on_report(message))
         agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
-        agent.layers.graphs = self
+        agent.layers.graphs, agent.layers.entered_id = self, entered_id
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 

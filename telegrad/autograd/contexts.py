@@ -80,7 +80,7 @@ class Contexts:
         """Create a context that this worker owns."""
         install()
         context = AutogradContext(
-            self._agent.rank << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
+            self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
         )
         with self._lock:
             self._contexts[context.id] = context
@@ -133,7 +133,7 @@ class Contexts:
             if id_ not in self._contexts:
                 # Only `begin` makes contexts of this worker's own. This one is of a former worker of its rank, or has
                 # ended long ago and is forgotten: no owner would end it.
-                if made.owner == self._agent.rank:
+                if made.owner == self._agent.me.id:
                     return None
                 if (others := self._open.get(made.owner, 0)) >= MOST_OPEN:
                     raise LimitReached(
@@ -229,7 +229,7 @@ class Contexts:
 
     def _foreign(self) -> list[AutogradContext]:
         """Return the contexts that other workers own."""
-        return [context for context in self.all() if context.owner != self._agent.rank]
+        return [context for context in self.all() if context.owner != self._agent.me.id]
 
     def _ask(self, contexts: list[AutogradContext]) -> None:
         """Ask the owners of contexts whether these have ended. Release contexts whose owner has left the group."""

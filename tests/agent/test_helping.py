@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
@@ -33,9 +35,9 @@ class Link:
 
     def __init__(self, *reads: Callable[[], object]) -> None:
         self.watched = False
-        self.reading = ReadRight(
-            threading.Lock(), lambda read: setattr(self, "watched", read), lambda: True, lambda: None
-        )
+        reader: Any = SimpleNamespace(awaits_lanes=False)
+        watch = partial(setattr, self, "watched")
+        self.reading = ReadRight(threading.Lock(), watch, lambda: True, lambda: None, reader, bool)
         self.reading.watch()
         self._reads = list(reads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from math import inf
 from typing import Any
 
@@ -81,7 +82,8 @@ class Simulation:
             for _ in range(count):
                 self.numbers += 1
                 caller.calls[self.numbers] = None  # type: ignore[assignment]
-                self.scheduler.add(Work(lambda _: None, (caller, self.numbers, self.now)), caller.queue)
+                work = Work(lambda _: None, (caller, self.numbers, self.now))
+                self.scheduler.add(deque([(work, caller.queue)]))
             self.intake.check(caller, link)
             self.most = max(self.most, len(caller.queue))
 

@@ -11,6 +11,7 @@ import os
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
 from time import monotonic, perf_counter
@@ -283,7 +284,7 @@ def test_only_the_found_works_are_dropped(reactor: Reactor) -> None:
         address = id(work)
         del work
         for _ in range(1000):
-            reactor._scheduler.add(Work(print, None), queue)
+            reactor._scheduler.add(deque([(Work(print, None), queue)]))
             if id(queue.works[-1]) == address:
                 break
         return drop(queue, unwanted)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 
 from telegrad._core.reactor.scheduler import MOST_LENT, STALLED_AFTER, Scheduler, Work, WorkQueue
 from tests.seeds import run_each
 
 
 def add(scheduler: Scheduler, queue: WorkQueue | None, *names: object, size: int = 0) -> WorkQueue | None:
-    for name in names:
-        scheduler.add(Work(lambda _: None, name, size=size), queue)
+    scheduler.add(deque((Work(lambda _: None, name, size=size), queue) for name in names))
     return queue
 
 
@@ -113,8 +112,7 @@ def test_works_without_slots_begin_in_any_case() -> None:
 def test_a_queue_knows_the_bytes_that_wait() -> None:
     scheduler, queue = Scheduler(9), WorkQueue()
     works = [Work(lambda _: None, number, size=1 << number) for number in range(5)]
-    for each in works:
-        scheduler.add(each, queue)
+    scheduler.add(deque((each, queue) for each in works))
     begin(scheduler)
     assert queue.size == 2 + 4 + 8 + 16
     assert scheduler.drop(queue, {works[0], works[2], works[3]}) == [works[2], works[3]]

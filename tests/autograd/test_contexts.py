@@ -28,7 +28,7 @@ class Agent:
     def __init__(self) -> None:
         self.name, self.incarnation = ME.name, ME.incarnation
         self.ticks = False
-        self.rank = ME.id
+        self.me = SimpleNamespace(id=ME.id)
         self.lost: list[object] = []
         self.ticking: list[object] = []
         self.sent: list[tuple[str, object]] = []

@@ -7,13 +7,14 @@ import threading
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from telegrad._core.agent.outgoing import notice_to
+from telegrad._core.agent import agent as agents
 from telegrad._core.membership.members import Identity
-from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
+from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY, Message
 from telegrad.autograd.outbox import MOST_CARRIED, Outbox
 from telegrad.autograd.passes import DeclareDead, Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.record import AutogradContext, Mailbox
@@ -125,8 +126,11 @@ def test_a_thread_with_nothing_to_send_finds_the_sent_gradients(
 
 def test_a_low_priority_message_may_have_a_context() -> None:
     context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
-    notice = notice_to(SimpleNamespace(identity=OTHER), report(), (), context, True, False)  # type: ignore[arg-type]
-    assert notice.flags == LOW_PRIORITY | HAS_GRAPH
+    sent: list[Message] = []
+    peer = SimpleNamespace(identity=OTHER, notify=lambda message, _: sent.append(message))
+    own: Any = SimpleNamespace(_connections=SimpleNamespace(names={"other": peer}), _timer=Mock())
+    agents.Agent.notify(own, "other", report(), context=context, patient=True)
+    assert sent[0].flags == LOW_PRIORITY | HAS_GRAPH
 
 
 TASK, ANOTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))

@@ -323,7 +323,7 @@ def link_of(descriptor: str) -> str:
 
 def under_way(peer: Any) -> tuple[int, int, int]:
     with peer.lock:
-        return len(peer.calls.in_flight), len(peer.connection._queue), peer.calls._weight
+        return len(peer.calls.in_flight), len(peer.connection._queue), peer.calls.weight
 
 
 def check_calls() -> None:

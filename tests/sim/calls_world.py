@@ -297,6 +297,6 @@ class World:
         kept = {message.head for message, _ in queue}  # until a thread can be started
         missing = [head for head, has_arrived in self.notices.items() if not has_arrived and head not in kept]
         assert self.losses or not missing, "LOST: a control message was not sent"
-        assert self.peer.calls._weight == 0, "NOTHING: the weight of a call was not given back"
+        assert self.peer.calls.weight == 0, "NOTHING: the weight of a call was not given back"
         assert all(call is None for _, call in queue), "NOTHING: calls are left in the queue"
         assert self.peer.link is None or not queue, "NOTHING: messages are left in the queue"

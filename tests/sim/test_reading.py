@@ -9,6 +9,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,7 +47,8 @@ class World:
 
     def __init__(self, seed: int, make: type[ReadRight]) -> None:
         self.chance = random.Random(seed)
-        self.reading = make(Lock(fibers, fibers.suspend), self.arm, self.expects, self.finish)
+        reader: Any = SimpleNamespace(awaits_lanes=False)  # lanes are simulated in `read`
+        self.reading = make(Lock(fibers, fibers.suspend), self.arm, self.expects, self.finish, reader, bool)
         self.expected: set[int] = set()
         self.come: deque[int] = deque()  # answers that were not read yet; a negative one waits for a lane
         self.lane: list[Callable[[], None]] = []  # continuations for the time after the lane has brought its part

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from telegrad._core.transport.reading import ReadOwner, ReadRight
+
+WITHOUT_LANES: Any = SimpleNamespace(awaits_lanes=False)  # a reader of frames
 
 
 class Connection:
@@ -16,7 +20,9 @@ class Connection:
         self.armed: list[bool] = []
         self.expects = expects
         self.finished = 0
-        self.reading = ReadRight(threading.Lock(), self.armed.append, lambda: self.expects, self.finish)
+        self.reading = ReadRight(
+            threading.Lock(), self.armed.append, lambda: self.expects, self.finish, WITHOUT_LANES, bool
+        )
 
     def finish(self) -> None:
         self.finished += 1

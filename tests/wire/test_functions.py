@@ -181,12 +181,12 @@ def test_an_object_that_equals_every_object_does_not_use_the_cache() -> None:
 
 def test_the_cache_is_bounded_and_keeps_its_functions_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_names, "_CACHED", 3)
-    monkeypatch.setattr(function_names, "_names", {})
+    monkeypatch.setattr(function_names, "verified", {})
     for _ in range(2):
         for function in (plain, min, len, Holder, torch.add):
             assert resolve(named(function, True)) is function
-            assert len(function_names._names) <= 3
-            assert function in function_names._names
+            assert len(function_names.verified) <= 3
+            assert function in function_names.verified
 
 
 def test_a_name_resolves_to_a_patched_function(monkeypatch: pytest.MonkeyPatch) -> None:

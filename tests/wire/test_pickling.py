@@ -683,7 +683,7 @@ def test_the_error_names_a_missing_module(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "gone_module", module)
     body, *_ = encode([module.Thing()], True)
     monkeypatch.delitem(sys.modules, "gone_module")
-    function_names._names.pop(module.Thing)
+    function_names.verified.pop(module.Thing)
     with pytest.raises(errors.FunctionNotFound, match="gone_module"):
         decode(body, [])
 

@@ -7,6 +7,7 @@ then knows the other workers and accepts calls. `close` ends it.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, perf_counter
@@ -18,11 +19,10 @@ from torch import Tensor
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
 from telegrad._core.agent.incoming import CallScheduler
-from telegrad._core.agent.outgoing import EachCall, EncodedCall, call_each, notice_to
+from telegrad._core.agent.outgoing import EachCall, begin_call, call_each
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls.attachments import GraphContext, Layers
-from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
 from telegrad._core.devices.device_streams import Streams
@@ -37,7 +37,8 @@ from telegrad._core.reactor.reactor import Reactor, run_for, submit_here
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import results
-from telegrad._core.wire.messages import HAS_GRAPH, REFUSAL, RESULT, split
+from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY, NOTICE, REFUSAL, RESULT, Message, append, split
+from telegrad._core.wire.packing import pack
 from telegrad.errors import PeerError, ShutDown, TelegradError
 
 IDLE_TICK = 1.0
@@ -56,11 +57,11 @@ class Agent:
         `entered` is called with this agent first on each thread that will run user code.
         """
         self.name = name
-        self.rank = -1  # until it has joined a group
         self.settings = settings
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
+        self.me: Member  # this worker's member record, set once it joins a group
         self.ticking: list[Callable[[float], float]] = []  # called by the timer's thread; each returns its next time
         self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
         self.layers = Layers()
@@ -105,7 +106,8 @@ class Agent:
 
     def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
-        self.name, self.rank = me.name, me.id
+        self.me = me
+        self.name = me.name
         self._server.name_is(me.name)
         for index in used:
             self.streams.use(index)
@@ -139,11 +141,6 @@ class Agent:
         """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
         self._connections.abandon()
         self._reactor.poller.abandon()
-
-    @property
-    def me(self) -> Member:
-        """This worker's member record, once it has joined a group."""
-        return self._connections.joined.me
 
     @property
     def closed(self) -> bool:
@@ -188,7 +185,7 @@ class Agent:
         peer = self._connections.names.get(to) or self.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit)
-        self._begin(peer, pending, call)
+        begin_call(pending, call, self.program, self.layers)
         try:
             if not pending.wait():
                 raise peer.timeout_error(pending)
@@ -223,7 +220,7 @@ class Agent:
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, call.function if call.asked is None else call.asked, limit, outcome, call.keeps)
-        self._begin(peer, pending, call, creation)
+        begin_call(pending, call, self.program, self.layers, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
 
@@ -273,22 +270,6 @@ class Agent:
                 raise
         else:
             outcome.set_result(value)
-
-    def _begin(self, peer: Peer, pending: PendingCall, call: PreparedCall, creation: Any = None) -> None:
-        """Send a call."""
-        parent = serving.get()
-        # `admit` comes first, since it may refuse the call. `hold` comes last, and cancels the call if the served call
-        # was cancelled meanwhile: before `Peer.call` the call is in no table, and `Peer.cancel` would not find it.
-        if parent is not None:
-            parent.admit(pending)
-        if pending.outcome is not None:
-            pending.outcome.call = pending
-        encoded = EncodedCall(call, peer.member.program == self.program != "")
-        if encoded.tensors:
-            encoded.pack(peer.places.calls, pending.outcome is None)
-        peer.call(pending, encoded.message_to(pending, self.layers, creation))
-        if parent is not None:
-            parent.hold(pending)
 
     def _open(self, pending: PendingCall) -> Any:
         """Return the value of a call that is done, or raise its error."""
@@ -344,9 +325,7 @@ class Agent:
         """
         with self._reactor.waiting() if self._reactor.here.own is not None else contextlib.nullcontext():
             links = self._connections.accepted_from(senders)
-            if links:
-                run_for(future, links, self._reactor)
-            return wait_for(future, timeout)
+            return bool(links and run_for(future, links, self._reactor)) or wait_for(future, timeout)
 
     # The group
 
@@ -398,8 +377,18 @@ class Agent:
         `patient` message leaves with the next message to that worker, or soon, and is handled after it. Tensors on
         accelerators go to the devices of gradients, or with `as_arguments` to those of arguments.
         """
-        peer = self._connections.of_life(to, incarnation)
-        peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
+        peer = self._connections.names.get(to)
+        if peer is None or (incarnation and peer.identity.incarnation != incarnation):
+            peer = self._connections.of_life(to, incarnation)
+        body = pickle.dumps((type(message).__name__, *message), 5)  # the class would take longer than all its fields
+        notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
+        if tensors:
+            notice.meta, notice.blobs, _ = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
+        if context is not None:
+            notice.flags |= HAS_GRAPH
+            body = append(body, context.sent(tensors, peer.identity, type(message), True))
+        notice.body = body
+        peer.notify(notice, patient)
         if patient:
             self._timer.wake_by(monotonic() + BUSY_TICK)
 

@@ -26,11 +26,11 @@ from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handle
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import entered, in_setting
-from telegrad._core.calls.call_names import NEXT_ITEMS, RUNS, user_name
+from telegrad._core.calls.call_names import NAMED, NEXT_ITEMS, RUNS, shown_names, user_name
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.device_streams import NO_TURN, Streams
 from telegrad._core.events import RAN
 from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity
@@ -203,7 +203,7 @@ class Server:
     def _notice(self, come: Incoming) -> None:
         sender = come.caller.identity
         try:
-            with self._streams.turn():
+            with self._streams.turn() if self._streams.used else NO_TURN:
                 _, tensors = self._layers.take_tensors(come.message, sender, self.name)
                 self.handlers.take(sender, pickle.loads(come.message.body), tensors)
         finally:
@@ -244,7 +244,8 @@ class Server:
             if self.wrap is not None:
                 function = self.wrap(function)
             if events.note is not None:
-                call.name = user_name(function, args)
+                known = shown_names.get(function) if type(function) in NAMED else None
+                call.name = known or user_name(function, args)
             run = function
             if profiling.follower is not None:
                 run = profiling.follower.in_place_of(function, args, self.name, call.caller.name)
@@ -261,11 +262,13 @@ class Server:
                     torch.set_grad_enabled(True)
             args = None  # memory lent for the arguments is then released together with the answer
             del kwargs
-            known = self._short_in_order if ordered else self._short
+            durations = self._short_in_order if ordered else self._short
             # The time includes decoding, which keeps the leader from its connections, too. A function that is not known
             # to be short has run after a hand-over of the lead, which may have added to its time.
-            limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
-            known[message.head] = self._reactor.worked_until() - start < limit
+            limit = SHORT if durations.get(message.head) else SHORT + HANDING_OVER
+            runner = self._reactor.here.own
+            until = runner.waited if runner is not None else 0.0  # when it first waited
+            durations[message.head] = (until or perf_counter()) - start < limit
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
             elif type(result) is Deferred:

@@ -1,4 +1,4 @@
-"""Encodes calls and control messages, and makes one call to many workers.
+"""Encodes calls, and makes one call to many workers.
 
 Arguments are pickled once for all workers that run this worker's main program, and once for all others. Tensor metadata
 is encoded once, unless it depends on devices. Large tensors are copied once into common memory for the workers of this
@@ -9,7 +9,6 @@ All messages are sent before any wait. Each call has its own outcome: an unreach
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import compress
@@ -23,25 +22,23 @@ from telegrad._core.agent.connections import Connections
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
 from telegrad._core.calls import call_context, profiling
-from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import seen
-from telegrad._core.calls.call_names import user_name, users_call
+from telegrad._core.calls.call_names import NAMED, user_name, users_call
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.pickling import blame_again, encode
+from telegrad._core.pickling.function_names import name_of, verified
+from telegrad._core.pickling.pickling import blame_again, encode, encode_call
 from telegrad._core.wire.messages import (
     CALL,
     HAS_CALL_CONTEXT,
     HAS_GRAPH,
     HAS_REFERENCES,
     INFERENCE,
-    LOW_PRIORITY,
     NO_GRAD,
-    NOTICE,
     Message,
     append,
 )
@@ -65,10 +62,13 @@ class EncodedCall:
     def __init__(self, call: PreparedCall, same_program: bool) -> None:
         """Pickle the arguments. Without a name that leads to the function at the receiver, pickle that as well."""
         self.function = function = call.function
-        name = name_of(function, same_program)
+        name = (verified.get(function) if type(function) in NAMED else None) or name_of(function, same_program)
         args, kwargs = call.args or (), call.kwargs or {}
         try:
-            encoded = encode((args, kwargs) if name else (function, args, kwargs), same_program)
+            if name:
+                encoded = encode_call(args, kwargs, same_program)
+            else:
+                encoded = encode((function, args, kwargs), same_program)
         except CannotEncode as error:
             raise blame_again(users_call(function, args, kwargs), error, same_program) from error.__cause__
         self.name = name.encode() if name else b""
@@ -101,7 +101,7 @@ class EncodedCall:
                 flags |= HAS_CALL_CONTEXT
                 body = append(body, said)
         to = pending.peer.identity
-        context = layers.graphs.current() if layers.graphs is not None else None
+        context = layers.graphs.current() if layers.graphs is not None and layers.entered_id() is not None else None
         if context is not None:
             flags |= HAS_GRAPH
             body = append(body, context.sent(self.tensors, to, self.function, not flags & NO_GRAD))
@@ -112,24 +112,21 @@ class EncodedCall:
         return Message(CALL, 0, flags, self.name, self.meta, body, self.blobs)
 
 
-def notice_to(
-    peer: Peer,
-    message: tuple[Any, ...],
-    tensors: Sequence[Tensor],
-    context: GraphContext | None,
-    patient: bool,
-    as_arguments: bool,
-) -> Message:
-    """Return the message for a worker: see `Agent.notify`."""
-    body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
-    notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
-    if tensors:
-        notice.meta, notice.blobs, _ = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
-    if context is not None:
-        notice.flags |= HAS_GRAPH
-        body = append(body, context.sent(tensors, peer.identity, type(message), True))
-    notice.body = body
-    return notice
+def begin_call(pending: PendingCall, call: PreparedCall, program: str, layers: Layers, creation: Any = None) -> None:
+    """Send a call. `program` is that of this worker; `creation` as in `Agent.call_for`."""
+    parent, peer = serving.get(), pending.peer
+    # `admit` comes first, since it may refuse the call. `hold` comes last, and cancels the call if the served call was
+    # cancelled meanwhile: before `Peer.call` the call is in no table, and `Peer.cancel` would not find it.
+    if parent is not None:
+        parent.admit(pending)
+    if pending.outcome is not None:
+        pending.outcome.call = pending
+    encoded = EncodedCall(call, peer.member.program == program != "")
+    if encoded.tensors:
+        encoded.pack(peer.places.calls, pending.outcome is None)
+    peer.call(pending, encoded.message_to(pending, layers, creation))
+    if parent is not None:
+        parent.hold(pending)
 
 
 class EachCall(NamedTuple):

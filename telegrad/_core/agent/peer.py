@@ -200,7 +200,9 @@ class Peer:
             if message.flags & HAS_REFERENCES:  # even if the call has ended
                 attachments = self.host.layers.take_attachments(message, self.identity)
             with self.lock:  # `_pop`, inlined, since this runs for each call
-                call = self.calls.pop(message.id)
+                call = self.calls.in_flight.pop(message.id, None)
+                if call is not None:
+                    self.calls.weight -= call.weight
                 if self._waiting:
                     self._capacity.notify()
             if call is not None:
@@ -250,7 +252,8 @@ class Peer:
     def link_closed(self, link: AnyLink, reason: PeerError) -> None:
         """Fail the calls that an ended link has carried."""
         with self.lock:
-            self.connection.link_closed(link)
+            if self.connection.link is link:
+                self.connection.link = None
             failed = self.calls.pop_all(lambda call: call.link is link)
             for call in failed:
                 # A thread that is about to send the call, and has just found the link closed, must not use another one
@@ -334,7 +337,8 @@ class LazyLink:
                     link.send(message, later)
                 except PeerError:  # the link had already ended: send the message over the next one
                     with self._lock:
-                        self.link_closed(link)
+                        if self.link is link:
+                            self.link = None
                     if _is_obsolete(message, call):
                         return
                     continue
@@ -362,11 +366,6 @@ class LazyLink:
         """Let the leader read the connection, unless a thread reads it already."""
         if isinstance(link := self.link, Link):
             link.reading.watch()
-
-    def link_closed(self, link: AnyLink) -> None:
-        """Handle the end of a connection, with the lock held."""
-        if self.link is link:
-            self.link = None
 
     def close(self, reason: PeerError, how: str) -> AnyLink | None:
         """Stop sending, with the lock held. Return the link: the caller must end it."""

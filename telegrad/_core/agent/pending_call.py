@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, perf_counter
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
-from telegrad._core.calls.call_names import KNOWN_AS, NEXT_ITEMS, NOTED_AS, user_name
+from telegrad._core.calls.call_names import KNOWN_AS, NAMED, NEXT_ITEMS, NOTED_AS, shown_names, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.events import CALLED
@@ -212,19 +211,15 @@ class PendingCall:
                     continue
                 if (remaining := until - monotonic()) <= 0:
                     return
-                if self._use_waker():
-                    continue
+                # Let threads that may cancel the call wake this one, and then check again.
+                if self.waker is None and (self.outcome is not None or self.parent is not None):
+                    self.waker = waker_here()
+                    if self.waker is not None:
+                        continue
                 link.wait_readable(min(remaining, SLEEP), self.waker)
         finally:
             self.awaited = False
             connection.is_prompt = perf_counter() - start < SOON
-
-    def _use_waker(self) -> bool:
-        """Let threads that may cancel the call wake this one. Return True the first time: then check again."""
-        if self.waker is not None or (self.outcome is None and self.parent is None):
-            return False
-        self.waker = waker_here()
-        return self.waker is not None
 
     def _wait_done(self, limit: float) -> None:
         """Wait until another thread has ended the call."""
@@ -291,8 +286,9 @@ class PendingCall:
     def event(self, failure: str) -> events.Event:
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
-        kind = type(self.label)  # most are functions, of which a failed look-up takes as long as all else here
-        name = (None if kind is FunctionType else getattr(kind, NOTED_AS, None)) or user_name(self.label)
+        kind = type(self.label)
+        known = shown_names.get(self.label) if kind in NAMED else getattr(kind, NOTED_AS, None)
+        name = known or user_name(self.label)
         if failure == CallCancelled.__name__ and name.startswith(NEXT_ITEMS):
             failure = ""
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
@@ -312,14 +308,14 @@ class CallTable:
         self.next_due = inf
         self._most_calls = most_calls
         self._most_bytes = most_bytes
-        self._weight = 0
+        self.weight = 0
 
     def add(self, call: PendingCall) -> bool:
         """Give a call its id and put it in flight; return True if its deadline is now the earliest."""
         self.begun += 1
         call.id = self.begun
         self.in_flight[call.id] = call
-        self._weight += call.weight
+        self.weight += call.weight
         # A thread that waits for its own call, which has no outcome, checks the deadline itself.
         if call.outcome is None or call.deadline >= self.next_due:
             return False
@@ -330,7 +326,7 @@ class CallTable:
         """Remove a call that has ended; return None if it was removed before."""
         call = self.in_flight.pop(id_, None)
         if call is not None:
-            self._weight -= call.weight
+            self.weight -= call.weight
         return call
 
     def pop_all(self, matches: Callable[[PendingCall], bool] = lambda _: True) -> list[PendingCall]:
@@ -350,4 +346,4 @@ class CallTable:
 
     @property
     def is_full(self) -> bool:
-        return len(self.in_flight) >= self._most_calls or self._weight >= self._most_bytes
+        return len(self.in_flight) >= self._most_calls or self.weight >= self._most_bytes

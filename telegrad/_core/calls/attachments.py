@@ -79,6 +79,7 @@ class Layers:
     def __init__(self) -> None:
         self.references: ReferenceLayer | None = None
         self.graphs: GraphLayer | None = None
+        self.entered_id: Callable[[], int | None] = lambda: None  # of the context in which this thread's code runs
         self.tells_times = ""  # this worker's name if its calls send their deadlines, else empty
         self.sends_modes = True  # see `Settings`
         # Ask a callee what it is doing for a call, given by its id. Return the end of a sentence, or "".
@@ -93,7 +94,7 @@ class Layers:
             for blob in message.blobs:
                 if type(blob) is Unreceived:
                     raise blob.error(receiver, sender.name)
-            tensors = unpack(message.meta, wait_for_arrivals(message.blobs))
+            tensors = unpack(message.meta, wait_for_arrivals(message.blobs) if message.blobs else ())
         if not message.flags & HAS_GRAPH:
             return None, tensors
         assert self.graphs is not None

@@ -23,9 +23,9 @@ NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a short
 RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
 # The reader of a stream calls for its next items before it needs them, and cancels that at the end: this is no failure.
 NEXT_ITEMS = "the next items of"
-_PLAIN = (FunctionType, BuiltinFunctionType)
-_names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
-atexit.register(_names.clear)  # see `_own` in main_modules.py
+NAMED = (FunctionType, BuiltinFunctionType)  # types of the functions in `shown_names`
+shown_names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
+atexit.register(shown_names.clear)  # see `_own` in main_modules.py
 
 
 def known_as(name: str) -> Callable[[F], F]:
@@ -45,7 +45,7 @@ def runs_as(function: Callable[..., Any], name: Callable[..., str]) -> None:
 def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
     """Return the user's name for a function; never raise. The callee can pass the arguments for a more precise name."""
     try:
-        known = _names.get(function) if type(function) in _PLAIN else None
+        known = shown_names.get(function) if type(function) in NAMED else None
         return known or short(_name(function, args))
     except Exception:
         return short(type(function).__qualname__)
@@ -66,8 +66,8 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
     name = name_of(function, True)
     if name is not None:
         shown = short(name.replace(":", "."))
-        if type(function) in _PLAIN and not hasattr(function, RUNS):
-            keep_name(_names, function, shown)
+        if type(function) in NAMED and not hasattr(function, RUNS):
+            keep_name(shown_names, function, shown)
         return shown
     return getattr(function, "__qualname__", type(function).__qualname__)
 

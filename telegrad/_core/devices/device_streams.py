@@ -28,7 +28,7 @@ from torch import Tensor
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, keep_for
 
 _accelerator = torch.accelerator
-_NO_TURN = nullcontext()  # one for all: it has no state
+NO_TURN = nullcontext()  # one for all: it has no state
 
 
 class Arrived:
@@ -91,7 +91,7 @@ class Streams:
 
     def turn(self) -> AbstractContextManager[None]:
         """Run work of this thread inside, after all earlier work of this worker and of the default streams."""
-        return self._turn() if self.used else _NO_TURN
+        return self._turn() if self.used else NO_TURN
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

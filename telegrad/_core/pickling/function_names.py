@@ -37,8 +37,12 @@ MOST_TRIES = 10  # attempts of one import
 WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
 _looked: set[str] = set()  # functions of the main program whose globals were compared with the driver's
-_names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
-atexit.register(_names.clear)  # see `_own` in main_modules.py
+# Verified names, which are valid in all processes; and those of the main program, which are not. The tables keep the
+# functions alive, because ids in hashes could be reused.
+verified: dict[Any, str] = {}
+_verified_in_main: dict[Any, str] = {}
+atexit.register(verified.clear)  # see `_own` in main_modules.py
+atexit.register(_verified_in_main.clear)
 
 
 def keep_name(names: dict[Any, str], function: Any, name: str) -> None:
@@ -57,7 +61,7 @@ def name_of(function: Any, same_program: bool) -> str | None:
     that program, all globals that the function uses must exist there, too.
     """
     try:
-        name = _names.get(function)
+        name = verified.get(function) or _verified_in_main.get(function)
     except TypeError:  # unhashable
         name = _find_name(function)
     else:
@@ -66,7 +70,7 @@ def name_of(function: Any, same_program: bool) -> str | None:
             # A callable with an equality of its own may equal another one, which would get its name from the table.
             own_equality = type(function).__eq__ is not _SAME and not isinstance(function, _REMADE)
             if name is not None and not own_equality:
-                keep_name(_names, function, name)
+                keep_name(_verified_in_main if name.startswith(_MAIN_PREFIX) else verified, function, name)
     if name is not None and name.startswith(_MAIN_PREFIX):
         if not same_program:
             return None
@@ -80,7 +84,9 @@ def name_of(function: Any, same_program: bool) -> str | None:
 def resolve(name: str) -> Callable[..., Any]:
     """Return the object with that name, and import its module if necessary; raise FunctionNotFound if there is none."""
     module_name, _, path = name.partition(":")
-    found: Any = _imported(module_name)
+    found: Any = sys.modules.get(module_name)
+    if found is None:
+        found = _imported(module_name)
     if found is not None:
         try:
             found = attrgetter(path)(found)

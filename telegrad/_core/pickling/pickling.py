@@ -15,7 +15,7 @@ The last byte of a body gives its format; the pickle ends before it, and unpickl
     A   any value
     S   any value, large: its pickle is cut into segments, most of which are blobs (`segments`)
 
-There are three ways to encode, the fastest first. The type checks of `_encode_call` and `_extent_of` find values that C
+There are three ways to encode, the fastest first. The type checks of `encode_call` and `_extent_of` find values that C
 pickles without a call of Python code. A pickler with reducers takes all other values. It raises at a function or class
 without a name, and then, as after any error, the pickler of `by_value` begins anew: so cloudpickle is imported only by
 processes that need it.
@@ -91,23 +91,23 @@ def encode(value: Any, same_program: bool) -> Encoded:
     `same_program`: the other process runs the same main program.
     """
     kind = type(value)
-    texts = False
     if kind is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
-        lean = _encode_call(*value)
-        if isinstance(lean, Encoded):
-            return lean
-        if lean is not None:
-            value, texts = lean
-    elif kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
+        return encode_call(value[0], value[1], same_program)
+    if kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
         return _new(Encoded, (pickle.dumps(value, 5), (), (), 0))
-    elif kind is Tensor and not value.__dict__:
+    if kind is Tensor and not value.__dict__:
         return _new(Encoded, (b"T", (value,), (), 0))
-    elif kind in _CONTAINERS or kind in _STRINGS:
+    texts = False
+    if kind in _CONTAINERS or kind in _STRINGS:
         extent = _extent_of(value)
         if extent == _SMALL:
             return Encoded(pickle.dumps(value, 5), [])
         if extent != _OTHER:
             (value,), texts = _held_still([value], extent == _TEXTS)
+    return _encode_any(value, same_program, texts)
+
+
+def _encode_any(value: Any, same_program: bool, texts: bool = False) -> Encoded:
     try:
         return _dump(_Pickler, value, same_program, texts)
     except CodecError:
@@ -130,7 +130,11 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         if how == _ONE:
             return tensors[0]
         if how == _CALL:
-            return _decode_call(body, tensors)
+            values, places, names = pickle.loads(body)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            first = len(values) - len(names)
+            return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
         if how == _CUT:
             return _load_cut(body, tensors, references)
         return _load(body, tensors, references)
@@ -208,11 +212,8 @@ def _held_still(values: Sequence[Any], texts: bool) -> tuple[list[Any], bool]:
     return [copies.get(id(value), value) for value in values], texts
 
 
-def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tuple[Any, bool] | None:
-    """Encode arguments that are atoms, containers of atoms, and plain tensors; return None for any other argument.
-
-    If they are large and include no tensors, return the call to pickle in pieces, and True if a text in it is large.
-    """
+def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any], same_program: bool) -> Encoded:
+    """Encode arguments as `encode` does, in less time if all are atoms, containers of atoms, and plain tensors."""
     if not args and not kwargs:
         return _NO_ARGUMENTS
     values = [*args, *kwargs.values()] if kwargs else list(args)
@@ -226,35 +227,26 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
         if kind in _STRINGS or kind in _CONTAINERS:
             extent = _extent_of(value)
             if extent == _OTHER:
-                return None
+                return _encode_any((args, kwargs), same_program)
             is_big, texts = is_big or extent != _SMALL, texts or extent == _TEXTS
             continue
         if kind is not Tensor or value.__dict__:
-            return None
+            return _encode_any((args, kwargs), same_program)
         tensors.append(value)
         places.append(place)
         values[place] = None
     # Format C has no segments. A large call with tensors goes through the pickler with reducers.
     if is_big:
         if tensors:
-            return None
+            return _encode_any((args, kwargs), same_program)
         values, texts = _held_still(values, texts)
-        return (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))), texts
+        call = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        return _encode_any(call, same_program, texts)
     if not tensors:
         return _new(Encoded, (pickle.dumps((args, kwargs), 5), (), (), 0))
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
-        return None  # a tensor that occurs twice has one slot
+        return _encode_any((args, kwargs), same_program)  # a tensor that occurs twice has one slot
     return _new(Encoded, (pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors, (), 0))
-
-
-def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values, places, names = pickle.loads(body)
-    for place, tensor in zip(places, tensors, strict=True):
-        values[place] = tensor
-    if not names:
-        return tuple(values), {}
-    first = len(values) - len(names)
-    return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
 
 
 # All other values

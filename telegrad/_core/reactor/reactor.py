@@ -79,7 +79,7 @@ class Reactor:
         self._submitted.append((work, queue))
         if self._lock.acquire(blocking=False):
             try:
-                self._add_submitted()
+                self._scheduler.add(self._submitted)
             finally:
                 self._lock.release()
         # The leader sets `asleep` and then looks for submitted works; this thread appends its work and then reads
@@ -93,15 +93,6 @@ class Reactor:
         if self._threads.closed:
             self._run_remaining()
 
-    def _add_submitted(self) -> None:
-        """Add the submitted works to the scheduler, with the lock held.
-
-        Each work is in `_submitted`, in the scheduler, or in both, so `Polling.poll` cannot miss it between the two.
-        """
-        while self._submitted:
-            self._scheduler.add(*self._submitted[0])
-            self._submitted.popleft()
-
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
         """Block or unblock a queue: no work of a blocked queue begins."""
         with self._lock:
@@ -111,7 +102,7 @@ class Reactor:
     def drop(self, queue: WorkQueue, is_unwanted: Callable[[Work], bool]) -> list[Work]:
         """Remove the unwanted works from a queue and return them."""
         with self._lock:
-            self._add_submitted()
+            self._scheduler.add(self._submitted)
         # The search takes no lock: works may begin meanwhile, and `Scheduler.drop` removes those that are still in the
         # queue. The set keeps the works themselves: the address of a freed one could belong to a new work.
         unwanted = {work for work in queue.works.copy() if is_unwanted(work)}
@@ -172,11 +163,6 @@ class Reactor:
                     self._scheduler.resume(queue)
                 runner.counted = queue
                 self._wake_if_ready()
-
-    def worked_until(self) -> float:
-        """Return when this thread's work first waited, or the current time."""
-        runner = self.here.own
-        return runner.waited if runner is not None and runner.waited else perf_counter()
 
     @property
     def is_behind(self) -> bool:
@@ -253,7 +239,7 @@ class Reactor:
             until = perf_counter() + TURN
             with self._lock:
                 if self._submitted:
-                    self._add_submitted()
+                    self._scheduler.add(self._submitted)
                 work, runner.counted = self._scheduler.next(self._scheduler.ready)
             while work is not None:
                 work = self._run_one(runner, work, until)
@@ -289,7 +275,7 @@ class Reactor:
             queue, runner.counted = runner.counted, None
             leads = threads.leader is runner
             if self._submitted:
-                self._add_submitted()
+                scheduler.add(self._submitted)
             if queue is not None:
                 scheduler.end(queue)
                 if leads and scheduler.waiting:
@@ -308,7 +294,7 @@ class Reactor:
     def _run_remaining(self) -> None:
         """After the close: run the works that other threads may wait for, and drop the rest."""
         with self._lock:
-            self._add_submitted()
+            self._scheduler.add(self._submitted)
             works = self._scheduler.clear()
         for work in works:
             try:
@@ -347,8 +333,8 @@ class Polling:
         if not events:
             self.asleep = True
             try:
-                # `asleep` is set before this look, see `submit`. `_submitted` is read first: `_add_submitted` adds a
-                # work to `ready` before it removes it from `_submitted`. In the opposite order this thread could read
+                # `asleep` is set before this look, see `submit`. `_submitted` is read first: `Scheduler.add` adds
+                # a work to `ready` before it removes it from `_submitted`. In the opposite order this thread could read
                 # `ready` before the addition and `_submitted` after the removal, and sleep with a work in `ready`.
                 events = self.poller.poll(0 if self._submitted or ready or self._closed else None)
             finally:
@@ -416,8 +402,8 @@ def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) ->
         own.append(work)
 
 
-def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
-    """Read these connections and run their works until `future` is done or nothing arrives for a moment."""
+def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> bool:
+    """Read these connections and run their works until `future` is done (True) or nothing arrives for a moment."""
     own: deque[Work] = deque()
     before, _here.own = _here.own, own
     token = serving.set(None)  # the works do not belong to the call that this thread serves
@@ -431,6 +417,8 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
                 while own:
                     reactor.submit(own.popleft())  # on other threads, since this work may wait for them
                 work.run(work.argument)
+        else:
+            return True
     except Exception as error:
         if raised_by_handler(error):
             raise
@@ -440,15 +428,19 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
         serving.reset(token)
         for work in own:
             reactor.submit(work)
+    return False
 
 
 def _read_for(future: Any, links: Sequence[Link], own: deque[Work]) -> None:
     taken = [link for link in links if link.reading.take()]
-    spin = Spin(perf_counter(), MOMENT, gives_way=True)
+    spin = None
     try:
-        while taken and not (own or future.done()):
+        while taken:
             for link in taken:
                 link.read()
+            if own or future.done():
+                break
+            spin = spin or Spin(perf_counter(), MOMENT, gives_way=True)
             if not spin.again():
                 break
     finally:

@@ -68,16 +68,22 @@ class Scheduler:
         self._ended = 0  # number of calls so far
         self._progress = 0.0, -1, 0.0  # the last progress that `lend` saw: time, _ended, processor time
 
-    def add(self, work: Work, queue: WorkQueue | None) -> None:
-        """Add a work to a queue, or without one if the work is short and needs no slot."""
-        if queue is None:
-            self.ready.append(work)
-            return
-        queue.works.append(work)
-        queue.size += work.size
-        if not queue.is_listed:
-            queue.is_listed = True
-            self.ready.append(queue)
+    def add(self, submitted: deque[tuple[Work, WorkQueue | None]]) -> None:
+        """Move each work to its queue; a work without one is short and needs no slot.
+
+        Each work is in `submitted`, here, or in both, so `Polling.poll` cannot miss it between the two.
+        """
+        while submitted:
+            work, queue = submitted[0]
+            if queue is None:
+                self.ready.append(work)
+            else:
+                queue.works.append(work)
+                queue.size += work.size
+                if not queue.is_listed:
+                    queue.is_listed = True
+                    self.ready.append(queue)
+            submitted.popleft()
 
     def next(self, queues: deque[Any]) -> tuple[Work | None, WorkQueue | None]:
         """Take the next work of `ready` or `waiting`; also return the queue that holds its slot, if it needs one."""

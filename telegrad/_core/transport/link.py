@@ -28,7 +28,7 @@ from telegrad._core.transport.poller import Poller, Waker, wait_readable
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire import messages
-from telegrad._core.wire.messages import FrameReader, Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import PREFIX, SCRATCH, FrameReader, Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
 log = logging.getLogger("telegrad")
@@ -43,7 +43,7 @@ class LinkHandlers(NamedTuple):
     on_messages: Callable[[Link, Iterable[Message]], None]  # called on the reading thread
     on_closed: Callable[[Link, PeerError], None]
     prompt: bool  # the other end waits for responses, so its next frame follows soon
-    expected: Callable[[], object] = lambda: True  # returns True if a response is expected here
+    expected: Callable[[], object] = partial(bool, True)  # returns True if a response is expected here
     widen: Callable[[Link, bool], None] | None = None  # makes lanes, for sending if its second argument is True
 
 
@@ -63,10 +63,10 @@ class Link:
         self._on_messages, self._on_closed, self.prompt, expected, widen = handlers
         sock.setblocking(False)
         self.peer = peer
-        self.reading = ReadRight(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
         self._sock = sock
+        self.fileno = sock.fileno
         self._tls = isinstance(sock, ssl.SSLSocket)
         # OpenSSL keeps one state for both directions of a connection, and two threads may use them at once: the thread
         # that reads does not hold `_lock`.
@@ -83,13 +83,19 @@ class Link:
         self._maps = self._incoming.maps
         # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._control, self.lanes_in.is_idle)
+        watch = partial(poller.watch, self)
+        self.reading = ReadRight(threading.Lock(), watch, expected, self._finish, self.reader, self._continue_on_lanes)
+        self.stop_reading = self.reading.give_back
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
-        self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        self._is_limited = self.prompt and not self._tls  # between frames, at most CALLS_AT_ONCE bytes are read
+        self._buffer: Callable[[int], memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        # Without records, this memory is always the same between frames.
+        self._first: memoryview | None = self.reader.buffer(CALLS_AT_ONCE if self._is_limited else SCRATCH)
         self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
         writes: RecordWriter | None = None
         if ciphers is not None:
             records = RecordReader(ciphers.receiving)
-            self._buffer, self._arrived = records.buffer, partial(self._decrypt, records)
+            self._buffer, self._first, self._arrived = records.buffer, None, partial(self._decrypt, records)
             writes = RecordWriter(ciphers.sending)
         # Guards all below, setting `closed`, and writing to the socket. Frames must enter the socket in the order in
         # which their records are numbered and their blocks are lent, so the lock is held while they are written. The
@@ -97,8 +103,8 @@ class Link:
         self._lock = threading.Lock()
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(stores, self.lanes_out)
-        watch = lambda write: poller.watch(self, write=write)  # noqa: E731
-        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, writes)
+        self._writer = Writer(sock, self._tls_lock, stores.staging, partial(watch, None), self._resume, writes)
+        self._is_plain = writes is None and not self._tls
         self._outbox = self._writer.outbox
 
     @property
@@ -126,12 +132,10 @@ class Link:
         self._tell_drained()
 
     def _tell_drained(self) -> None:
-        with self._lock:
-            act = self._writer.take_drained()
-        act()
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
+        if self._writer.drained is not None:
+            with self._lock:
+                act = self._writer.take_drained()
+            act()
 
     # Sending
 
@@ -143,7 +147,10 @@ class Link:
         if message.blobs:
             self._send_with_blobs(message)
             return False
-        data = encode(message)
+        head, meta, body = message.head, message.meta, message.body
+        # `encode`, inlined, since this runs for each message
+        prefix = PREFIX.pack(message.kind, message.flags, len(head), len(meta), 0, len(body), message.id)
+        data = b"".join((prefix, head, meta, body))
         try:
             with self._lock:
                 if self.closed is not None:
@@ -151,6 +158,13 @@ class Link:
                 self.sent += len(data)
                 if self._maps.released:
                     self._queue_release()
+                if self._is_plain and not (later or self._outbox):
+                    try:
+                        data = data[self._sock.send(data) :]
+                        if not data:
+                            return True
+                    except OSError:
+                        pass  # the writer gets the same error
                 return self._writer.send(data, later)
         except PeerError:
             raise
@@ -272,7 +286,7 @@ class Link:
         """Process bytes that were received together with the end of the handshake."""
         view = memoryview(data)
         while view and self.closed is None:
-            buffer = self._buffer()
+            buffer = self._buffer(SCRATCH)
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
             self.received += count
@@ -288,17 +302,17 @@ class Link:
         finally:
             self.stop_reading()
 
-    def stop_reading(self) -> None:
-        """Give back the right to read; if the next frame waits for lanes, to the thread of the lane that ends last."""
+    def _continue_on_lanes(self) -> bool:
+        """While the next frame waits for lanes, let the lane that ends last go on; return False if none is needed."""
         while self.reader.awaits_lanes and self.closed is None:
             # The right goes to the lanes before they are asked to continue: from `afterwards` on, a lane may call
             # `_go_on` at once. If no stripe is under way any more, `afterwards` returns False and this thread reads the
             # rest itself. It is the only one to do so, since no lane was given the continuation.
             self.reading.pass_on()
             if self.lanes_in.afterwards(self._go_on):
-                return
+                return True
             self.read()
-        self.reading.give_back()
+        return False
 
     def _go_on(self) -> None:
         """Continue reading after the lanes have received all stripes, or the connection has ended."""
@@ -313,20 +327,18 @@ class Link:
 
     def read(self) -> bool:
         """Read available data and process its frames. Return True if there was any. The caller must hold `reading`."""
-        if self.closed is not None:
-            return False
-        reader, sock, shares = self.reader, self._sock, self._shares
-        limits = self.prompt and not self._tls
+        reader, sock, shares, first = self.reader, self._sock, self._shares, self._first
         # The frame that awaited lanes may be complete now. No bytes are needed to find out.
-        if came := reader.awaits_lanes:
+        if came := reader.awaits_lanes and self.closed is None:
             self._arrived(0)
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS buffers bytes that no poller sees
             if reader.awaits_lanes or self.closed is not None:
                 return came
             # A message in the middle of its memory is read in full. Between frames, a connection over which calls
             # arrive is read in small portions, since each frame may be a call.
-            limited = limits and reader.target is None
-            buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
+            limited = self._is_limited and reader.target is None
+            most = CALLS_AT_ONCE if limited else SCRATCH
+            buffer = first if first and reader.target is None and not reader.end else self._buffer(most)
             try:
                 # Inlined, because each call has two reads on either side.
                 if shares:

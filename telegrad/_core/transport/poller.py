@@ -111,12 +111,12 @@ class Poller:
         self._woken.setblocking(False)
         self._selector.register(self._woken.fileno(), READ, None)
 
-    def watch(self, source: Source, *, read: bool | None = None, write: bool | None = None) -> None:
+    def watch(self, source: Source, read: bool | None = None, write: bool | None = None) -> None:
         """Change the events to wait for; None leaves that direction unchanged."""
         with self._lock:
             # The descriptor is remembered from the first `watch`. A socket that was closed meanwhile has none, and
             # could otherwise not be removed.
-            fd, events = self._interest.get(source, (source.fileno(), 0))
+            fd, events = self._interest.get(source) or (source.fileno(), 0)
             wanted = events
             if read is not None:
                 wanted = wanted | READ if read else wanted & ~READ

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 
+from telegrad._core.wire.messages import FrameReader
+
 
 class ReadOwner(Enum):
     NOBODY = "nobody"
@@ -38,15 +40,20 @@ class ReadRight:
         arm: Callable[[bool], None],
         expected: Callable[[], object],
         finish: Callable[[], None],
+        reader: FrameReader,
+        continue_on_lanes: Callable[[], bool],
     ) -> None:
         """`arm` makes the poller watch for data, or stop. `expected` returns True if a response is expected.
 
-        `finish` is called once, when the connection has ended and no thread reads it.
+        `finish` is called once, when the connection has ended and no thread reads it. If a frame of `reader` awaits
+        lanes, `continue_on_lanes` passes the right on to them, or returns False if none of them needs it.
         """
         self._lock = lock  # guards all below; `watch` also reads the owner without it
         self._arm = arm
         self._expected = expected
         self._finish = finish
+        self._reader = reader
+        self._continue_on_lanes = continue_on_lanes
         self.owner = ReadOwner.NOBODY
         self._at_it = False  # the leader is reading, not only waiting for a notification
         self._is_held = False  # the leader must not read
@@ -82,6 +89,9 @@ class ReadRight:
             self.owner = ReadOwner.LANE
 
     def give_back(self) -> None:
+        """Give the right back; if the next frame awaits lanes, to the thread of the lane that ends last."""
+        if self._reader.awaits_lanes and self._continue_on_lanes():
+            return
         with self._lock:
             ended = self._ended
             if ended:

@@ -57,31 +57,22 @@ class Writer:
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
     def send(self, data: bytes, later: bool) -> bool:
-        """Send data, or with `later` or if the socket is full, queue it. Return True if all was sent directly."""
+        """Send data that `Link.send` has not written directly, or queue it; return True if all was sent."""
         records = self._records
         try:
-            if records is not None:
-                # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the
-                # rest of a partial write is kept as ciphertext, and the plain outbox is not used for it.
-                if not (self.outbox or later or records.unsent) and len(data) <= RECORD:
-                    record = records.encrypt(data)
-                    sent = 0
-                    try:
-                        sent = self._sock.send(record)
-                    except OSError:
-                        pass  # `flush` gets the same error
-                    if sent < len(record):
-                        records.keep(memoryview(record)[sent:])
-                        self.flush()
-                    return sent == len(record)
-            elif not (self.outbox or later or self._tls):
+            # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the rest
+            # of a partial write is kept as ciphertext, and the plain outbox is not used for it.
+            if records is not None and not (self.outbox or later or records.unsent) and len(data) <= RECORD:
+                record = records.encrypt(data)
+                sent = 0
                 try:
-                    sent = self._sock.send(data)
-                    if sent == len(data):
-                        return True
-                    data = data[sent:]
+                    sent = self._sock.send(record)
                 except OSError:
                     pass  # `flush` gets the same error
+                if sent < len(record):
+                    records.keep(memoryview(record)[sent:])
+                    self.flush()
+                return sent == len(record)
             self.outbox.append(_new(Chunk, (data, (), None)))
             if not later:
                 self.flush()

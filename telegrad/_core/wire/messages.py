@@ -33,7 +33,7 @@ fails.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -184,12 +184,12 @@ class FrameReader:
             return self.target[self._filled :]
         return self._scratch[self.end : self.end + max(most, self.missing)]
 
-    def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
-        """Process `count` bytes written to `buffer()`; yield the frames that they complete.
+    def advance(self, count: int, data: bytes | None = None) -> Iterable[Message]:
+        """Process `count` bytes written to `buffer()`; return the frames that they complete.
 
-        The caller must consume the iterator to its end. Frames are created one by one, because thousands at once would
-        trigger the garbage collector. If no frame has begun, the bytes, at most SCRATCH, may be passed as `data`
-        instead of being written to `buffer()`.
+        The caller must iterate over all of them. Frames are created one by one, because thousands at once would trigger
+        the garbage collector. If no frame has begun, the bytes, at most SCRATCH, may be passed as `data` instead of
+        being written to `buffer()`.
         """
         if data is not None:
             self._source, self.end = data, count
@@ -198,20 +198,26 @@ class FrameReader:
         else:
             self._filled += count
             if self._filled < len(self.target):
-                return
+                return ()
             self.target = None
-        while (frame := self._next()) is not None:
+        frame = self._next()
+        if frame is None or self._start < self.end:
+            return self._split(frame)
+        # The usual case: one frame, and no further data. It needs no generator.
+        self._source = self._scratch
+        self._start = self.end = 0
+        return (frame,) if frame.kind < RELEASE or not self._control(frame) else ()
+
+    def _split(self, frame: Message | None) -> Iterator[Message]:
+        """Yield this frame and all further ones; keep the beginning of a frame that is not complete."""
+        while frame is not None:
             # Control frames take effect here, before the next frame is split off. A comparison saves the usual frame a
             # call.
             if frame.kind < RELEASE or not self._control(frame):
                 yield frame
-            if self._start == self.end:  # the usual case: no further data was received
-                self._source = self._scratch
-                self._start = self.end = 0
-                return
+            frame = self._next() if self._start < self.end else None
         unread = self.end - self._start
-        # The beginning of a frame that is not complete. It moves to the front of the scratch buffer, where the rest
-        # will follow.
+        # The beginning of the next frame moves to the front of the scratch buffer, where the rest will follow.
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])
         self._source = self._scratch

@@ -56,6 +56,8 @@ _STRIDED = torch.strided
 _level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
 _tracing: Any = torch._C._get_tracing_state  # of torch.jit.trace, on this thread
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode of make_fx
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # included on a thread with modes before dispatch: a check in C
+_has_modes_before_dispatch: Any = torch._C._dispatch_tls_is_dispatch_key_included
 _mode_before_dispatch: Any = torch._ops._get_dispatch_mode_pre_dispatch
 _REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
 
@@ -144,7 +146,7 @@ def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int 
     if (
         _tracing() is not None
         or torch._C._get_dispatch_mode(_PROXY) is not None
-        or _mode_before_dispatch(_PROXY) is not None
+        or (_has_modes_before_dispatch(_PRE_DISPATCH) and _mode_before_dispatch(_PROXY) is not None)
     ):
         raise CannotEncode(
             "a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain "

@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,13 +47,13 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
     if torch.is_inference_mode_enabled():  # received tensors must be usable outside of inference mode
         with torch.inference_mode(False):
             return unpack(meta, blobs)
-    if is_intercepted():  # received tensors are real, even in a mode of fake tensors
+    if torch._C._len_torch_dispatch_stack():  # `is_intercepted`: received tensors are real, even in such a mode
         with _disable_current_modes():
             return unpack(meta, blobs)
     try:
         described = pickle.loads(meta)
         if type(described) is list:
-            return [_leaf(spec, blobs) for spec in described]
+            return list(map(_leaf, described, repeat(blobs)))
         specs, shared, plans = described
         parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
         leaves = [_leaf(spec, blobs, parts) for spec in specs]
