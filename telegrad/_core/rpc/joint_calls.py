@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PreparedCall
+from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.futures import Future
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
+from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.remote_text import safe_text_of
 from telegrad._core.progress import Wait
 from telegrad._core.rpc.remote_calls import rpc_async
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
+from telegrad._core.worker.value_access import EACH, methods
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError, WorkersFailed
 
@@ -30,6 +38,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LONGEST = 3600.0  # seconds between two checks: locks have a maximal timeout
+AT_FIRST = 0.01  # seconds in which a thread that waits for answers of several owners reads them one after the other
 
 
 class StepCounter:
@@ -136,12 +145,101 @@ def call_all(
             if raised_by_handler(error):
                 raise
             errors[worker] = watch.errors.get(worker, error)
+    if errors:
+        _raise_together(errors, len(shares))
+    return values
+
+
+def _raise_together(errors: dict[str, BaseException], called: int) -> NoReturn:
     if len(errors) == 1:
         raise next(iter(errors.values()))
+    failed = WorkersFailed(summary(f"{len(errors)} of {called} workers failed:", errors), errors)
+    raise failed from first_cause(errors)
+
+
+class _Answer(Signal):
+    """The outcome of one call of `call_owners`."""
+
+    __slots__ = ("about", "begun", "call")
+
+    quick = True
+    about: str
+    begun: float
+    call: Any  # set by `Agent.call_each`
+    full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call
+
+
+def call_owners(
+    references: Mapping[str, RRef[Any]],
+    method: str,
+    args: tuple[Any, ...],
+    asked: str,
+    known: Mapping[str, tuple[bool, Any]] = {},
+) -> dict[str, Any]:
+    """Call a method of the values of these references, by worker; wait for all and return their results, as `call_all`.
+
+    The results are plain, such as numbers, since the thread that reads an answer opens it. `asked` is the user's name
+    of the calls. `known` has the outcomes of workers that are not called: True and a result, or False and an error as
+    bytes.
+    """
+    values: dict[str, Any] = dict.fromkeys(references)
+    errors: dict[str, BaseException] = {}
+    futures: dict[str, Future[Any]] = {}
+    answers: dict[str, _Answer] = {}
+    callees: list[EachCall] = []
+    for worker, reference in references.items():
+        try:
+            if worker in known:
+                worked, values[worker] = known[worker]
+                if not worked:
+                    raise rebuild(values[worker])
+            elif profiling.wanted():  # each call is an event
+                futures[worker] = reference._call_async(method, DEFAULT, args, {}, asked)
+            else:
+                owner = reference._reach()
+                answers[worker] = answer = _Answer()
+                callees.append(EachCall(answer, owner))
+        except Exception as error:  # still call the others, as if this one had failed later
+            if raised_by_handler(error):
+                raise
+            errors[worker] = error
+    if callees:  # the arguments are encoded once
+        ids = {worker: references[worker]._handle.id for worker in answers}
+        agent = current.agent()
+        agent.call_each(callees, PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked))
+        _wait(agent, answers.values())
+    for worker, called in (futures or answers).items():
+        try:
+            values[worker] = called.wait()
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            errors[worker] = error
     if errors:
-        failed = WorkersFailed(summary(f"{len(errors)} of {len(shares)} workers failed:", errors), errors)
-        raise failed from first_cause(errors)
+        _raise_together(errors, len(references))
     return values
+
+
+def _wait(agent: Agent, answers: Iterable[_Answer]) -> None:
+    """Wait for answers, each over a connection of its own. This thread reads those that come soon, one after another.
+
+    If the reactor read all, its leader would be woken for each, and take the interpreter from this thread. The reactor
+    reads late ones: while this thread waits for one of them, the calls of the others must not time out.
+    """
+    until = monotonic() + AT_FIRST
+    try:
+        for answer in answers:
+            if (call := answer.call) is not None:
+                call.help(until)
+    finally:
+        for answer in answers:
+            if (call := answer.call) is not None:
+                call.peer.connection.read_in_background()
+    for answer in answers:
+        if not answer.full:
+            if (call := answer.call) is not None:
+                call.help()
+            agent.wait_for(answer)
 
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:

@@ -59,7 +59,8 @@ def references() -> ReferenceTable:
 
 
 def conductor() -> Conductor:
-    return here().conductor
+    found: Worker = _here.own or worker or joined()
+    return found.conductor
 
 
 def enter(own: Worker | None) -> None:
