@@ -19,6 +19,7 @@ from telegrad._core import checks
 from telegrad._core.rpc.joint_calls import call_owners
 from telegrad.autograd import look_at_step
 from telegrad.autograd.passes import FusedStep, StepResults
+from telegrad.errors import UsageError
 from telegrad.optim.owner import Changes, user_name
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
@@ -33,6 +34,13 @@ class Done(NamedTuple):
 
 
 NOTHING = Done()  # of a step without a pass
+
+
+def already_stepped() -> UsageError:
+    return UsageError(
+        "backward(..., step=optimizer) has already stepped with the gradients of this context, so step(context_id) "
+        "would apply them twice: leave out one of the two"
+    )
 
 
 class Clipped:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from telegrad._core import checks
 from telegrad._core.calls.call_names import not_compiled
-from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
 from telegrad._core.membership.members import listed
 from telegrad._core.modules.module_tree import Model, RemotePart, branches, by_owner
@@ -32,7 +31,7 @@ from telegrad._core.worker import current
 from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import NOTHING, Clipped, Done, check_norms, has_hooks_before, may_ride
+from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, may_ride
 from telegrad.optim.owner import (
     Changes,
     Hyperparameters,
@@ -208,15 +207,10 @@ class DistributedOptimizer(Optimizer):
             CannotRestore: a parameter is lost, and there is no record of how to make it again.
         """
         check_timeout(timeout)
-        retiring: list[Future[Any]] = []
         # This comes before anything is made again. A step of the failed batch may still be under way to an owner that
         # is alive, and would change the restored parameters.
-        for local in self.locals.values():
-            with suppress(TelegradError):
-                retiring.append(ask(local, "retire"))
-        for future in retiring:
-            with suppress(TelegradError):  # the owner is dead, or dies now
-                future.wait()
+        with suppress(TelegradError):  # of owners that are dead, or die now
+            call_all(self.locals, lambda _, local: ask(local, "retire"))
         if self._model is not None:
             self._members[0] = branches(self._model)
         for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
@@ -246,10 +240,7 @@ class DistributedOptimizer(Optimizer):
         checks.context_id(context_id, "step")
         done = self._done.get((get_ident(), context_id), NOTHING)
         if done is NOTHING and context_id in self._rode:
-            raise UsageError(
-                "backward(..., step=optimizer) has already stepped with the gradients of this context, so "
-                "step(context_id) would apply them twice: leave out one of the two"
-            )
+            raise already_stepped()
         # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
         # have them, and the next step sends them to all again.
         changes = self._sending(self._changes()) if done.changes is None else done.changes

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from time import monotonic
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
@@ -26,6 +26,7 @@ from telegrad._core.membership.members import listed
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.remote_text import safe_text_of
 from telegrad._core.progress import Wait
+from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.transport.silence import Silence
@@ -120,14 +121,16 @@ def call_all(
     doing: str = "",
     sizes: Mapping[str, int] | None = None,
     limit: float = 0,
+    send: Callable[[], None] | None = None,
 ) -> dict[str, T]:
     """Call each worker with its share, all at once, and wait for all; return their values. If `doing` is given, such as
     "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each worker. `limit` is the limit
-    of one step in seconds, 0 for none: see `StallWatch`. Raise WorkersFailed if more than one failed; where only one
-    did, its own error is raised."""
+    of one step in seconds, 0 for none: see `StallWatch`. `send` is called before the wait. Raise WorkersFailed if more
+    than one failed; where only one did, its own error is raised."""
     calls: dict[str, Future[T]] = {}
     values: dict[str, T] = {}
     errors: dict[str, BaseException] = {}
+    stalled: Mapping[str, BaseException] = {}
     for worker, share in shares.items():
         try:
             calls[worker] = call(worker, share)
@@ -135,26 +138,25 @@ def call_all(
             if raised_by_handler(error):
                 raise
             errors[worker] = error
-    watch = StallWatch(calls, limit)
+    if send is not None:
+        send()
     if doing or limit:
+        watch = StallWatch(calls, limit)
         _follow(doing, calls, sizes or {}, watch)
+        stalled = watch.errors
     for worker, future in calls.items():
         try:
             values[worker] = future.wait()
         except Exception as error:
             if raised_by_handler(error):
                 raise
-            errors[worker] = watch.errors.get(worker, error)
-    if errors:
-        _raise_together(errors, len(shares))
-    return values
-
-
-def _raise_together(errors: dict[str, BaseException], called: int) -> NoReturn:
+            errors[worker] = stalled.get(worker, error)
     if len(errors) == 1:
         raise next(iter(errors.values()))
-    failed = WorkersFailed(summary(f"{len(errors)} of {called} workers failed:", errors), errors)
-    raise failed from first_cause(errors)
+    if errors:
+        failed = WorkersFailed(summary(f"{len(errors)} of {len(shares)} workers failed:", errors), errors)
+        raise failed from first_cause(errors)
+    return values
 
 
 class _Answer(Signal):
@@ -174,71 +176,55 @@ def call_owners(
     method: str,
     args: tuple[Any, ...],
     asked: str,
-    known: Mapping[str, tuple[bool, Any]] = {},
+    known: Mapping[str, tuple[bool, Any]],
 ) -> dict[str, Any]:
-    """Call a method of the values of these references, by worker; wait for all and return their results, as `call_all`.
-
-    The results are plain, such as numbers, since the thread that reads an answer opens it. `asked` is the user's name
+    """Call a method of the values of references, which are given by worker, as `call_all`. `asked` is the user's name
     of the calls. `known` has the outcomes of workers that are not called: True and a result, or False and an error as
-    bytes.
-    """
-    values: dict[str, Any] = dict.fromkeys(references)
-    errors: dict[str, BaseException] = {}
-    futures: dict[str, Future[Any]] = {}
-    answers: dict[str, _Answer] = {}
+    bytes."""
+    # Results are plain values, such as numbers: the thread that reads an answer opens it, as in all `quick` outcomes.
+    agent = current.agent()
+    ids: dict[str, Id] = {}
     callees: list[EachCall] = []
-    for worker, reference in references.items():
-        try:
-            if worker in known:
-                worked, values[worker] = known[worker]
-                if not worked:
-                    raise rebuild(values[worker])
-            elif profiling.wanted():  # each call is an event
-                futures[worker] = reference._call_async(method, DEFAULT, args, {}, asked)
-            else:
-                owner = reference._reach()
-                answers[worker] = answer = _Answer()
-                callees.append(EachCall(answer, owner))
-        except Exception as error:  # still call the others, as if this one had failed later
-            if raised_by_handler(error):
-                raise
-            errors[worker] = error
-    if callees:  # the arguments are encoded once
-        ids = {worker: references[worker]._handle.id for worker in answers}
-        agent = current.agent()
-        agent.call_each(callees, PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked))
-        _wait(agent, answers.values())
-    for worker, called in (futures or answers).items():
-        try:
-            values[worker] = called.wait()
-        except Exception as error:
-            if raised_by_handler(error):
-                raise
-            errors[worker] = error
-    if errors:
-        _raise_together(errors, len(references))
-    return values
+
+    def begin(worker: str, reference: RRef[Any]) -> Any:
+        if profiling.wanted() and worker not in known:  # each call is an event
+            return reference._call_async(method, DEFAULT, args, {}, asked)
+        answer = _Answer()
+        if worker not in known:
+            callees.append(EachCall(answer, reference._reach()))
+            ids[worker] = reference._handle.id
+        elif known[worker][0]:
+            answer.set_result(known[worker][1])
+        else:
+            raise rebuild(known[worker][1])
+        return answer
+
+    def send() -> None:
+        if callees:  # all with the same arguments, which are encoded once
+            agent.call_each(callees, PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked))
+            _read(agent, [each.outcome for each in callees])
+
+    return call_all(references, begin, send=send)
 
 
-def _wait(agent: Agent, answers: Iterable[_Answer]) -> None:
-    """Wait for answers, each over a connection of its own. This thread reads those that come soon, one after another.
-
-    If the reactor read all, its leader would be woken for each, and take the interpreter from this thread. The reactor
-    reads late ones: while this thread waits for one of them, the calls of the others must not time out.
-    """
+def _read(agent: Agent, answers: Sequence[Any]) -> None:
+    """Wait for answers, each over another connection."""
+    # If the reactor read them, its leader would be woken for each, and take the interpreter from this thread, which is
+    # about to read the answer anyway. The reactor reads late ones: calls whose answers are not read time out, and this
+    # thread may wait long for the first.
     until = monotonic() + AT_FIRST
     try:
         for answer in answers:
             if (call := answer.call) is not None:
                 call.help(until)
     finally:
-        for answer in answers:
-            if (call := answer.call) is not None:
-                call.peer.connection.read_in_background()
+        late = [call for answer in answers if (call := answer.call) is not None]
+        for call in late:
+            call.peer.connection.read_in_background()
+    for call in late:
+        call.help()
     for answer in answers:
-        if not answer.full:
-            if (call := answer.call) is not None:
-                call.help()
+        if not answer.full:  # the reactor is about to complete it
             agent.wait_for(answer)
 
 
