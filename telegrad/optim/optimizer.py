@@ -7,7 +7,6 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
@@ -33,7 +32,6 @@ from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, may_ride
 from telegrad.optim.owner import (
-    Changes,
     Hyperparameters,
     LocalOptimizer,
     add_group,
@@ -262,14 +260,14 @@ class DistributedOptimizer(Optimizer):
             return FusedStep(0, b"", lambda _: self._finish(context_id, Done()))
         ride, request = _Ride(), pickle.dumps(("step", self._sending(changes)), 5)
         self._rides.add(ride)
-        return FusedStep(self._rider, request, partial(self._end_ride, ride, context_id, changes))
 
-    def _end_ride(self, ride: _Ride, context_id: int, changes: Changes, rode: StepResults) -> None:
-        """Make the other owners step, too."""
-        try:
-            self._finish(context_id, Done(rode, changes))
-        finally:
-            self._rides.discard(ride)
+        def end(rode: StepResults) -> None:
+            try:
+                self._finish(context_id, Done(rode, changes))
+            finally:
+                self._rides.discard(ride)
+
+        return FusedStep(self._rider, request, end)
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
@@ -333,11 +331,8 @@ class DistributedOptimizer(Optimizer):
 
     def _changes(self) -> dict[int, Hyperparameters]:
         """Return a copy of the values that changed in the groups since the last step, by group number."""
-        changes = {}
-        for number, group in enumerate(self.param_groups):
-            if new := changed(group, self._sent[number]):
-                changes[number] = new
-        return changes
+        groups = enumerate(self.param_groups)
+        return {number: new for number, group in groups if (new := changed(group, self._sent[number]))}
 
     def _sending(self, changes: dict[int, Hyperparameters]) -> dict[int, Hyperparameters]:
         """Forget the owners' values of these names until all owners have received the changes."""
