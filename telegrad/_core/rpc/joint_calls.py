@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
 from typing import Any, TypeVar
@@ -168,7 +168,6 @@ class _Answer(Signal):
     about: str
     begun: float
     call: Any  # set by `Agent.call_each`
-    full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call
 
 
 def call_owners(
@@ -184,7 +183,7 @@ def call_owners(
     # Results are plain values, such as numbers: the thread that reads an answer opens it, as in all `quick` outcomes.
     agent = current.agent()
     ids: dict[str, Id] = {}
-    callees: list[EachCall] = []
+    callees: list[Any] = []  # an `EachCall` each
 
     def begin(worker: str, reference: RRef[Any]) -> Any:
         if profiling.wanted() and worker not in known:  # each call is an event
@@ -200,32 +199,32 @@ def call_owners(
         return answer
 
     def send() -> None:
-        if callees:  # all with the same arguments, which are encoded once
-            agent.call_each(callees, PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked))
-            _read(agent, [each.outcome for each in callees])
+        if callees:  # all calls have the same arguments, which are encoded once
+            call = PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked)
+            _call_and_read(agent, callees, call)
 
     return call_all(references, begin, send=send)
 
 
-def _read(agent: Agent, answers: Sequence[Any]) -> None:
-    """Wait for answers, each over another connection."""
-    # If the reactor read them, its leader would be woken for each, and take the interpreter from this thread, which is
-    # about to read the answer anyway. The reactor reads late ones: calls whose answers are not read time out, and this
-    # thread may wait long for the first.
+def _call_and_read(agent: Agent, callees: list[Any], call: PreparedCall) -> None:
+    # The reactor does not read the answers at first: its leader would be woken for each, and take the interpreter from
+    # this thread, which is about to read the answer anyway. It reads late ones, since calls whose answers are not read
+    # time out, and this thread may wait long for the first.
     until = monotonic() + AT_FIRST
     try:
-        for answer in answers:
-            if (call := answer.call) is not None:
-                call.help(until)
+        agent.call_each(callees, call)
+        for each in callees:
+            if (pending := each.outcome.call) is not None:
+                pending.help(until)
     finally:
-        late = [call for answer in answers if (call := answer.call) is not None]
-        for call in late:
-            call.peer.connection.read_in_background()
-    for call in late:
-        call.help()
-    for answer in answers:
-        if not answer.full:  # the reactor is about to complete it
-            agent.wait_for(answer)
+        late = [pending for each in callees if (pending := getattr(each.outcome, "call", None)) is not None]
+        for pending in late:
+            pending.peer.connection.read_in_background()
+    for pending in late:
+        pending.help()
+    for each in callees:
+        if not each.outcome.done():  # the reactor is about to complete it
+            agent.wait_for(each.outcome)
 
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:
