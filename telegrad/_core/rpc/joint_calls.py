@@ -171,15 +171,10 @@ class _Answer(Signal):
 
 
 def call_owners(
-    references: Mapping[str, RRef[Any]],
-    method: str,
-    args: tuple[Any, ...],
-    asked: str,
-    known: Mapping[str, tuple[bool, Any]],
+    references: Mapping[str, RRef[Any]], method: str, args: Any, asked: str, known: Mapping[str, tuple[bool, Any]]
 ) -> dict[str, Any]:
-    """Call a method of the values of references, which are given by worker, as `call_all`. `asked` is the user's name
-    of the calls. `known` has the outcomes of workers that are not called: True and a result, or False and an error as
-    bytes."""
+    """Call a method of the values of references, by worker, as `call_all`; `asked` is the user's name of the calls.
+    `known` has outcomes of workers that need no call: True and a result, or False and the bytes of an error."""
     # Results are plain values, such as numbers: the thread that reads an answer opens it, as in all `quick` outcomes.
     agent = current.agent()
     ids: dict[str, Id] = {}
