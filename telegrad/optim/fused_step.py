@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from telegrad._core import checks
-from telegrad._core.calls.futures import Future
-from telegrad._core.pickling.exceptions import rebuild
-from telegrad._core.rpc.joint_calls import call_all
+from telegrad._core.rpc.joint_calls import call_owners
 from telegrad.autograd import look_at_step
 from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.errors import UsageError
-from telegrad.optim.owner import Changes, ask
+from telegrad.optim.owner import Changes, user_name
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
 
@@ -30,19 +28,19 @@ PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a p
 class Done(NamedTuple):
     """The work that a pass has already done for a step."""
 
-    counts: Mapping[str, Future[int | None]] = {}  # of owners that have stepped
+    rode: Mapping[str, tuple[bool, Any]] = {}  # `StepResults` of owners that have stepped
     changes: Changes | None = None  # that these owners have applied
     factor: float = 1.0  # for the gradients
 
 
-def first_step(context_id: int, rode: set[int]) -> Done:
-    """Return that nothing is done yet. Raise UsageError if a pass of the context is in `rode`, and so has stepped."""
-    if context_id in rode:
-        raise UsageError(
-            "backward(..., step=optimizer) has already stepped with the gradients of this context, so step(context_id) "
-            "would apply them twice: leave out one of the two"
-        )
-    return Done()
+NOTHING = Done()  # of a step without a pass
+
+
+def already_stepped() -> UsageError:
+    return UsageError(
+        "backward(..., step=optimizer) has already stepped with the gradients of this context, so step(context_id) "
+        "would apply them twice: leave out one of the two"
+    )
 
 
 class Clipped:
@@ -67,11 +65,8 @@ class Clipped:
 
     def _end(self, context_id: int, rode: StepResults) -> None:
         """Get the norms of the other owners, and make all owners step."""
-        there = futures(rode)
-        told = call_all(
-            self._optimizer.locals,
-            lambda worker, local: there.get(worker) or ask(local, "norm", context_id, self.norm_type),
-        )
+        given = context_id, self.norm_type
+        told = call_owners(self._optimizer.locals, "norm", given, user_name("norm"), rode)
         norms = [torch.tensor(norm, dtype=torch.float64, device="cpu") for norm in told.values() if norm is not None]
         self.norm, factor = limited(norms, self.max_norm, self.norm_type, self.error_if_nonfinite, context_id)
         self._optimizer._finish(context_id, Done(factor=factor))
@@ -88,18 +83,6 @@ def may_ride(value: Any) -> bool:
     if type(value) is dict:
         return all(map(may_ride, value.values()))
     return all(map(may_ride, value)) if type(value) is tuple else type(value) in PLAIN
-
-
-def futures(rode: StepResults) -> dict[str, Future[Any]]:
-    """Return completed futures for the results of owners that stepped during the pass."""
-    completed: dict[str, Future[Any]] = {}
-    for worker, (worked, value) in rode.items():
-        future = completed[worker] = Future()
-        if worked:
-            future.set_result(value)
-        else:
-            future.set_exception(rebuild(value))
-    return completed
 
 
 def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:

@@ -7,7 +7,6 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
@@ -17,13 +16,12 @@ from torch.optim import Optimizer
 
 from telegrad._core import checks
 from telegrad._core.calls.call_names import not_compiled
-from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import DEFAULT, check_timeout
 from telegrad._core.membership.members import listed
 from telegrad._core.modules.module_tree import Model, RemotePart, branches, by_owner
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.pickling.remote_text import folded
-from telegrad._core.rpc.joint_calls import call_all
+from telegrad._core.rpc.joint_calls import call_all, call_owners
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
@@ -32,9 +30,8 @@ from telegrad._core.worker import current
 from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, check_norms, first_step, futures, has_hooks_before, may_ride
+from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, may_ride
 from telegrad.optim.owner import (
-    Changes,
     Hyperparameters,
     LocalOptimizer,
     add_group,
@@ -46,6 +43,7 @@ from telegrad.optim.owner import (
     hyperparameters,
     import_tracer,
     may_import,
+    user_name,
 )
 
 _FOR_ALL = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
@@ -207,15 +205,10 @@ class DistributedOptimizer(Optimizer):
             CannotRestore: a parameter is lost, and there is no record of how to make it again.
         """
         check_timeout(timeout)
-        retiring: list[Future[Any]] = []
         # This comes before anything is made again. A step of the failed batch may still be under way to an owner that
         # is alive, and would change the restored parameters.
-        for local in self.locals.values():
-            with suppress(TelegradError):
-                retiring.append(ask(local, "retire"))
-        for future in retiring:
-            with suppress(TelegradError):  # the owner is dead, or dies now
-                future.wait()
+        with suppress(TelegradError):  # of owners that are dead, or die now
+            call_all(self.locals, lambda _, local: ask(local, "retire"))
         if self._model is not None:
             self._members[0] = branches(self._model)
         for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
@@ -243,11 +236,13 @@ class DistributedOptimizer(Optimizer):
             Exception: the optimizer's error on an owner; WorkersFailed if several failed. The others have stepped.
         """
         checks.context_id(context_id, "step")
-        done = self._done.get((get_ident(), context_id)) or first_step(context_id, self._rode)
+        done = self._done.get((get_ident(), context_id), NOTHING)
+        if done is NOTHING and context_id in self._rode:
+            raise already_stepped()
         # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
         # have them, and the next step sends them to all again.
         changes = self._sending(self._changes()) if done.changes is None else done.changes
-        self._on_all("step", context_id, changes, done.factor, done=done.counts)
+        self._on_all("step", context_id, changes, done.factor, done=done)
         self._keeps = False
         for number, new in changes.items():
             self._sent[number].update(new)
@@ -265,14 +260,14 @@ class DistributedOptimizer(Optimizer):
             return FusedStep(0, b"", lambda _: self._finish(context_id, Done()))
         ride, request = _Ride(), pickle.dumps(("step", self._sending(changes)), 5)
         self._rides.add(ride)
-        return FusedStep(self._rider, request, partial(self._end_ride, ride, context_id, changes))
 
-    def _end_ride(self, ride: _Ride, context_id: int, changes: Changes, rode: StepResults) -> None:
-        """Make the other owners step, too."""
-        try:
-            self._finish(context_id, Done(futures(rode), changes))
-        finally:
-            self._rides.discard(ride)
+        def end(rode: StepResults) -> None:
+            try:
+                self._finish(context_id, Done(rode, changes))
+            finally:
+                self._rides.discard(ride)
+
+        return FusedStep(self._rider, request, end)
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
@@ -312,16 +307,14 @@ class DistributedOptimizer(Optimizer):
         self._keeps = True
         self._on_all("accumulate", context_id)
 
-    def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
+    def _on_all(self, method: str, context_id: int, *args: Any, done: Done = NOTHING) -> None:
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
             text = f"the autograd context with id: {context_id} has ended: call {method}() inside its `with` block"
             raise contexts.error_of(context_id, text)
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
-            counts = call_all(
-                self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
-            ).values()
+            counts = call_owners(self.locals, method, (context_id, *args), user_name(method), done.rode).values()
         # An owner may know nothing of the context, because no pass has reached it. That is an error only if no worker
         # does.
         if contexts.get(context_id) is None and all(count is None for count in counts):
@@ -338,8 +331,8 @@ class DistributedOptimizer(Optimizer):
 
     def _changes(self) -> dict[int, Hyperparameters]:
         """Return a copy of the values that changed in the groups since the last step, by group number."""
-        pairs = enumerate(zip(self.param_groups, self._sent, strict=True))
-        return {number: new for number, (group, sent) in pairs if (new := changed(group, sent))}
+        groups = enumerate(self.param_groups)
+        return {number: new for number, group in groups if (new := changed(group, self._sent[number]))}
 
     def _sending(self, changes: dict[int, Hyperparameters]) -> dict[int, Hyperparameters]:
         """Forget the owners' values of these names until all owners have received the changes."""

@@ -76,14 +76,14 @@ def guards_of(parameters: Iterable[Tensor]) -> list[FifoLock]:
 
 def holding(guards: list[FifoLock]) -> AbstractContextManager[None]:
     """Hold `guards` in a `with` block, where only this thread changes these parameters."""
-    return guards[0].taken() if len(guards) == 1 else _holding_all(guards)
+    return guards[0] if len(guards) == 1 else _holding_all(guards)
 
 
 @contextmanager
 def _holding_all(guards: list[FifoLock]) -> Iterator[None]:
     with ExitStack() as stack:
         for guard in guards:
-            stack.enter_context(guard.taken())
+            stack.enter_context(guard)
         yield
 
 
@@ -104,7 +104,7 @@ class LocalOptimizer:
         self._retired = False  # a newer part has replaced this one; guarded by the guards
 
     def _telegrad_runs(self, method: str) -> str:
-        return f"{_user_name(method)} ({type(self._optimizer).__name__})"
+        return f"DistributedOptimizer.{USER_NAMES.get(method, method)} ({type(self._optimizer).__name__})"
 
     def add_group(
         self, number: int, branches: Sequence[RemotePart], options: Hyperparameters
@@ -166,19 +166,22 @@ class LocalOptimizer:
                 scale((gradients[each] for each in self.parameters if each in gradients), factor)
             # The optimizer reads `.grad`, but the gradients belong to the context. So `.grad` has them only for the
             # step, and what the program keeps there is put back afterwards.
-            before = [target.grad for target in self._targets]
+            before: list[Tensor | None] = []
+            found = 0
             try:
                 for parameter, target in zip(self.parameters, self._targets, strict=True):
                     if self._hogwild:
                         target.data = parameter.data  # the parameter's data may have been replaced meanwhile
-                    target.grad = gradients.get(parameter)
+                    before.append(target.grad)
+                    target.grad = gradient = gradients.get(parameter)
+                    found += gradient is not None
                 self._step()
             finally:
-                for target, gradient in zip(self._targets, before, strict=True):
+                for target, gradient in zip(self._targets, before, strict=False):
                     target.grad = gradient
         if (note := events.note) is not None:
             note((events.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
-        return None if context is None else sum(parameter in gradients for parameter in self.parameters)
+        return None if context is None else found
 
     @finishing
     def retire(self) -> None:
@@ -295,10 +298,10 @@ def check_new(local: RRef[LocalOptimizer] | None, own: list[RemotePart]) -> None
 
 def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
     """Call a method of an owner's part, under the method name that timeout errors show."""
-    return local._call_async(method, DEFAULT, args, {}, _user_name(method))
+    return local._call_async(method, DEFAULT, args, {}, user_name(method))
 
 
-def _user_name(method: str) -> str:
+def user_name(method: str) -> str:
     return f"DistributedOptimizer.{USER_NAMES.get(method, method)}"
 
 
@@ -334,8 +337,14 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
 def changed(group: Mapping[str, Any], sent: Hyperparameters) -> Hyperparameters:
     """Return a copy of the values in a parameter group that differ from those that were sent."""
-    values = hyperparameters(group).items()
-    return {name: copy.deepcopy(value) for name, value in values if name not in sent or _differ(sent[name], value)}
+    # `sent` has copies: an object that is in both is none that can be changed in place. `group` itself is in neither.
+    return {
+        name: copy.deepcopy(value)
+        for name, value in group.items()
+        if value is not sent.get(name, group)
+        and name not in ("params", "param_names")
+        and (name not in sent or _differ(sent[name], value))
+    }
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -64,7 +64,7 @@ class Stage:
         self._sample = next(itertools.chain(self._module.parameters(), self._module.buffers()), None)
 
     def run(self, value: Any) -> Any:
-        with self._turns.taken():
+        with self._turns:
             return self._module(self.to_own_device(value))
 
     # Weights that stages share

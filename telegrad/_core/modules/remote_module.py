@@ -20,7 +20,7 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.modules import module_host
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad._core.pickling.remote_text import folded
+from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references import Id
 from telegrad._core.rpc.conversion import as_dict
@@ -178,9 +178,12 @@ class RemoteModule(nn.Module):
     # Calls
 
     @not_compiled
-    @folded
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            fold(error)
+            raise
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -438,7 +441,9 @@ def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
     `trains`: it has parameters to be trained.
     """
     # The context in which this code was entered may have ended meanwhile.
-    if not torch.is_grad_enabled() or (entered_id() is not None and current.conductor().current() is not None):
+    if not torch.is_grad_enabled():
+        return False
+    if (id_ := entered_id()) is not None and current.conductor().contexts.join(id_) is not None:
         return False
     return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
 

@@ -14,15 +14,24 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.pending_call import PreparedCall
+from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.futures import Future
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.settings import DEFAULT
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
+from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.remote_text import safe_text_of
 from telegrad._core.progress import Wait
+from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
+from telegrad._core.worker.value_access import EACH, methods
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError, WorkersFailed
 
@@ -30,6 +39,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LONGEST = 3600.0  # seconds between two checks: locks have a maximal timeout
+AT_FIRST = 0.01  # seconds in which a thread that waits for answers of several owners reads them one after the other
 
 
 class StepCounter:
@@ -111,14 +121,16 @@ def call_all(
     doing: str = "",
     sizes: Mapping[str, int] | None = None,
     limit: float = 0,
+    send: Callable[[], None] | None = None,
 ) -> dict[str, T]:
     """Call each worker with its share, all at once, and wait for all; return their values. If `doing` is given, such as
     "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each worker. `limit` is the limit
-    of one step in seconds, 0 for none: see `StallWatch`. Raise WorkersFailed if more than one failed; where only one
-    did, its own error is raised."""
+    of one step in seconds, 0 for none: see `StallWatch`. `send` is called before the wait. Raise WorkersFailed if more
+    than one failed; where only one did, its own error is raised."""
     calls: dict[str, Future[T]] = {}
     values: dict[str, T] = {}
     errors: dict[str, BaseException] = {}
+    stalled: Mapping[str, BaseException] = {}
     for worker, share in shares.items():
         try:
             calls[worker] = call(worker, share)
@@ -126,22 +138,88 @@ def call_all(
             if raised_by_handler(error):
                 raise
             errors[worker] = error
-    watch = StallWatch(calls, limit)
+    if send is not None:
+        send()
     if doing or limit:
+        watch = StallWatch(calls, limit)
         _follow(doing, calls, sizes or {}, watch)
+        stalled = watch.errors
     for worker, future in calls.items():
         try:
             values[worker] = future.wait()
         except Exception as error:
             if raised_by_handler(error):
                 raise
-            errors[worker] = watch.errors.get(worker, error)
+            errors[worker] = stalled.get(worker, error)
     if len(errors) == 1:
         raise next(iter(errors.values()))
     if errors:
         failed = WorkersFailed(summary(f"{len(errors)} of {len(shares)} workers failed:", errors), errors)
         raise failed from first_cause(errors)
     return values
+
+
+class _Answer(Signal):
+    """The outcome of one call of `call_owners`."""
+
+    __slots__ = ("about", "begun", "call")
+
+    quick = True
+    about: str
+    begun: float
+    call: Any  # set by `Agent.call_each`
+
+
+def call_owners(
+    references: Mapping[str, RRef[Any]], method: str, args: Any, asked: str, known: Mapping[str, tuple[bool, Any]]
+) -> dict[str, Any]:
+    """Call a method of the values of references, by worker, as `call_all`; `asked` is the user's name of the calls.
+    `known` has outcomes of workers that need no call: True and a result, or False and the bytes of an error."""
+    # Results are plain values, such as numbers: the thread that reads an answer opens it, as in all `quick` outcomes.
+    agent = current.agent()
+    ids: dict[str, Id] = {}
+    callees: list[Any] = []  # an `EachCall` each
+
+    def begin(worker: str, reference: RRef[Any]) -> Any:
+        if profiling.wanted() and worker not in known:  # each call is an event
+            return reference._call_async(method, DEFAULT, args, {}, asked)
+        answer = _Answer()
+        if worker not in known:
+            callees.append(EachCall(answer, reference._reach()))
+            ids[worker] = reference._handle.id
+        elif known[worker][0]:
+            answer.set_result(known[worker][1])
+        else:
+            raise rebuild(known[worker][1])
+        return answer
+
+    def send() -> None:
+        if callees:  # all calls have the same arguments, which are encoded once
+            call = PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked)
+            _call_and_read(agent, callees, call)
+
+    return call_all(references, begin, send=send)
+
+
+def _call_and_read(agent: Agent, callees: list[Any], call: PreparedCall) -> None:
+    # The reactor does not read the answers at first: its leader would be woken for each, and take the interpreter from
+    # this thread, which is about to read the answer anyway. It reads late ones, since calls whose answers are not read
+    # time out, and this thread may wait long for the first.
+    until = monotonic() + AT_FIRST
+    try:
+        agent.call_each(callees, call)
+        for each in callees:
+            if (pending := each.outcome.call) is not None:
+                pending.help(until)
+    finally:
+        late = [pending for each in callees if (pending := getattr(each.outcome, "call", None)) is not None]
+        for pending in late:
+            pending.peer.connection.read_in_background()
+    for pending in late:
+        pending.help()
+    for each in callees:
+        if not each.outcome.done():  # the reactor is about to complete it
+            agent.wait_for(each.outcome)
 
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:

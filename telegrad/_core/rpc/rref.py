@@ -296,15 +296,17 @@ class RRef(Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner = self._reach(timeout)
-        call = self._prepared(method, args, kwargs, asked)
-        return self._recorded("sync", method, self._table.agent.perform, asked)(owner, call, timeout)
+        owner, perform = self._reach(timeout), self._table.agent.perform
+        if profiling.wanted():
+            perform = self._recorded("sync", method, perform, asked)
+        return perform(owner, self._prepared(method, args, kwargs, asked), timeout)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner = self._reach(timeout)
-        call = self._prepared(method, args, kwargs, asked)
-        return self._recorded("async", method, self._table.agent.begin, asked)(owner, call, timeout, self._make_future)
+        owner, begin = self._reach(timeout), self._table.agent.begin
+        if profiling.wanted():
+            begin = self._recorded("async", method, begin, asked)
+        return begin(owner, self._prepared(method, args, kwargs, asked), timeout, self._make_future)
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
@@ -319,7 +321,7 @@ class RRef(Generic[T]):
 
     def _prepared(self, method: str, args: Any, kwargs: Any, asked: Any = None) -> PreparedCall:
         """Return the call of a method; `_reach` must precede, since it may replace the handle."""
-        return PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self, asked)
+        return new_tuple(PreparedCall, (methods.of(method), (*self._handle.id, *args), kwargs, self, asked))
 
     def _recorded(self, kind: str, method: str, call: F, asked: Any = None) -> F:
         """Return a function that makes a call, which is an event in profiles if they are wanted."""

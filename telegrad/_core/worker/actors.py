@@ -326,28 +326,34 @@ def _deadlock(queue: _Queue, arrival: Incoming | GeneratorTurn) -> UsageError:
 
 
 class FifoLock:
-    """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
+    """Admits one thread at a time, in order of arrival: `with lock:`. A waiting thread releases its slot."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _last
-        self._last: Signal | None = None  # happens when the last thread in line is done
+        self._lock = threading.Lock()  # guards both fields
+        self._is_taken = False
+        self._waiting: deque[Signal] = deque()  # by thread, in order; each happens when the thread gets the lock
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Run the block of `with turns.taken():` exclusively."""
-        through = Signal()
+    def __enter__(self) -> None:
         with self._lock:
-            before, self._last = self._last, through
-
-        if before is not None and not before.done():
-            try:
-                current.agent().wait_for(before)
-            except BaseException:
-                # The threads behind this one wait for its signal, which must still come after that of the thread before
-                # it.
-                before.add_done_callback(lambda _: through.set_result())
-                raise
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            admitted = Signal()
+            self._waiting.append(admitted)
         try:
-            yield
-        finally:
-            through.set_result()
+            current.agent().wait_for(admitted)
+        except BaseException:
+            with self._lock:
+                has_lock = admitted not in self._waiting
+                if not has_lock:
+                    self._waiting.remove(admitted)
+            if has_lock:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            following = self._waiting.popleft() if self._waiting else None
+            self._is_taken = following is not None
+        if following is not None:
+            following.set_result()

@@ -230,7 +230,8 @@ def opened(box: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
     if not box.full and not agent.wait_for(box, timeout or -1):
         raise TimeoutError
     value = box.open()
-    agent.streams.adopt(value)
+    if agent.streams.used:
+        agent.streams.adopt(value)
     return value
 
 
