@@ -83,10 +83,7 @@ def program_has_ended() -> bool:
 
 def run_in_thread(name: str, run: Callable[..., None], *args: Any, patience: float = 0.0) -> None:
     """Run a function on a new thread, or on this one if the program has ended; wait up to `patience` seconds for it.
-
-    Raises:
-        RuntimeError: there is no memory for a thread.
-    """
+    Raise RuntimeError if there is no memory for a thread."""
     thread = Thread(target=run, args=args, name=name)
     try:
         thread.start()
@@ -137,11 +134,8 @@ _quiet = _Quiet()
 
 
 def wait_for_torch(patience: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a call to a store of torch, which for a stopped server waits forever, without Ctrl-C.
-
-    Raises:
-        TimeoutError: there was no answer within `patience` seconds; the thread is abandoned.
-    """
+    """Return the result of a call to a store of torch, which for a stopped server waits forever, without Ctrl-C. Raise
+    TimeoutError if there was no answer within `patience` seconds; the thread is abandoned."""
     answer: Future[Any] = Future()
 
     def call() -> None:
@@ -208,11 +202,8 @@ class Background:
         self.thread: threading.Thread | None = None  # set as it starts
 
     def want(self) -> None:
-        """Start the thread, unless it has been started.
-
-        Raises:
-            RuntimeError: there is no memory for a thread; the next call tries again.
-        """
+        """Start the thread, unless it has been started; raise RuntimeError if there is no memory for it: the next call
+        tries again."""
         if self.thread is not None:
             return
         thread = Thread(target=self._main, name=self._name)

@@ -162,11 +162,8 @@ class Server:
             self.intake.check(caller, link)
 
     def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int, patient: list[Work]) -> None:
-        """Handle a message that is no call; add it to `patient` if it may wait for the calls that came with it.
-
-        Raises:
-            ProtocolViolation: it is neither a control message nor a request.
-        """
+        """Handle a message that is no call, or raise ProtocolViolation for one that is no request either; add it to
+        `patient` if it may wait for the calls that came with it."""
         message = come.message
         if message.kind == NOTICE:
             work = Work(self._notice, come, size=size)

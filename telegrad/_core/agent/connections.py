@@ -173,12 +173,8 @@ class Connections:
         self._forget_names(())
 
     def of_life(self, to: str | int, incarnation: str) -> Peer:
-        """Return the peer for calls to a worker, of that incarnation if one is given.
-
-        Raises:
-            UnknownWorker: it has gone.
-            PeerUnreachable: it has a connection to this worker, but the directory does not list it yet.
-        """
+        """Return the peer for calls to a worker, of that incarnation if one is given; raise UnknownWorker if it has
+        gone, or PeerUnreachable if it has a connection to this worker, but the directory does not list it yet."""
         try:
             found = self.peer(to)
             if incarnation in ("", found.identity.incarnation):

@@ -73,11 +73,8 @@ class Peer:
         return self.connection.link
 
     def call(self, call: PendingCall, message: Message) -> None:
-        """Send a call; `connection.read_in_background` must follow if no thread waits for it.
-
-        Raises:
-            Exception: the call could not be sent. If another thread has ended it meanwhile, its outcome has the error.
-        """
+        """Send a call; `connection.read_in_background` must follow if no thread waits for it. Raise if it could not be
+        sent, unless another thread has ended it meanwhile: its outcome has the error then."""
         with self.lock:
             if self.connection.closed is not None:
                 raise fresh(self.connection.closed)

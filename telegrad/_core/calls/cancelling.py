@@ -67,12 +67,8 @@ class Served:
             raise CallCancelled(f"{self.described} was cancelled before it began")
 
     def admit(self, call: Nested) -> None:
-        """Check a nested call that is about to begin, and limit its timeout to the time left of this call.
-
-        Raises:
-            CallCancelled: this call was cancelled.
-            CallTimeout: no time is left.
-        """
+        """Limit the timeout of a nested call that is about to begin to the time left of this call; raise CallTimeout if
+        there is none, or CallCancelled if this call was cancelled."""
         if self.cancelled:
             raise CallCancelled(f"{call.described} was not called: {self._reason}")
         if seen.deadline:

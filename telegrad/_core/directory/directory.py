@@ -99,11 +99,8 @@ class Directory(Protocol):
     """
 
     def grant(self, ttl: float) -> Lease:
-        """Begin a lease. Its ttl may be longer than requested.
-
-        Raises:
-            InvalidArgument: `ttl` is not between SHORTEST_TTL and LONGEST_TTL.
-        """
+        """Begin a lease, whose ttl may be longer than requested; raise InvalidArgument if `ttl` is not between
+        SHORTEST_TTL and LONGEST_TTL."""
 
     def renew(self, lease: Lease) -> Lease:
         """Return the lease with a new end. Raises LeaseLost if it has ended."""

@@ -154,10 +154,7 @@ def private_folder(purpose: str, stays: bool = False) -> Folder:
 
 def state_folder() -> pathlib.Path:
     """Return the folder for persistent state of this user, `$XDG_STATE_HOME/telegrad`; create it if it is missing.
-
-    Raises:
-        UsageError: it cannot be created, or other users may write it.
-    """
+    Raise UsageError if it cannot be created, or other users may write it."""
     try:
         with _private_in(_state_home(), True) as folder:
             return folder.path
@@ -311,11 +308,8 @@ def _is_trusted(found: os.stat_result) -> bool:
 
 
 def resolved(path: Path, check: Callable[[str], None] | None = None) -> str:
-    """Return `path` without symlinks. Call `check` with each folder on the way, before its content is used.
-
-    Raises:
-        UnsafePath: another user has put one of the symlinks into a world-writable sticky folder.
-    """
+    """Return `path` without symlinks; raise UnsafePath if another user has put one of them into a world-writable sticky
+    folder. Call `check` with each folder on the way, before its content is used."""
     path = os.path.join(os.getcwd(), os.fspath(path))
     if not _POSIX:
         return os.path.abspath(path)

@@ -198,12 +198,9 @@ class Joined(NamedTuple):
 
 
 def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float, prober: Prober) -> Joined:
-    """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds.
-
-    Raises:
-        RendezvousError: the group could not be formed, or a group of the other kind meets there.
-        HandshakeError: in an elastic group, this worker and the others cannot connect to each other.
-    """
+    """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds. Raise RendezvousError
+    if the group could not be formed, or a group of the other kind meets there; HandshakeError if, in an elastic group,
+    this worker and the others cannot connect to each other."""
     coming: JoinRequest | None = meeting.coming
     if coming is not None and coming.held is not None:
         return _join_elastic(meeting, coming, coming.held, me, timeout, prober)

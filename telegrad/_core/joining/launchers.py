@@ -50,11 +50,9 @@ class _Launcher(NamedTuple):
 
 
 def detect_launcher(variables: Variables, is_elastic: bool = False) -> LauncherInfo | None:
-    """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT say where a group meets.
-
-    Raises:
-        UsageError: it gives no host, is incomplete, contradicts itself or other variables, or a value is not a number.
-    """
+    """Return the launcher's data, or None without a launcher: then MASTER_ADDR and MASTER_PORT say where a group meets.
+    Raise UsageError if it gives no host, is incomplete, contradicts itself or other variables, or a value is not a
+    number."""
     if is_supervised(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
         return None  # unless another launcher, started by `telegrad run`, gives another place
     if "RANK" in variables and "WORLD_SIZE" in variables:

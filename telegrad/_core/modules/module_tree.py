@@ -90,12 +90,8 @@ def by_owner(parts: Iterable[RemotePart]) -> dict[str, list[RemotePart]]:
 
 
 def restore_model(model: Model, timeout: float) -> None:
-    """Restore all lost parts of a model, from worker to worker, including the parts of recreated parts.
-
-    Raises:
-        CannotRestore: a part was made without `restore`.
-        OwnerLost: its worker did not come back in time.
-    """
+    """Restore all lost parts of a model, from worker to worker, including the parts of recreated parts; raise
+    CannotRestore if a part was made without `restore`, OwnerLost if its worker did not come back in time."""
     if isinstance(model, nn.Module):
         wave = _restore_parts(model, "", timeout)
     else:

@@ -269,11 +269,8 @@ class SentGlobals:
             )
 
     def complete(self, names: set[str], scope: dict[str, Any], has: frozenset[str]) -> set[str]:
-        """Return the names, and the globals that share objects with them. `has`: globals that receivers have anyway.
-
-        Raises:
-            CannotEncode: one of them shares an object with one that was sent before, or that receivers have.
-        """
+        """Return the names, and the globals that share objects with them; `has`: globals that receivers have anyway.
+        Raise CannotEncode if one of them shares an object with one that was sent before, or that receivers have."""
         fresh = self._look(scope)
         gone = self._gone([part for _, _, parts in fresh for part in parts])
         with self._lock:

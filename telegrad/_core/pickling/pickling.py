@@ -117,12 +117,8 @@ def _encode_any(value: Any, same_program: bool, texts: bool = False) -> Encoded:
 
 
 def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any] = ()) -> Any:
-    """Return the value of a body whose slots are `tensors` and `references`.
-
-    Raises:
-        FunctionNotFound: a function or class is not importable here.
-        CannotDecode: the value cannot be rebuilt for another reason.
-    """
+    """Return the value of a body whose slots are `tensors` and `references`; raise FunctionNotFound if a function or
+    class is not importable here, CannotDecode if the value cannot be rebuilt for another reason."""
     try:
         how = body[-1]
         if how == _PLAIN:

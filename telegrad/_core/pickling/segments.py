@@ -73,11 +73,8 @@ class LargeText(Exception):
 
 
 def expect_texts(pickler: Any) -> None:
-    """Make a pickler replace large texts by numbers from now on.
-
-    Raises:
-        LargeText: the pickling must start again: since Python 3.13, `persistent_id` has no effect if set during it.
-    """
+    """Make a pickler replace large texts by numbers from now on. Raise LargeText if the pickling must start again:
+    since Python 3.13, `persistent_id` has no effect if set during it."""
     if pickler.texts is None and not is_intercepted():
         if pickler.file.may_repeat:
             raise LargeText

@@ -38,8 +38,9 @@ STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
 TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
 NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory, or could not log an error
 # Seconds without messages after which the leader, or a thread that waits in `run_for`, sleeps. Between two messages of
-# a training step, the other worker runs torch's engine and much Python: 200 us, or twice that on a slow machine.
-MOMENT = 1e-3
+# a training step, the other worker runs torch's engine and much Python: 200 us, or twice that on a slow machine. Longer
+# would take the processor from other workers, if a host has more of them than processors.
+MOMENT = 5e-4
 
 log = logging.getLogger("telegrad")
 

@@ -14,7 +14,6 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
-from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
@@ -194,32 +193,24 @@ def call_owners(
         return answer
 
     def send() -> None:
-        if callees:  # all calls have the same arguments, which are encoded once
-            call = PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked)
-            _call_and_read(agent, callees, call)
+        # The arguments are encoded once for all calls. The reactor does not read the answers at first: its leader would
+        # be woken for each, and take the interpreter from this thread, which is about to read the answer anyway. It
+        # reads late ones, since calls whose answers are not read time out, and this thread may wait long for the first.
+        until = monotonic() + AT_FIRST
+        try:
+            agent.call_each(callees, PreparedCall(methods.of(EACH + method), (ids, *args), None, references, asked))
+            for each in callees:
+                if (pending := getattr(each.outcome, "call", None)) is not None:
+                    pending.help(until)
+        finally:
+            for each in callees:
+                if not each.outcome.done() and (pending := getattr(each.outcome, "call", None)) is not None:
+                    pending.peer.connection.read_in_background()
+        for each in callees:
+            if not each.outcome.done():
+                agent.wait_for(each.outcome)
 
     return call_all(references, begin, send=send)
-
-
-def _call_and_read(agent: Agent, callees: list[Any], call: PreparedCall) -> None:
-    # The reactor does not read the answers at first: its leader would be woken for each, and take the interpreter from
-    # this thread, which is about to read the answer anyway. It reads late ones, since calls whose answers are not read
-    # time out, and this thread may wait long for the first.
-    until = monotonic() + AT_FIRST
-    try:
-        agent.call_each(callees, call)
-        for each in callees:
-            if (pending := each.outcome.call) is not None:
-                pending.help(until)
-    finally:
-        late = [pending for each in callees if (pending := getattr(each.outcome, "call", None)) is not None]
-        for pending in late:
-            pending.peer.connection.read_in_background()
-    for pending in late:
-        pending.help()
-    for each in callees:
-        if not each.outcome.done():  # the reactor is about to complete it
-            agent.wait_for(each.outcome)
 
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:

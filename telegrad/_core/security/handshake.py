@@ -126,12 +126,9 @@ class _End:
         self._ciphers: Ciphers | None = None
 
     def receive(self, data: bytes) -> bytes:
-        """Process received bytes; return the bytes to send.
-
-        Raises:
-            HandshakeError: the peer does not follow the protocol, or cannot be authenticated.
-            PeerUnreachable: the peer is a worker of this group, but not the wanted one.
-        """
+        """Process received bytes; return the bytes to send. Raise HandshakeError if the peer does not follow the
+        protocol, or cannot be authenticated, and PeerUnreachable if it is a worker of this group, but not the wanted
+        one."""
         self.leftover += data
         answer = b""
         while not self.done and (message := self._next()) is not None:

@@ -146,11 +146,8 @@ def open_ring() -> Keyring:
 
 
 def read_keys(path: str, setting: str = "") -> list[bytes]:
-    """Return the keys in a file, one per line; `setting` names in errors the setting that gave the path.
-
-    Raises:
-        UsageError: the file cannot be read, others may read or write it, it has over two keys, or one cannot be used.
-    """
+    """Return the keys in a file, one per line; `setting` names in errors the setting that gave the path. Raise
+    UsageError if the file cannot be read, others may read or write it, it has over two keys, or one cannot be used."""
     file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
     try:
         data = read_secret(path, LONGEST_FILE)

@@ -91,11 +91,8 @@ class CipherState:
             raise DecryptionFailed from None
 
     def decrypt_into(self, ciphertext: memoryview, target: memoryview) -> None:
-        """Write the plaintext of the next message to `target`, which has its size.
-
-        Raises:
-            DecryptionFailed: it is not the next message of the other end; the content of `target` must not be used.
-        """
+        """Write the plaintext of the next message to `target`, which has its size. Raise DecryptionFailed if it is not
+        the next message of the other end; the content of `target` must not be used then."""
         nonce = next(self._nonces, None) or self._next_key()
         try:
             self._decrypt_into(nonce, ciphertext, None, target)

@@ -38,12 +38,8 @@ class TlsFiles(NamedTuple):
 
 
 def load_own(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
-    """Make a context present this certificate.
-
-    Raises:
-        UsageError: the key needs a passphrase.
-        OSError: a file is missing or is no certificate or key, or other users may read or write the key.
-    """
+    """Make a context present this certificate; raise UsageError if the key needs a passphrase, or OSError if a file is
+    missing or is no certificate or key, or other users may read or write the key."""
     open_regular(certificate).close()  # OpenSSL would block on a FIFO
     read_secret(private_key, LARGEST)
     context.load_cert_chain(certificate, private_key, partial(_refuse_passphrase, private_key))

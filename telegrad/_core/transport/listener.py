@@ -56,11 +56,8 @@ class Listener:
     def __init__(
         self, address: str, tls: TlsFiles | None, transport: str, silence: float, poller: Poller, accepted: Accepted
     ) -> None:
-        """Listen. No connection is accepted before `serve`.
-
-        Raises:
-            UsageError: the TLS files cannot be used, or TLS is requested together with only Unix sockets.
-        """
+        """Listen; no connection is accepted before `serve`. Raise UsageError if the TLS files cannot be used, or TLS is
+        requested together with only Unix sockets."""
         if tls is not None and transport == "unix":
             raise UsageError('tls=... protects TCP connections, but transport="unix" uses none: leave one of them out')
         self._poller = poller
