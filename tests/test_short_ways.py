@@ -188,11 +188,11 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> Iterator[tuple[Le
 
 # The present numbers; they may only decrease.
 MOST = {
-    call: (Length(36, 16, 28), Length(37, 12, 23)),
-    remote: (Length(114, 30, 79), Length(118, 29, 78)),
-    backward: (Length(320, 46, 180), Length(250, 37, 145)),  # the callee takes up to 30 more on a busy machine
-    publish: (Length(50, 15, 20), Length(50, 14, 30)),
-    batch: (Length(360, 60, 230), Length(430, 64, 270)),  # alone 289, 46, 176 and 365, 58, 224
+    call: (Length(26, 11, 17), Length(28, 10, 17)),
+    remote: (Length(96, 22, 60), Length(96, 23, 62)),
+    backward: (Length(210, 36, 120), Length(180, 30, 105)),  # the callee alone 150, 28, 88
+    publish: (Length(45, 11, 14), Length(40, 13, 20)),
+    batch: (Length(280, 44, 160), Length(300, 46, 180)),  # alone 260, 42, 151 and 270, 44, 163
 }
 
 

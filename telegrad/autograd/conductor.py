@@ -57,11 +57,6 @@ class DrivenPass(Driver):
         self._keeps = keeps  # kept alive until the pass has ended
         self.lock = threading.Lock()  # guards the fields of Driver: reports of several workers come concurrently
 
-    def note(self, failure: str = "") -> None:
-        """Report the end of the pass to the event hook."""
-        if (note := events.note) is not None:
-            note((events.BACKWARD_PASS, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
-
 
 class Conductor:
     """All passes in which this worker takes part, and their contexts."""
@@ -254,8 +249,6 @@ class Conductor:
             self._give(driven, tasks)
         # Two threads may see the end at once, or one of them while another one fails the pass: `pop` decides.
         if driven.state == ENDED and self._driven.pop(driven.spec, None) is not None:
-            if events.note is not None:
-                driven.note()
             self._complete(driven)
 
     def _on_failed(self, spec: PassSpec, error: BaseException) -> None:
@@ -269,7 +262,6 @@ class Conductor:
             return
         # The outcome comes last: when the caller continues, this worker has dropped the pass, and `Abandon` is on its
         # way to the others, before any message of the next pass.
-        driven.note(type(error).__name__)
         self._parts.abandon(driven.spec)
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):
@@ -277,6 +269,9 @@ class Conductor:
         self._complete(driven, error)
 
     def _complete(self, driven: DrivenPass, error: BaseException | None = None) -> None:
+        if (note := events.note) is not None:
+            spec, failure = driven.spec, "" if error is None else type(error).__name__
+            note((events.BACKWARD_PASS, driven.begun, perf_counter(), spec.context, spec.number, failure))
         outcome = driven.outcome
         act, result = (outcome.set_result, None) if error is None else (outcome.set_exception, error)
         # Callbacks of a future are user code. They must not run on a reader thread, nor on the thread that runs the

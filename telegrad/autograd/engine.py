@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from operator import attrgetter
 from sys import getrefcount
 from threading import get_ident
 from typing import Any
@@ -46,6 +47,7 @@ from telegrad.errors import UsageError
 
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles
 ROOTS = 0  # the entry of the roots; other entries are message numbers
+_origin_of = attrgetter("origin")  # of a Recv node
 
 LeafNode: type = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
@@ -256,7 +258,7 @@ class EngineRunner:
         # All Recvs of the step are checked before any node runs. A graph of another context, whose gradient the sender
         # would not know, must not be run in part.
         recvs = self._recvs(step)
-        self._unshipped = origins = {node.origin for node in recvs}
+        self._unshipped = origins = set(map(_origin_of, recvs))
         for origin in origins:
             if origin.number == UNKNOWN:
                 raise origin.refusal()
@@ -339,7 +341,7 @@ class EngineRunner:
         self._entered = [*roots, *without] if without else roots  # `ship` follows the graph from here
         self._reached = None
         if self._capture_kinds is None:
-            leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
+            leaves = [GradientEdge(leaf, 0) for leaf in call.leaves] if call.leaves else []
         else:
             leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
         fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]

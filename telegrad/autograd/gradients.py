@@ -168,7 +168,7 @@ class Gradients:
         gradient = gradient.detach()
         if gradient.layout is not torch.strided or gradient.is_nested:
             return gradient.clone() if shared else gradient
-        if not has_memory(gradient):
+        if type(gradient) is not Tensor and not has_memory(gradient):
             return gradient.clone()
         storage = gradient.untyped_storage()
         address = storage.data_ptr()

@@ -165,7 +165,10 @@ class Driver:
 
     def start(self, values: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
         """Return the messages that start the pass at values of the given workers."""
-        return [self._ask(worker, Start, there) for worker, there in values]
+        tasks: list[tuple[str, Task]] = []
+        for worker, there in values:
+            tasks.append(self._ask(worker, Start, there))
+        return tasks
 
     def report(self, report: PassReport) -> list[tuple[str, Task]]:
         """Process a report; return the next messages; raise UnusedSends if some sends of a fast pass got none."""
