@@ -43,6 +43,7 @@ class Step(Protocol):
         """Begin a step that is fused with a pass."""
 
 
+OWNED = "_telegrad_owned"  # an attribute of optimizers that a DistributedOptimizer steps
 BACKWARD_EVENT = "torch::distributed::autograd::backward"  # the name in profiles; see also SEND_EVENT in engine.py
 
 
@@ -430,7 +431,7 @@ def check_root(root: Any) -> None:
 
 def look_at_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Warn if an optimizer reads `.grad` although the gradients are in a context."""
-    if not installed():
+    if not installed() or hasattr(optimizer, OWNED):
         return
     try:
         contexts = _find[0]().contexts

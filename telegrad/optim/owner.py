@@ -37,6 +37,7 @@ from telegrad._core.modules.module_tree import RemotePart, parameters_of, places
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import FifoLock
+from telegrad.autograd import OWNED
 from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext
 from telegrad.errors import InvalidArgument, UsageError
@@ -126,6 +127,7 @@ class LocalOptimizer:
             made = self._make([group])
             check_needs_no_closure(type(made))
             self._optimizer, self._step = made, step_of(made)
+            setattr(made, OWNED, True)
         else:
             self._optimizer.add_param_group(group)
         self.groups.append(number)
