@@ -10,7 +10,7 @@ its acts run one after the other. An act is a call of the engine from some edges
 The graph needs nothing but nodes and edges for that, with these additions:
 
 - The edges of a `Send` are entries. Leaves that take their gradient in parts are kept as tensors, and bypass the graph.
-- A `Recv` is the end of the graph. The engine calls `Recv.backward`, and through the context `ship`, as soon as the
+- A `Recv` is the end of the graph. The engine calls `Recv.backward`, and that calls `ship`, as soon as the
   node is ready, while the rest of the call still runs.
 - None as a pending gradient means that the pass has reached an output without a gradient (`WITHOUT` on the wire). The
   engine cannot start there, so such nodes run by hand. An output without an entry was not reached.

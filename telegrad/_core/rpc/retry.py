@@ -14,7 +14,7 @@ lock is never held while a call is made, cancelled or completed.
 Cancelling needs no lock. The cancelling thread stores `_cancelled`, and then looks for an attempt in flight and for the
 call in the queue. A thread that repeats the call, or puts it into the queue, reads `_cancelled` after that. So at least
 one of the two threads ends the call. During the first attempt, only a served call can cancel this one; it holds the
-attempt itself, too (`Agent._begin`).
+attempt itself, too (`outgoing.begin_call`).
 """
 
 from __future__ import annotations
