@@ -33,6 +33,12 @@ def test_news_have_names_that_a_release_includes() -> None:
     assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []
 
 
+def test_no_program_has_left_files_that_are_tracked() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    folders = {each.partition("/")[0] for each in tracked if "/" in each}
+    assert folders <= {".ci", ".github", "benchmarks", "docs", "examples", "news", "telegrad", "tests"}
+
+
 def test_workflows_run_existing_sessions_and_targets() -> None:
     matrix, makefile = (ROOT / "noxfile.py").read_text(), (ROOT / "Makefile").read_text()
     targets = re.findall(r'"([\w-]+)"', re.search(r"TARGETS = \[(.*)\]", matrix).group(1))
