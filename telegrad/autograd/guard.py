@@ -96,16 +96,14 @@ def seeds_of(roots: Sequence[Tensor], given: Any) -> list[Tensor]:
     if len(seeds) != len(roots):
         raise UsageError(f"grad_outputs has {len(seeds)} gradients for {len(roots)} outputs: give one for each")
     for number, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
+        output = f"an output of shape {tuple(root.shape)} and type {root.dtype}"
         if seed is None:
             if root.numel() != 1 or root.is_complex():
-                raise UsageError(
-                    f"an output of shape {tuple(root.shape)} and type {root.dtype} needs its gradient in grad_outputs: "
-                    "only a real scalar has a default of 1"
-                )
+                raise UsageError(f"{output} needs its gradient in grad_outputs: only a real scalar has a default of 1")
             seeds[number] = torch.ones_like(root)
-        elif not isinstance(seed, Tensor) or seed.shape != root.shape:
-            what = tuple(seed.shape) if isinstance(seed, Tensor) else checks.short_repr(seed)
-            raise UsageError(f"grad_outputs has {what} for an output of shape {tuple(root.shape)}: give its gradient")
+        elif not isinstance(seed, Tensor) or seed.shape != root.shape or seed.is_complex() != root.is_complex():
+            what = f"{tuple(seed.shape)}, {seed.dtype}," if isinstance(seed, Tensor) else checks.short_repr(seed)
+            raise UsageError(f"grad_outputs has {what} for {output}: give its gradient")
     return seeds
 
 

@@ -49,10 +49,9 @@ LONGEST = 1800.0  # seconds for a process group, if the caller sets no limit: to
 # Subtrees of each worker in a reduction. A worker receives this many values one after the other, and the tree has
 # log(n) / log(BRANCHES) levels. Their product is least for BRANCHES = e, and 3 is the nearest integer.
 BRANCHES = 3
-# Each worker gives the workers below it less time than it has itself: by this part, or by these seconds (a quarter of
-# its time at most) if that is more. In the time that it keeps, it reports which worker below was late, before the
-# worker above gives up on it.
-SPARE, ENOUGH = 0.05, 0.5
+# Each worker gives the workers below it this part of its own time. In the rest, it reports which worker below was late,
+# before the worker above gives up on it. A larger rest would fail functions that end well within the caller's timeout.
+PASSED_ON = 0.95
 
 Op = Callable[[Any, Any], Any]
 Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all failed; and descriptions of errors
@@ -367,9 +366,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, reduce: O
     """Reduce the tree below this worker, which is one of `workers`. `timeout` is that of the original caller."""
     agent = current.agent()
     tree, depth = tree_of(len(workers), workers.index(agent.name))
-    limit = timeout
-    for _ in range(depth + 1):  # each level has less time than the one above; 0 is no limit
-        limit -= max(SPARE * limit, min(ENOUGH, limit / 4))
+    limit = timeout * PASSED_ON ** (depth + 1)  # 0 is no limit
     below = parts(tree)
     own: Future[Any] = Future()
     coming: list[Future[Combined]] = [Future() for _ in below]
@@ -395,8 +392,9 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, reduce: O
     try:
         return ([functools.reduce(reduce, values)] if values else []), errors
     except Exception as error:
-        errors[agent.name] = describe(error, agent.name, user_name(reduce), agent.shares_program(*workers))
-        return [], errors
+        # No value of this tree reaches the worker above. The workers below keep errors of their own.
+        why = describe(error, agent.name, user_name(reduce), agent.shares_program(*workers))
+        return [], _lost(error, [workers[place] for place in tree]) | errors | {agent.name: why}
 
 
 def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:

@@ -110,7 +110,7 @@ class LocalOptimizer:
     def add_group(
         self, number: int, branches: Sequence[RemotePart], options: Hyperparameters
     ) -> tuple[list[tuple[tuple[int, ...], str]], Hyperparameters]:
-        """Add a parameter group, whose `number` is its index in the distributed optimizer.
+        """Add a parameter group, the one with that index in the distributed optimizer, unless it is empty.
 
         Return the places and names of its parameters, and its options including the optimizer's defaults.
         """
@@ -118,6 +118,8 @@ class LocalOptimizer:
         for name, parameter in (each for branch in branches for each in parameters_of(branch)):
             found.setdefault(id(parameter), (name, parameter))
         named = dict(found.values())
+        if not named:  # the modules here have no parameters of their own, and an optimizer may refuse an empty group
+            return [], {}
         parameters = list(named.values())
         # A hogwild step changes these in place. They share memory with the parameters but not the version counter, by
         # which autograd would notice that a tensor it has saved for a later pass was changed.

@@ -217,6 +217,8 @@ def test_a_step_rides_with_the_pass_after_it() -> None:
         (lambda x: (x.sum(), x.detach()), "one of the inputs does not require a gradient"),
         (lambda x: (x.sum(), 3), "inputs must be tensors of this worker"),
         (lambda x: (x.sum(), x, x), "for an output of shape"),
+        (lambda x: (x * 2, x, x + 1j), "complex128, for an output of shape .* and type torch.float64"),
+        (lambda x: (x * 1j, x, x), "float64, for an output of shape .* and type torch.complex128"),
         (lambda x: (x.sum(), x, [None, None]), "2 gradients for 1 outputs"),
     ],
 )

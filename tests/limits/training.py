@@ -143,6 +143,18 @@ with autograd.context() as context_id:
     autograd.grad(context_id, x.sum(), made, allow_unused=True)
 UsageError: one of the inputs was made in torch.inference_mode(), and so has no graph: clone it
 -> `made.clone().requires_grad_()`
+## a received input of `grad` that has a hook, beside others
+with autograd.context() as context_id:
+    y = there("w1", torch.sin, x)
+    y.register_hook(lambda g: g * 3)
+    autograd.grad(context_id, y.sum(), [y, x])
+UsageError: one of the inputs came from worker 'w1' and has a hook, and other inputs may contribute to it. Register
+-> `z = y.view_as(y)`, and use, hook and ask for `z`
+## a complex gradient of a real output in `grad`, or the reverse
+with autograd.context() as context_id:
+    autograd.grad(context_id, there("w1", torch.sin, x), x, x + 1j)
+UsageError: grad_outputs has (3, 3), torch.complex64, for an output of shape (3, 3) and type torch.float32: give
+-> a gradient of its type
 ## a root that is complex
 with autograd.context() as context_id:
     autograd.backward(context_id, there("w1", torch.sin, x).to(torch.complex64).sum())

@@ -320,8 +320,9 @@ class Fails(torch.optim.SGD):
 
 def test_errors_name_their_workers() -> None:
     leaves = [remote(f"w{number}", make_leaf) for number in (1, 2, 3)]
+    model = nn.Sequential(RemoteModule("w1", linear, (1, 1)), nn.Tanh())  # of which this worker has no parameter
     with pytest.raises(ValueError, match=r"cannot be made[\s\S]*On worker 'w1'"):
-        DistributedOptimizer(Fails, leaves[:1], lr=1, when="made")
+        DistributedOptimizer.for_module(Fails, model, lr=1, when="made")
     with pytest.raises(WorkersFailed, match=r"3 of 3 workers failed") as made:
         DistributedOptimizer(Fails, leaves, lr=1, when="made")
     assert set(made.value.errors) == {"w1", "w2", "w3"}

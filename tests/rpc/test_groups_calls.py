@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import operator
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,11 @@ import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.calls.futures import wait_for
 from telegrad._core.rpc.joint_calls import first_cause
+from telegrad.groups import collectives
 from telegrad.groups.collectives import parts, tree_of
 from telegrad.rpc import functions
 from tests.agent.test_fanout import count_encodings
-from tests.cluster import PATIENCE, Process, group
+from tests.cluster import PATIENCE, Process, group, in_background
 
 NAMES = [f"w{rank}" for rank in range(1, 6)]
 
@@ -254,10 +257,40 @@ def test_a_worker_that_is_late_in_a_reduction_is_named(actors: rpc.Group) -> Non
         if each != "w4":
             gates[each].set()
     with pytest.raises(errors.GroupError) as caught:
-        actors.rpc_sync(pass_gate, timeout=2, reduce=operator.add)
+        actors.rpc_sync(pass_gate, timeout=5, reduce=operator.add)
     assert list(caught.value.errors) == ["w4"]
     assert isinstance(caught.value.errors["w4"], errors.CallTimeout)
     assert caught.value.reduced == "w1w2w3w5"
+
+
+def test_reductions_leave_most_of_the_time(actors: rpc.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "BRANCHES", 1)  # a chain
+    for each in NAMES[:-1]:
+        gates[each].set()
+    with in_background(gates["w5"].set, after=1.2):
+        assert actors.rpc_sync(pass_gate, timeout=2, reduce=operator.add) == "".join(NAMES)
+
+
+def fail_at(victim: str, how: Callable[..., Any], first: list[str], second: list[str]) -> Any:
+    return how() if name() == victim else first + second
+
+
+# `operator.add()` raises; a lock cannot be sent; for a closed gate, the time runs out.
+@pytest.mark.parametrize("how", [operator.add, sys.exit, threading.Lock, pass_gate])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_each_value_is_in_the_result_of_a_reduction_or_its_worker_is_named(
+    actors: rpc.Group, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Any], branches: int
+) -> None:
+    monkeypatch.setattr(collectives, "BRANCHES", branches)
+    limit = 0.2 if how is pass_gate else PATIENCE
+    for size, victim in itertools.product((2, 5), NAMES):
+        named: list[str] = []
+        try:
+            found = actors[:size].rpc_sync(lambda: [name()], timeout=limit, reduce=partial(fail_at, victim, how))
+        except errors.GroupError as error:
+            found, named = error.reduced or [], [*error.errors]
+            assert victim in named
+        assert sorted(found + named) == NAMES[:size]
 
 
 def in_order(tree: range) -> list[int]:

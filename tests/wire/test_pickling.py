@@ -557,6 +557,17 @@ class Locking(Locked):
         pass
 
 
+class FalseList(list[Any]):
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(int, 1)  # without end
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("cannot pickle this")
+
+
 LOCK, VIEW = threading.Lock(), memoryview(b"bytes")
 
 
@@ -606,6 +617,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, DISPATCHING, GLOBAL = closed_over()
         (((Locking(),), {}), r"argument 0\.lock \(_thread.lock\)"),
         ([1, {"deep": threading.Lock()}], r"\[1\]\['deep'\] \(_thread.lock\) cannot be sent"),
         ((1, {"rows": (x for x in "")}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
+        ([FalseList([LOCK])], r"\[0\]\[0\] \(_thread.lock\)"),
         ([weakref.ref(Locked)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
         (((1, threading.Lock()), {}), r"argument 1 \(_thread.lock\)"),
         (((), {"x": Locked()}), r"argument 'x'\.lock \(_thread.lock\)"),

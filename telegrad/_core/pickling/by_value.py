@@ -362,7 +362,9 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
 
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
-    if isinstance(value, (tuple, list)):
+    # The elements are those of the built-in types: a subclass may have a false `__len__`, or an endless `__iter__`.
+    kind: Any = next((each for each in (tuple, list, dict, set, frozenset) if isinstance(value, each)), None)
+    if kind in (tuple, list):
         if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # the arguments of a call
             *functions, args, kwargs = value
             yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
@@ -371,12 +373,11 @@ def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
         else:
             # Of a NamedTuple of this package, users know the names of fields.
             fields = getattr(value, "_fields", ()) if type(value).__module__.startswith("telegrad.") else ()
-            steps = [f".{name}" for name in fields] or [f"[{index}]" for index in range(len(value))]
-            yield from zip(steps, value, strict=True)
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, (set, frozenset)):
-        yield from ((f" (the member {part!r})", part) for part in value)
+            yield from ((f".{fields[n]}" if fields else f"[{n}]", part) for n, part in enumerate(kind.__iter__(value)))
+    elif kind is dict:
+        yield from ((f"[{key!r}]", part) for key, part in dict.items(value))
+    elif kind is not None:
+        yield from ((f" (the member {part!r})", part) for part in kind.__iter__(value))
     elif type(value) is FunctionType:
         yield from _variables_of(value, same_program)
     elif isinstance(value, MethodType):
