@@ -37,6 +37,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
     _let_operators_sleep()
+    if __name__ != "__main__" and not sys.flags.safe_path:  # the installed command imports as `python -m` does
+        with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+            sys.path[0] = os.getcwd()
     if first in (*ABOUT, *PROGRAMS) or (first in INSIGHT and not os.path.exists(first)):
         try:
             try:
