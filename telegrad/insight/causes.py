@@ -42,7 +42,6 @@ LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 _CALLED = {GATHER: "reached shutdown's _all_gather", "shutdown": "called shutdown"}
 _CALLED |= dict.fromkeys(("rendezvous_again", MOVES), "called rendezvous_again")
 
-_IN_THE_WAY = ("turn", "value")  # edges to calls that run, or are to run, where another call or thread waits
 _MEETS = re.compile(
     r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
     r"|\.wait(_for)?\(",
@@ -74,7 +73,7 @@ class Causes:
                 for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
             ]
             # A call that is in the way of others holds its callee, and its caller need not be part of the circle.
-            workers = sorted({edge.to.to if edge.why in _IN_THE_WAY else edge.to.worker for _, edge in links})
+            workers = sorted({edge.to.to if edge.why in ("turn", "value") else edge.to.worker for _, edge in links})
             seems = ", it seems" if any(edge.guess for _, edge in links) else ""
             details = [line for node, edge in links for line in self._link(node, edge)]
             full = [node.worker for node in nodes if node.kind == SLOTS]
@@ -278,8 +277,8 @@ class Causes:
         if "shutdown" in reasons and node == graph.mains.get(node.worker):
             return "shutdown"
         if what := graph.wait(node):
-            wait = graph.threads[node]["wait"]
-            if what == "future" and not (wait is not None and wait["on"]):  # else the reader of a stream may sleep
+            # With names, the thread waits for the reader of a stream, which may sleep.
+            if what == "future" and not (graph.threads[node]["wait"] or {"on": []})["on"]:
                 return "unfinished"
             return what if what in ("value", "backward") else "wait"
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")

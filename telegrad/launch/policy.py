@@ -308,10 +308,8 @@ class Policy:
                 actions += self._ask(one, SIGTERM, now)
             elif one.state == ENDING:
                 one.due = inf
-                actions += [
-                    Log(f"{one.name} did not end within {self._grace:g} s and is killed"),
-                    SendSignal(one.name, SIGKILL),
-                ]
+                told = Log(f"{one.name} did not end within {self._grace:g} s and is killed")
+                actions += [told, SendSignal(one.name, SIGKILL)]
         return actions
 
     def could_not_start(self, name: str, why: str, now: float) -> list[Action]:

@@ -226,11 +226,10 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     if found is None:
         # Its globals are not those of a `__main__` that workers have: a console, a debugger or `exec` has run the code
         # in a dictionary of its own, or it is a local function of a module. So the copies of cloudpickle stay.
-        if is_function:
-            written = lookups_of(obj.__code__).written
-            for name, value in reduced[2][1]["__globals__"].items():
-                if not name.startswith("__") and (name in written or any(True for _ in mutable_parts(value))):
-                    _warn_once(name)
+        for name, value in reduced[2][1]["__globals__"].items() if is_function else ():
+            changes = name in lookups_of(obj.__code__).written or any(True for _ in mutable_parts(value))
+            if changes and not name.startswith("__"):
+                _warn_once(name)
         return reduced
     make, arguments, state, *_ = reduced
     if not is_function:
