@@ -958,7 +958,8 @@ def test_globals_are_freed_with_their_program(main: ModuleType) -> None:
 def test_a_copy_of_a_global_that_can_change_is_reported(name: str | None, caplog: pytest.LogCaptureFixture) -> None:
     by_value._warn_once.cache_clear()
     names = {} if name is None else {"__name__": name}
-    exec("n, kept, rate = 0, [], 3\ndef count():\n global n\n n += rate\n kept.append(n)", names)
+    lines = "import re", "n, kept, rate, text = 0, [], 3, re.compile('')", "def count():", " global n", " n += rate"
+    exec("\n".join((*lines, " kept.append(text)")), names)
     for _ in range(2):
         encode(names["count"], same_program=False)
     assert [said.split("a copy of the global ")[1].split()[0] for said in sorted(caplog.messages)] == ["'kept'", "'n'"]
