@@ -37,6 +37,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
     _let_operators_sleep()
+    if __name__ != "__main__" and not sys.flags.safe_path:  # the installed command imports as `python -m` does
+        with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+            sys.path[0] = os.getcwd()
     if first in (*ABOUT, *PROGRAMS) or (first in INSIGHT and not os.path.exists(first)):
         try:
             try:
@@ -78,8 +81,9 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if sys.stdout is None and name not in ("", "dashboard", *PROGRAMS):  # these do more than print
         raise OSError("the standard output is closed")
     if name in ABOUT:
-        text = f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__
-        print(text, file=sys.stdout if name else sys.stderr)
+        print(
+            f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__, file=sys.stdout if name else sys.stderr
+        )
         return 0 if name else 2
     if name == "worker":
         from telegrad.launch import worker_command

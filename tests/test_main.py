@@ -561,7 +561,7 @@ def test_an_object_at_the_address_of_one_that_was_freed_is_not_shared() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_profiler_as_main_program_causes_a_warning(tmp_path: pathlib.Path) -> None:
-    text = "import telegrad\nrate = 0.1\nwith telegrad.local(['w']): telegrad.rpc.rpc_sync('w', lambda: rate)\n"
+    text = "import telegrad\nrate = [1]\nwith telegrad.local(['w']): telegrad.rpc.rpc_sync('w', lambda: rate)\n"
     ran = start(tmp_path, text, ["-m", "cProfile", "{file}"])
     assert ran.stderr.count("sends a copy of the global 'rate' with each call") == 1, ran.stdout + ran.stderr
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -125,7 +126,21 @@ def test_ctrl_c_during_the_import_of_a_command_prints_no_traceback(
 ) -> None:
     monkeypatch.setattr(command_line, "_run_command", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(sys, "argv", ["telegrad", "run"])
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     with pytest.raises(SystemExit) as ended:
         command_line.main()
     assert ended.value.code == 130
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_the_installed_command_imports_from_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, safe: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["telegrad", "--version"])
+    monkeypatch.setattr(sys, "path", ["the command's", *sys.path])
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=safe))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        command_line.main()
+    assert sys.path[0] == ("the command's" if safe else str(tmp_path))

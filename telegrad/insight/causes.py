@@ -72,7 +72,8 @@ class Causes:
                 (node, next(edge for edge in graph.edges(node) if edge.to == after))
                 for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
             ]
-            workers = sorted({node.worker for node in nodes})
+            # A call that is in the way of others holds its callee, and its caller need not be part of the circle.
+            workers = sorted({edge.to.to if edge.why in ("turn", "value") else edge.to.worker for _, edge in links})
             seems = ", it seems" if any(edge.guess for _, edge in links) else ""
             details = [line for node, edge in links for line in self._link(node, edge)]
             full = [node.worker for node in nodes if node.kind == SLOTS]
@@ -193,10 +194,8 @@ class Causes:
             for nodes in self._alike(ends).values():
                 thread = graph.threads[nodes[0]]
                 functions = counted(graph.function(graph.serves[each]) for each in nodes)
-                details += [
-                    f"{functions}: {DOES[thread_state(thread)]}{lasting(graph.age(nodes[0]))}",
-                    *lines_of(thread),
-                ]
+                does = f"{DOES[thread_state(thread)]}{lasting(graph.age(nodes[0]))}"
+                details += [f"{functions}: {does}", *lines_of(thread)]
             yield self._finding("slots", [name], title, [*details, self._on_slots(name)], [node, *ends])
 
     def _on_slots(self, name: str) -> str:
@@ -278,8 +277,8 @@ class Causes:
         if "shutdown" in reasons and node == graph.mains.get(node.worker):
             return "shutdown"
         if what := graph.wait(node):
-            wait = graph.threads[node]["wait"]
-            if what == "future" and not (wait is not None and wait["on"]):  # else the reader of a stream may sleep
+            # With names, the thread waits for the reader of a stream, which may sleep.
+            if what == "future" and not (graph.threads[node]["wait"] or {"on": []})["on"]:
                 return "unfinished"
             return what if what in ("value", "backward") else "wait"
         return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
@@ -326,7 +325,7 @@ class Causes:
         where = graph.function(call) if call is not None else f"in {at['function']}" if at is not None else "running"
         if len(nodes) > 1:
             workers, verb = several(sorted(node.worker for node in nodes)), "run" if call is not None else "are"
-            title = f"{workers}: {len(nodes)} threads {verb} {where}{age}, and each {does}."
+            title = f"{workers}: {self._counted(nodes)} {verb} {where}{age}, and each {does}."
         else:
             subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
@@ -346,11 +345,15 @@ class Causes:
                 return f"{owner} waits for a lock ({lock_of(thread)}); its holder is not known.", details, None
             wait = f"{who(graph, takers[0])} waits"
             if len(takers) > 1:
-                wait = f"{len(takers)} threads of {first.worker} wait"
+                wait = f"{self._counted(takers)} of {first.worker} wait"
             lock = lock_of(graph.threads[takers[0]])
-            kind = COROUTINE if thread["name"] == COROUTINE else "thread"
+            kind = self._counted([first]).removeprefix("1 ")
             title = f"{wait} for a lock ({lock}) that another {kind} holds, it seems: {title}"
         return title, details, None
+
+    def _counted(self, nodes: Sequence[Node]) -> str:
+        are_coroutines = all(self._graph.threads[node]["name"] == COROUTINE for node in nodes)
+        return plural(len(nodes), COROUTINE if are_coroutines else "thread")
 
     def _late(self, main: Node) -> tuple[str, list[str], int | None]:
         """Describe a worker that has not called shutdown. If it is busy, the others may just serve it: no hang."""
@@ -363,11 +366,8 @@ class Causes:
         # shutdown.
         at_work = graph.awaits[main] or thread["wait"] is not None or thread_state(thread) == BUSY
         if at_work or account["idle"] < min(since, LULL) or not (account["size"] or account["generation"]):
-            title = (
-                f"{main.worker} is busy, and has not {done} yet; others have, and serve calls meanwhile. Its main "
-                "thread"
-            )
-            return f"{title} {doing(thread)}.", lines_of(thread), NOTE
+            title = f"{main.worker} is busy, and has not {done} yet; others have, and serve calls meanwhile."
+            return f"{title} Its main thread {doing(thread)}.", lines_of(thread), NOTE
         title = f"{main.worker} has not {done}, for which others wait: its main thread {doing(thread)}."
         return title, lines_of(thread), None
 
@@ -392,6 +392,7 @@ class Causes:
         # because the line of its caller is there.
         in_circle = kind.endswith("deadlock")
         apart = {node for node in causes if node.kind != CALL or in_circle}
+        stuck = [node for node in causes if in_circle and node.worker not in workers]
         waiters = [node for node in graph.waiting_for(causes) if node not in apart]
         threads = [node for node in causes if node.kind == THREAD]
         threads += filter(None, (node if node.kind == THREAD else graph.waiters.get(node) for node in waiters[:FEW]))
@@ -399,7 +400,7 @@ class Causes:
             kind,
             WEIGHTS[kind] if weight is None else weight,
             list(dict.fromkeys(workers)),
-            list(dict.fromkeys(node.worker for node in waiters)),
+            list(dict.fromkeys(node.worker for node in (*stuck, *waiters))),
             max(map(graph.age, (*causes, *waiters))),
             title,
             details + self._told(waiters),

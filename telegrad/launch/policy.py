@@ -308,10 +308,8 @@ class Policy:
                 actions += self._ask(one, SIGTERM, now)
             elif one.state == ENDING:
                 one.due = inf
-                actions += [
-                    Log(f"{one.name} did not end within {self._grace:g} s and is killed"),
-                    SendSignal(one.name, SIGKILL),
-                ]
+                told = Log(f"{one.name} did not end within {self._grace:g} s and is killed")
+                actions += [told, SendSignal(one.name, SIGKILL)]
         return actions
 
     def could_not_start(self, name: str, why: str, now: float) -> list[Action]:
@@ -339,16 +337,19 @@ class Policy:
 
     def signalled(self, number: int, now: float) -> list[Action]:
         """Handle a signal of the user: end the group; at the second signal kill it."""
+        how = describe_exit(-number)
         if self._ending is not None:
             living = self._in(RUNS, ENDING)
             for one in living:
                 one.become(ENDING, now)
-            return [Log("all workers are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
+            return [Log(f"{how}: all workers are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
+        told = Log(f"{how}: the group ends; a second signal kills it")
         if all(one.role.serves for one in self._in(RUNS, ENDING)):
-            return self._end(128 + number, number, now)
+            return [told, *self._end(128 + number, number, now)]
         # The others may call the serving workers until they have ended. `ended` then issues EndServing.
         self._begin_to_end(128 + number, now)
-        return [action for one in self._in(RUNS) if not one.role.serves for action in self._ask(one, number, now)]
+        asked = [action for one in self._in(RUNS) if not one.role.serves for action in self._ask(one, number, now)]
+        return [told, *asked]
 
     def abort(self, why: str, now: float) -> list[Action]:
         """End the group because it cannot run."""

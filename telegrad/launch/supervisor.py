@@ -162,7 +162,6 @@ class Supervisor:
         while self._signals:
             number = self._signals.popleft()
             if number in ENDING:
-                self._output.say(f"{signal.Signals(number).name}: the group ends; a second signal kills it")
                 self._do(self._policy.signalled(number, monotonic()))
             elif number == STATUS:
                 self._output.say(self._status())

@@ -217,11 +217,10 @@ class Pipeline(nn.Module, Recoverable):
         pipeline.training = model.training
         pipeline._inputs = found.inputs
         # A pipeline that was split from a model uses the model's names and order in its state.
-        if found.inputs is not None:
-            positions = {parameter: at for at, parameter in enumerate(model.parameters())}
-            order = {name: positions[own] for name, own in model.named_parameters(remove_duplicate=False)}
-            for number, stage in enumerate(stages):
-                stage._order = number, order
+        positions = {parameter: at for at, parameter in enumerate(model.parameters())}
+        order = {name: positions[own] for name, own in model.named_parameters(remove_duplicate=False)}
+        for number, stage in enumerate(stages):
+            stage._order = number, order
         as_whole = partial(_name_as_whole, {name: at for at, name in enumerate(model.state_dict())})
         pipeline.register_state_dict_post_hook(as_whole)  # type: ignore[no-untyped-call]
         by_stages = partial(_name_by_stages, found.parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -272,10 +271,7 @@ def build_stages(
 ) -> list[tuple[nn.Module, list[str]]]:
     """Return stages of these pieces, and the names of the parameters and buffers of each."""
     held = {
-        f"{path}.{name}".lstrip("."): (
-            tensor,
-            name in module._buffers and name not in module._non_persistent_buffers_set,
-        )
+        f"{path}.{name}".lstrip("."): (tensor, name not in module._non_persistent_buffers_set)
         for path, module in model.named_modules(remove_duplicate=False)
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
@@ -285,37 +281,25 @@ def build_stages(
     for name, (tensor, _) in held.items():
         names.setdefault(tensor, []).append(name)
     # A tensor may have several names in the model. A stage gets it under the names in modules whose operations it has,
-    # so that the state has the names of the model; all other names go to a stage that has the tensor anyway.
-    taken: set[str] = set()
+    # so that the state has the names of the model. `split` adds all other names to a stage that has the tensor anyway.
     count = len(pieces[model.training])
-    wanted: list[dict[str, Any]] = []
-    places: defaultdict[tuple[bool, int], dict[str, str]] = defaultdict(dict)
+    made: list[tuple[nn.Module, list[str]]] = []
     for number in range(count):
         found: dict[str, Any] = {}
+        places: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for mode in (True, False):
             for node, path, constant, owners in pieces[mode][number][1]:
                 if path in held:
                     here = [name for name in names[held[path][0]] if name.rpartition(".")[0] in owners] or [path]
                     found.update((name, held[name][0]) for name in here)
-                    places[mode, number][node] = here[0]
+                    places[mode][node] = here[0]
                 else:
                     own = attribute_of(model, path)  # of the model, else of the recording
                     name = path if isinstance(own, Tensor) else f"_constants.{mode}.{path}".lower()
                     found[name] = own if isinstance(own, Tensor) else constant
-                    places[mode, number][node] = name
-        taken |= found.keys()
-        wanted.append(found)
-    for found in wanted:  # other names of these tensors
-        for tensor in list(found.values()):
-            found.update((name, tensor) for name in names.get(tensor, ()) if name not in taken)
-        taken |= found.keys()
-    made: list[tuple[nn.Module, list[str]]] = []
-    for number, found in enumerate(wanted):
-        stage = ExportedStage(
-            {mode: own[number][0]._replace(state=places[mode, number]) for mode, own in pieces.items()},
-            outputs if number == count - 1 else None,
-            model.training,
-        )
+                    places[mode][node] = name
+        programs = {mode: own[number][0]._replace(state=places[mode]) for mode, own in pieces.items()}
+        stage = ExportedStage(programs, outputs if number == count - 1 else None, model.training)
         for name in sorted(found, key=lambda name: order.get(name, len(order))):
             set_by_name(stage, name, found[name], nn.Module, name in held and held[name][1])
         made.append((stage, list(found)))

@@ -68,10 +68,10 @@ def split_model(
     else:
         made, inputs = _exported(model, count, at, example)
     stages, parts = [stage for stage, _ in made], [part for _, part in made]
-    found = SplitModel(stages, parts, _shared(stages, nn.Module.named_parameters), inputs)
+    _add_rest(model, stages, parts)
     if check and example is not None:
         verify_stages(model, stages, inputs, example, chunks)
-    return found
+    return SplitModel(stages, parts, _shared(stages, nn.Module.named_parameters), inputs)
 
 
 def _chained(model: nn.Module, opened: set[str], names: Sequence[str]) -> list[tuple[nn.Module, list[str]]]:
@@ -116,6 +116,20 @@ def _exported(
         begun = {name: at for own, at in program.first_operation.items() for name in same[model.get_submodule(own)]}
         pieces[mode] = program.cut(_starts(names, begun))
     return build_stages(model, pieces, {mode: program.outputs for mode, program in programs.items()}), inputs
+
+
+def _add_rest(model: nn.Module, stages: Sequence[nn.Module], parts: Sequence[list[str]]) -> None:
+    """Add other names of the tensors that a stage has; to the last stage, the state that no operation uses."""
+    known = {name for part in parts for name in part}
+    homes = {each: at for at, stage in [*enumerate(stages)][::-1] for each in (*stage.parameters(), *stage.buffers())}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            whole = f"{path}.{name}".lstrip(".")
+            is_state = tensor is not None and name not in module._non_persistent_buffers_set
+            if is_state and known.isdisjoint((whole, *_parents(whole))):
+                number = homes.get(tensor, len(stages) - 1)
+                set_by_name(stages[number], whole, tensor, nn.Sequential, persistent=True)
+                parts[number].append(whole)
 
 
 def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> RecordedProgram:

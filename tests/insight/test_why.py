@@ -382,6 +382,15 @@ def test_a_coroutine_that_blocks_the_event_loop() -> None:
     assert "no thread waits for it" not in only(scene, "loop", "worker1")[1]
 
 
+def test_coroutines_at_one_line_are_counted_as_such() -> None:
+    scene = Scene("worker0", "worker1")
+    for _ in range(2):
+        scene.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
+    for thread in scene["worker1"]["threads"]:
+        thread["name"] = "coroutine"
+    assert "2 coroutines run train.g, for 5.0 s" in only(scene, "asleep", "worker1")[0].title
+
+
 def test_a_callback_that_does_not_end() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: doubled.wait()", wait=wait("future", about="a future", age=5))
@@ -464,6 +473,16 @@ def test_an_actor_whose_turn_does_not_end() -> None:
     finding, told = only(scene, "asleep", "worker1")
     assert "train.Counter.add" in finding.title
     assert "counter.rpc_sync().get()" in told
+
+
+def test_callers_of_actors_that_wait_for_each_other_are_not_in_the_circle() -> None:
+    scene = Scene("driver", "worker0", "worker1")
+    for me, other in (("worker0", "worker1"), ("worker1", "worker0")):
+        go = scene.call("driver", me, "train.Box.go", 9, runs="train.py:20 go: other.rpc_sync().get()")
+        scene.call(me, other, "train.Box.get", 8, by=go, state=QUEUED)
+    finding, _ = only(scene, "deadlock", "worker0", "worker1")
+    assert finding.title == "Deadlock, it seems: worker0 and worker1 wait for each other."
+    assert finding.waiting == ["driver"]
 
 
 def test_no_worker_could_be_asked() -> None:

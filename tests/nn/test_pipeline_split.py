@@ -114,6 +114,23 @@ def test_the_state_of_an_outer_model_has_the_names_of_the_whole_model() -> None:
         model.load_state_dict({name: state[name] for name in state if "embed" not in name} | {"body.strange": None})
 
 
+@pytest.mark.parametrize("make", [named, Masked])
+def test_state_that_the_forward_pass_does_not_use_is_kept(make: Callable[[], nn.Module]) -> None:
+    model = make().double()
+    for module in (model, model.get_submodule("layers")):
+        module.register_buffer("note", torch.ones(1))
+        module.register_parameter("spare", nn.Parameter(torch.ones(1)))
+    if make is Masked:
+        model.add_module("unused", nn.Linear(1, 1))
+    pipeline = Pipeline.split(
+        model, ["w1", "w0"], at=["layers.1"], example=masked_batch()[0] if make is Masked else None
+    )
+    pipeline.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    model.load_state_dict(pipeline.state_dict())
+    assert model.get_submodule("layers").note == model.spare == 2
+    trains_alike(pipeline, model, masked_batch if make is Masked else plain_batch)
+
+
 def test_shared_buffers_are_loaded_into_each_stage() -> None:
     model, other = Own().eval(), Own().eval()
     pipeline, inputs = (

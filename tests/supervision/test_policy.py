@@ -204,7 +204,7 @@ def test_the_first_signal_is_passed_on_and_the_second_kills() -> None:
     assert states(group) == [ENDING, ENDING, ENDED, RUNS]
     assert group.ended("a1", 130, 1) == []
     actions = group.signalled(SIGINT, 2)
-    assert said(actions) == "all workers are killed"
+    assert said(actions) == "signal SIGINT: all workers are killed"
     assert done(actions) == [SendSignal("a0", SIGKILL), SendSignal("s0", SIGKILL)]
     assert group.due == inf
     assert group.ended("a0", -SIGKILL, 2) == [EndServing()]

@@ -163,7 +163,8 @@ def test_the_second_interrupt_kills_the_workers(launch: Launch) -> None:
     run.send(signal.SIGINT)
     code, said = run.end()
     assert code == 130
-    assert "all workers are killed" in said
+    assert "SIGINT: all workers are killed" in said
+    assert said.count("a second signal kills") == 1
 
 
 def test_a_worker_that_ignores_the_end_is_killed(launch: Launch, tmp_path: pathlib.Path) -> None:

@@ -966,6 +966,17 @@ def test_globals_are_freed_with_their_program(main: ModuleType) -> None:
             assert freed() is None
 
 
+@pytest.mark.parametrize("name", [None, "__main__", "__console__"])
+def test_a_copy_of_a_global_that_can_change_is_reported(name: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    by_value._warn_once.cache_clear()
+    names = {} if name is None else {"__name__": name}
+    lines = "import re", "n, kept, rate, text = 0, [], 3, re.compile('')", "def count():", " global n", " n += rate"
+    exec("\n".join((*lines, " kept.append(text)")), names)
+    for _ in range(2):
+        encode(names["count"], same_program=False)
+    assert [said.split("a copy of the global ")[1].split()[0] for said in sorted(caplog.messages)] == ["'kept'", "'n'"]
+
+
 def test_a_changed_attribute_of_a_sent_class_is_reported(main: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     exec("class Counted:\n    count = 1", vars(main))
     for _ in range(2):

@@ -33,8 +33,8 @@ import cloudpickle
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling import main_modules
 from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.global_names import MAINS, closed_over, lookups_of
-from telegrad._core.pickling.main_program import GUARD, MAIN
+from telegrad._core.pickling.global_names import MAINS, closed_over, lookups_of, mutable_parts
+from telegrad._core.pickling.main_program import GUARD
 from telegrad._core.pickling.reducers import BoundToProcess, Pickler
 from telegrad._core.pickling.remote_text import first_line, kind_of
 from telegrad.errors import CannotDecode, CannotEncode, TelegradError, UsageError
@@ -224,12 +224,12 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     found = main_modules.scope_from(obj)
     is_function = isinstance(obj, FunctionType)
     if found is None:
-        # Its globals are not those of `sys.modules["__main__"]`: a profiler or a debugger is the main program, and has
-        # run the user's program in another dictionary. There is no program to name, so the copies of cloudpickle stay.
-        if is_function and obj.__module__ == MAIN:
-            for name, value in reduced[2][1]["__globals__"].items():
-                if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
-                    _warn_once(name)
+        # Its globals are not those of a `__main__` that workers have: a console, a debugger or `exec` has run the code
+        # in a dictionary of its own, or it is a local function of a module. So the copies of cloudpickle stay.
+        for name, value in reduced[2][1]["__globals__"].items() if is_function else ():
+            changes = name in lookups_of(obj.__code__).written or any(True for _ in mutable_parts(value))
+            if changes and not name.startswith("__"):
+                _warn_once(name)
         return reduced
     make, arguments, state, *_ = reduced
     if not is_function:
@@ -259,9 +259,9 @@ def _home_and_items(
 @functools.cache
 def _warn_once(name: str) -> None:
     log.warning(
-        "telegrad: a function of a main program that runs inside of another one (a profiler, a debugger, exec) sends "
-        "a copy of the global %r with each call, so a change at the worker is lost: run the program by itself, or "
-        "move the code that uses the global into a module",
+        "telegrad: a function that is neither of this process's main program (a profiler, a debugger, a console or "
+        "exec has run it) nor found by its name in a module sends a copy of the global %r with each call, so a change "
+        "at the worker is lost: run the program by itself, or move the function to the top level of a module",
         name,
     )
 

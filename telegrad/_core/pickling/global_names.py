@@ -308,7 +308,7 @@ class SentGlobals:
         """Return the entries of `_owners` for objects that were freed: one of `parts` may have such an object's id."""
         owners, found = self._owners.copy(), set[tuple[int, str]]()
         for name in {owners[id(part)] for part in parts if id(part) in owners}:
-            now = set(map(id, _parts(self._looked.get(name, object)())))
+            now = set(map(id, mutable_parts(self._looked.get(name, object)())))
             found |= {(key, owner) for key, owner in owners.items() if owner == name and key not in now}
         return found
 
@@ -362,7 +362,7 @@ def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
     others.
     """
     found = []
-    for part in _parts(value):
+    for part in mutable_parts(value):
         if part is scope or not _can_be_pickled(part):
             return []
         found.append(part)
@@ -384,7 +384,7 @@ def _can_be_pickled(part: Any) -> bool:
     return True
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def mutable_parts(value: Any) -> Iterator[Any]:
     """Yield the mutable objects in a value: containers, tensors, and objects pickled by their attributes."""
     seen: set[int] = set()
     todo = [value]
@@ -412,7 +412,7 @@ def _state_of(value: Any) -> int:
     looks = 0
     if isinstance(value, type | FunctionType):
         value = attributes_of(value) if isinstance(value, type) else value.__dict__
-    for part in _parts(value):
+    for part in mutable_parts(value):
         # torch counts writes by operators in `_version`. It does not count those through `data`, numpy or a fused
         # optimizer, and inference tensors have no counter. So the content is compared as well.
         if isinstance(part, Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copyreg
 import hashlib
 import importlib.util
 import json
@@ -181,14 +182,13 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
     holds_data = (kind.__module__, kind.__qualname__) in _NAMESPACES or hasattr(kind, "__dataclass_fields__")
     is_known = kind.__module__ in (MAIN, SPAWNED_MAIN) or (kind is not thing and holds_data)
     own: Any = getattr(thing, "__dict__", None) if is_known and (kind is thing or is_plain(kind)) else None
-    if own is None:
-        return None
-    return {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
+    return own and {key: each for key, each in own.items() if key[:1] != "_" and not hasattr(type(each), "__get__")}
 
 
 def is_plain(kind: Any) -> bool:
     """Return True if pickle saves the objects of a class by their attributes."""
-    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    ways = kind.__reduce_ex__, kind.__reduce__
+    return kind not in copyreg.dispatch_table and ways == (object.__reduce_ex__, object.__reduce__)
 
 
 # Importing the program
