@@ -226,9 +226,11 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     if found is None:
         # Its globals are not those of a `__main__` that workers have: a console, a debugger or `exec` has run the code
         # in a dictionary of its own, or it is a local function of a module. So the copies of cloudpickle stay.
+        # A local function of a module that only reads a global most likely needs no more than its value.
+        in_module = is_function and vars(sys.modules.get(obj.__module__, obj)) is obj.__globals__
         for name, value in reduced[2][1]["__globals__"].items() if is_function else ():
-            changes = name in lookups_of(obj.__code__).written or any(True for _ in mutable_parts(value))
-            if changes and not name.startswith("__"):
+            changes = name in lookups_of(obj.__code__).written
+            if (changes or (not in_module and any(True for _ in mutable_parts(value)))) and not name.startswith("__"):
                 _warn_once(name)
         return reduced
     make, arguments, state, *_ = reduced
