@@ -1,7 +1,5 @@
 """Tests of the signs of life of other workers, and of reports that there are none."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import logging

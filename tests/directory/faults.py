@@ -1,7 +1,5 @@
 """Tests of servers that are killed, restarted, and stopped while clients work."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

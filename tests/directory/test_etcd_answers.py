@@ -1,7 +1,5 @@
 """Tests with a fake gateway: servers other than etcd, and rare answers of a real etcd."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

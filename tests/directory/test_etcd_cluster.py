@@ -1,7 +1,5 @@
 """Tests of a client of three members of etcd, of which some fail."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """Tests of Redis servers that a directory refuses, and of logins."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import time

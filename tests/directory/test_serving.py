@@ -1,7 +1,5 @@
 """Tests of the server of an embedded directory: clients that misbehave, strangers, and keys."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket

@@ -1,7 +1,5 @@
 """Tests of joins that fail or are interrupted: they leave no thread, no connection and no process behind."""
 
-from __future__ import annotations
-
 import pathlib
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of opening the store where workers meet: URLs, environment variables, and what can be wrong at its address."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Members work on during floods of strangers, whose resources are freed afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

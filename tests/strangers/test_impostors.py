@@ -1,7 +1,5 @@
 """A stranger that listens at a worker's address: connecting ends soon with a documented error."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct
