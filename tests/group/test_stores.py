@@ -33,29 +33,23 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def stranger(answer: bytes | None, greets: bool = False) -> Iterator[int]:
     """Serve a port that is no store: answer the first bytes with `answer`, or stay silent, or speak first."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        held = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as held:
 
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    connection, _ = listener.accept()
-                    held.append(connection)
+                    connection = held.enter_context(listener.accept()[0])
                     if answer is not None:
                         if not greets:
                             connection.recv(1)
                         connection.sendall(answer)
                         connection.close()
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for connection in held:
-                connection.close()
+        with in_background(serve):
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
 
 
 def meets(one: RendezvousStore, other: RendezvousStore) -> bool:

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -123,13 +124,9 @@ def test_garbage_from_many_connections(worker: tuple[Worker, Worker], caplog: py
                     sock.shutdown(socket.SHUT_WR)
                 heard.append(wait_closed(sock))
 
-    with given_back():
-        threads = [threading.Thread(target=babble, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
+    with given_back(), ThreadPoolExecutor(4) as pool:
+        pool.map(babble, range(4))
         during = latency(a, 100)
-        for thread in threads:
-            thread.join()
     assert len(heard) == 240
     assert during < NORMAL
     assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == MOST_LINES

@@ -15,7 +15,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
-from tests.cluster import PATIENCE, takes_less_than
+from tests.cluster import PATIENCE, in_background, takes_less_than
 from tests.transport.test_tls import Authority
 
 KEY = Keyring([b"the key of the group"])
@@ -39,16 +39,13 @@ def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
             with sock:
                 behave(sock, over)
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=run)
-        thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as door, in_background(run):
         try:
             target = Target(OTHER.name, OTHER.incarnation, "", door.getsockname())
             timeout = TIMEOUT if behave in (say_nothing, drip) else PATIENCE
             connect(target, KEY, ME, tls, "tcp", timeout, 10.0).sock.close()
         finally:
             over.set()
-            thread.join()
 
 
 def say_nothing(sock: socket.socket, over: threading.Event) -> None:
