@@ -1,7 +1,5 @@
 """Tests of the single owner of a published value, in all kinds of groups: kills, stops, failures of the directory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of connections of strangers, and of workers with another key or certificate: errors and logs at both ends."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import pathlib
