@@ -55,12 +55,12 @@ def test_a_client_keeps_its_connections(thread: ThreadEngine) -> None:
     for _ in range(3):
         since = client.list("").revision
         with ThreadPoolExecutor(6) as pool:
-            for n in range(6):
-                pool.submit(client.watch, f"{n}", since, PATIENCE)
+            watching = [pool.submit(client.watch, f"{n}", since, PATIENCE) for n in range(6)]
             wait_until(lambda: len(thread.server.watches._waiting) == 6)
             for n in range(6):
                 entries = client.list(f"{n}").entries
                 client.swap(f"{n}", None if entries else b"", entries[0].revision if entries else 0)
+            assert all(each.result(PATIENCE) for each in watching)
     wait_until(lambda: 1 <= thread.connections() <= KEPT)
     client.close()
     wait_until(lambda: thread.connections() == 0)

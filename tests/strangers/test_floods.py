@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -20,7 +20,7 @@ from telegrad._core.security.handshake import MOST_LINES, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents, wait_until
+from tests.cluster import agents, in_threads, wait_until
 from tests.strangers.door import (
     HAS_PROC,
     LATE,
@@ -124,9 +124,8 @@ def test_garbage_from_many_connections(worker: tuple[Worker, Worker], caplog: py
                     sock.shutdown(socket.SHUT_WR)
                 heard.append(wait_closed(sock))
 
-    with given_back(), ThreadPoolExecutor(4) as pool:
-        pool.map(babble, range(4))
-        during = latency(a, 100)
+    with given_back():
+        *_, during = in_threads(*[partial(babble, seed) for seed in range(4)], partial(latency, a, 100))
     assert len(heard) == 240
     assert during < NORMAL
     assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == MOST_LINES
