@@ -1,7 +1,5 @@
 """Make groups of workers for tests: in this process (milliseconds), and in processes forked from a warm parent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing as mp

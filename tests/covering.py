@@ -3,8 +3,6 @@
 Each branch of state machines without threads and sockets can be reached, so each should be.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import subprocess

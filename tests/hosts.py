@@ -4,8 +4,6 @@ All rules belong to the bridge's namespace, so they affect only traffic between 
 its sender: neither a refusal nor an unreachable host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

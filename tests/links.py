@@ -1,7 +1,5 @@
 """Access the connections of a worker, for tests that inspect, block or break them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

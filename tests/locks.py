@@ -1,7 +1,5 @@
 """Locks that know their holder, and objects that assert their lock, for all agents of test processes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ Lines with a text of several words are not changed, as most tests should not com
 without which a `zip` of equal lengths does the same. All other mutants count, also those that change no behaviour.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Names of parametrized tests that are equal in each process."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -1,7 +1,5 @@
 """Act as another user of this host, for tests of attacks by other users."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -4,8 +4,6 @@ The same commit gives the same bytes, also if they are built from the sdist; the
 and `build/` has the list of the packages that are installed with it, for checks of known vulnerabilities.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -1,7 +1,5 @@
 """The public functions, classes and methods, for tests that go through all of them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The driver has a pipeline on two workers and an embedding on a third. After the 
 last checkpoint; if it is killed itself, it begins with that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

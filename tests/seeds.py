@@ -3,8 +3,6 @@
 TELEGRAD_SEEDS is how many of them are enough.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A forked child can take every lock of a module, although any thread of its parent may have held it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

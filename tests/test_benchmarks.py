@@ -1,7 +1,5 @@
 """The figures of a benchmark are shown rightly, and a failing peer affects only its own figures."""
 
-from __future__ import annotations
-
 import pathlib
 import pickle
 import signal

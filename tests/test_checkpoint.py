@@ -1,7 +1,5 @@
 """Checkpoints of models that are distributed over workers."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import pickle

@@ -1,7 +1,5 @@
 """Checkpoints that are written in the background, their versions, and the state after a kill."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import random

@@ -1,7 +1,5 @@
 """A checkpoint keeps values, their types, and the types of keys."""
 
-from __future__ import annotations
-
 import copy
 import pathlib
 import re

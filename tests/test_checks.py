@@ -1,7 +1,5 @@
 """Every parameter of every public function refuses wrong values at once, by its name and in few words."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import traceback

@@ -1,7 +1,5 @@
 """Programs that may open few files get errors that say this, with advice."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """`help` of every public name shows its parameters, its result, and an example that runs."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

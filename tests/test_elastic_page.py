@@ -1,7 +1,5 @@
 """The program of docs/elastic.md works."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Each example runs in a small setting, and has learnt something in the end."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Public functions and methods raise the documented error in a process that was forked from a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

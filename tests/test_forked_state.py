@@ -1,7 +1,5 @@
 """A forked child has no calls, contexts, passes or turns of its parent, and can join a group of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -4,8 +4,6 @@ The end of the user's code ends the child, with its exit code, before any code o
 prints the output of the user's code only, and the worker serves as before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -3,8 +3,6 @@
 Imports are read from the source; those inside of functions, or for types only, count like all others.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Hosts with IPv6 only: a network namespace of the test, whose loopback has no IPv4 address."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import socket

@@ -1,7 +1,5 @@
 """Workers that `telegrad.local` starts, and that are started by hand with `python -m telegrad worker`."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

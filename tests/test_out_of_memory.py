@@ -1,7 +1,5 @@
 """A worker without memory for received data says so, and loses only the call."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Callable, Iterator

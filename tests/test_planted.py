@@ -1,7 +1,5 @@
 """Another user of the host plants files at paths of this user: no file of this user is changed, removed or read."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Private files and folders, beside those that another user has planted."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import errno

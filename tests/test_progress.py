@@ -1,7 +1,5 @@
 """Long waits are reported with their reason: on the terminal of a person, and otherwise in the log."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -1,7 +1,5 @@
 """The promises of the project's documents are kept."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Public names have types that every type checker sees alike, as pyright judges."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

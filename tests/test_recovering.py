@@ -1,7 +1,5 @@
 """A training goes on with the same losses after any of its workers is killed."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The programs and commands of docs/running.md work."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """Texts of other processes are escaped in the log."""
 
-from __future__ import annotations
-
 import io
 import logging
 

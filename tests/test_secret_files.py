@@ -3,8 +3,6 @@
 The databases of users are made up. Access control lists are those of the file system.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pathlib

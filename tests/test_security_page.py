@@ -1,7 +1,5 @@
 """The instructions of docs/security.md work: the commands run, and workers use their results."""
 
-from __future__ import annotations
-
 import operator
 import os
 import pathlib

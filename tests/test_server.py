@@ -1,7 +1,5 @@
 """The example of a web server runs under `telegrad run`, while clients disconnect and workers die."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import http.client
 import json

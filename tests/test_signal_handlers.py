@@ -1,7 +1,5 @@
 """Handlers of signals run in code of the user and in blocking calls, and nowhere else in this package."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import logging

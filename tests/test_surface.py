@@ -1,7 +1,5 @@
 """The public names change only on purpose; docs/api.md lists them, docs/stability.md their stability."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Threads of this package start when they are first needed, and torch has the configured number of threads."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

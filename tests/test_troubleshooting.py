@@ -1,7 +1,5 @@
 """Every exception is documented, and the package raises or logs each message of docs/troubleshooting.md."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import pathlib

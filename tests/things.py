@@ -1,7 +1,5 @@
 """An instance of each public class, and arguments for public functions, for tests that go through all of them."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Random values with large parts that are no tensors, and a comparison of such values."""
 
-from __future__ import annotations
-
 import array
 import collections
 import dataclasses

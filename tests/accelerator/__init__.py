@@ -16,8 +16,6 @@ The rules are strict:
 - Autograd's threads do not survive a fork: a child can only run a backward pass if its parent never did.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Loading it changes the answers of `torch.accelerator` in the whole process, and 
 only once in a process. So one process loads the accelerator and does nothing else, and forks a child for each test.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -3,8 +3,6 @@
 The tests of tests/devices run all their programs on it, and fail if it reports work that is in order.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

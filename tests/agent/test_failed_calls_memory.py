@@ -1,7 +1,5 @@
 """Tests of a failed call's exception: it is freed without the garbage collector, also while stacks are inspected."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

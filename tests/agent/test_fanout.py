@@ -1,7 +1,5 @@
 """Tests of one call to many workers: encoded once, sent before waiting for any answer, with an outcome for each."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any

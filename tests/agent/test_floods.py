@@ -3,8 +3,6 @@
 The flood is sent over the connection of a worker, past the limits that a caller sets itself.
 """
 
-from __future__ import annotations
-
 import operator
 import pickle
 import threading

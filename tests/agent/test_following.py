@@ -1,7 +1,5 @@
 """Tests of a follower of calls: it surrounds them, and sends baggage with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Tests of the signs of life of other workers, and of reports that there are none."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import logging
@@ -17,7 +15,7 @@ from telegrad._core.agent import health
 from telegrad._core.agent.health import Health
 from telegrad._core.reactor import leader_threads
 from telegrad.errors import PeerSilent
-from tests.cluster import agents, wait_until
+from tests.cluster import agents, in_background, wait_until
 
 LIMIT = 10.0
 
@@ -159,19 +157,15 @@ def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeyp
             ticked.release()
             over.wait(0.005)
 
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        with caplog.at_level(logging.WARNING, "telegrad"):
+    with caplog.at_level(logging.WARNING, "telegrad"), in_background(tick):
+        try:
             assert ticked.acquire(timeout=10.0)
             seen = len(ticks)
             ctypes.PyDLL(None).usleep(900_000)  # PyDLL keeps the interpreter
             while len(ticks) <= seen + 1:
                 assert ticked.acquire(timeout=10.0)
+        finally:
             over.set()
-            thread.join()
-    finally:
-        over.set()
     assert max(after - before for before, after in itertools.pairwise(ticks)) > 0.5
     assert "did not run" not in caplog.text
 

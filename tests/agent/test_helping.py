@@ -1,7 +1,5 @@
 """Tests of the work that a waiting thread does itself, and of the work that it leaves to others."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of how much of a caller is read, with a simulated clock: callers that send without end, and others."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from math import inf

@@ -1,7 +1,5 @@
 """Tests of agents whose threads pause at the edges of the locks, at random, so that rare orders come up."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import queue

@@ -1,7 +1,5 @@
 """Tests of control messages of extensions that one worker has, and another has not."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 

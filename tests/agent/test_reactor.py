@@ -1,7 +1,5 @@
 """Tests of the threads of a worker: their begin and end, the leader's turns, the timer, and the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

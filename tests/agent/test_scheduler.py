@@ -1,7 +1,5 @@
 """Tests of the scheduler: how many calls run at once, whose turn it is, and calls that find no slot."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 

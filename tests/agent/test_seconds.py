@@ -1,7 +1,5 @@
 """Tests of the timeouts that users may give."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from typing import Any
 

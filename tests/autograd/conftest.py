@@ -1,7 +1,5 @@
 """Fixtures of tests that differentiate through agents of this process, and of tests of sharded modules."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Python functions that record the runs of their nodes, and functions that rely on the order of nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Make random programs, each from a seed alone."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 

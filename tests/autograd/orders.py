@@ -4,8 +4,6 @@ The engine runs the newest of the reached nodes that no other node which may sti
 gradients that arrive at each worker in each pass, and which numbered nodes run; `check` compares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

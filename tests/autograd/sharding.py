@@ -1,7 +1,5 @@
 """Modules that `fully_shard` distributes over two trainers, and programs that use them with another worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs with distributed autograd, on several agents in this process."""
 
-from __future__ import annotations
-
 import operator
 import threading
 from collections.abc import Callable, Iterator

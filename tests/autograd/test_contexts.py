@@ -1,7 +1,5 @@
 """The contexts of one worker; the test plays its agent and other threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,7 +1,5 @@
 """Workers, in processes of their own, that die in a context or in its backward pass."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

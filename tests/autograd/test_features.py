@@ -1,7 +1,5 @@
 """Features of torch's autograd give the same bits in a context as in one process, or an error at once."""
 
-from __future__ import annotations
-
 import linecache
 import warnings
 from collections.abc import Callable, Sequence

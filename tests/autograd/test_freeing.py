@@ -1,7 +1,5 @@
 """Graphs are freed as soon as their context has ended, without a run of Python's garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import pathlib
 import weakref

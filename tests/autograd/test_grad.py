@@ -1,7 +1,5 @@
 """`telegrad.autograd.grad` in contexts and `torch.autograd.grad` in one process, which alone misses remote parts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

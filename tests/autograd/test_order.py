@@ -1,7 +1,5 @@
 """Backward passes run the nodes of one process, in its order and with its gradients, also if gradients arrive late."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

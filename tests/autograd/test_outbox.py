@@ -1,7 +1,5 @@
 """Gradients that are being sent, with the timer as a rival thread; tasks, which one thread at a time runs."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from itertools import count

@@ -1,7 +1,5 @@
 """DistributedDataParallel modules on trainers whose losses go through other workers."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

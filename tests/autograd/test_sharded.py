@@ -1,7 +1,5 @@
 """FSDP modules (`fully_shard`) have the same gradients in a context as outside of one, and as in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes through FSDP modules (`fully_shard`) that are refused, and passes that fail."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 A seed that fails is printed as SEED=...; `--seed N --schedules 1` runs it alone. The exit code is 1 after violations.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

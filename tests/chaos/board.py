@@ -1,7 +1,5 @@
 """Numbers that all processes of a schedule see: the progress of each client, and which workers are dead."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

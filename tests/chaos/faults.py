@@ -1,7 +1,5 @@
 """The begin and the end of each kind of fault."""
 
-from __future__ import annotations
-
 import random
 import resource
 import signal

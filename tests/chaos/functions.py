@@ -1,7 +1,5 @@
 """The functions that run on workers that are called."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The resources that a worker holds, and a check that it releases them; this runs on the worker itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """The orders of a schedule to a worker, sent over its pipe; each function gets the worker's number first."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -1,7 +1,5 @@
 """The load of one worker: clients on their own threads, and the results of their operations."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import random

@@ -3,8 +3,6 @@
 An operation ends with the right result, with an error of `telegrad.errors`, or with the remote function's own.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

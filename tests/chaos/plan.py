@@ -1,7 +1,5 @@
 """The faults of a schedule and their times: a plan is made of its seed alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import NamedTuple

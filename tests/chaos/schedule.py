@@ -4,8 +4,6 @@ after each round    every client of every living worker soon succeeds at somethi
 at the end          every operation has ended, all workers reach one another, nothing is left, all can shut down
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import itertools

@@ -4,8 +4,6 @@ Descriptors and threads come and go with the load. They are shown meanwhile, and
 with a count of everything that is open, by its kind.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/chaos/tes
 `python -m tests.chaos` runs as many as you like.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Tests with workers on three hosts: network namespaces joined by a bridge, which are separated, joined, and lost."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of bugs that chaos has found, each in its shortest form."""
 
-from __future__ import annotations
-
 import gc
 import pathlib
 import threading

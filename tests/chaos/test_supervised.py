@@ -3,8 +3,6 @@
 `python -m tests.chaos --supervised` runs as many schedules as you like.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

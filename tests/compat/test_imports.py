@@ -1,7 +1,5 @@
 """Deferred modules exist at once, and run at their first use. The test makes its own module, in this process."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import pathlib

@@ -1,7 +1,5 @@
 """The compatibility mode in programs and in their children; `test_matrix.py` has all ways of starting."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """What gatherings and scripted modules of the drop-in leave behind: nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each case is a program that enables the mode, perhaps disables it again, and sta
 call each other.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 One program shows what remote code and callers see. It runs with torch's RPC, and in the drop-in mode.
 """
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Profilers see every kind of call in the drop-in mode, too."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

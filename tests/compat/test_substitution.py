@@ -1,7 +1,5 @@
 """Telegrad's modules replace torch's in every form of import; each case runs in a process of its own."""
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The exit status is 1 if an applicable test fails, or if the list of tests that are not applicable is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import pathlib

@@ -3,8 +3,6 @@
 A test that is merely hard to pass is not listed here. Tests that need CUDA skip themselves without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 

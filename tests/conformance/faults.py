@@ -4,8 +4,6 @@ Torch drops a message and expects it to be sent again. Telegrad sends it once ov
 this backend breaks the connection.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

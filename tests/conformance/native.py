@@ -1,7 +1,5 @@
 """Disable torch's own RPC, so that no test passes with it."""
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Callable, Iterable

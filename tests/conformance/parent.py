@@ -6,8 +6,6 @@ a new interpreter each, which takes seconds; forkserver: forked from a process t
 file, too, and prepare themselves.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Write results as Markdown and as JSON."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Results of tests."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 PASSED = "passed"

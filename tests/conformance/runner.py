@@ -1,7 +1,5 @@
 """Run tests in warm parents, several at a time; each test gets a temporary folder, a time limit and a log."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os

@@ -4,8 +4,6 @@ The wheel has the test methods, the fixtures and the code that starts the ranks,
 Each class is made on demand, since its module may fail to import against Telegrad without harm to the others.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import unittest

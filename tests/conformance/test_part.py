@@ -1,7 +1,5 @@
 """Some tests of each suite of PyTorch's own tests, run against Telegrad; `make conformance` runs all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The reports of the runner are right, and torch's own RPC is disabled."""
 
-from __future__ import annotations
-
 import pathlib
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Run tests on the host, on the simulated accelerator and, if there is one, on a GPU; and make groups for them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Gradients over workers, of tensors on accelerators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

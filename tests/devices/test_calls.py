@@ -1,7 +1,5 @@
 """Calls whose arguments and results are on accelerators."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any, NoReturn

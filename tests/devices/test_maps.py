@@ -1,7 +1,5 @@
 """Errors of device maps, and the routes that they define."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from typing import Any

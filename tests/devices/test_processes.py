@@ -1,7 +1,5 @@
 """Workers in processes of their own, which share the memory of a GPU."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

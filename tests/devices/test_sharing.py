@@ -1,7 +1,5 @@
 """Requests to CUDA for sharing memory between processes, and the number of lent blocks."""
 
-from __future__ import annotations
-
 import gc
 from time import monotonic
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training with parameters on accelerators gives the numbers of training on the host."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures that several files of tests use."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -3,8 +3,6 @@
 The fixture may have the scope of a class: each test writes under a prefix of its own. Nothing in here knows an engine.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """The embedded directory for its tests: a process that a keeper starts, or a thread of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Real servers of etcd for tests, from Debian's package etcd-server: killed, restarted, stopped, disconnected."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Helpers for tests of any engine: a server that can fail, clients that are closed, waits that end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The contract, for the model and for each engine. `test_etcd_cluster.py` has etcd with three members."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests with a fake gateway: servers other than etcd, and rare answers of a real etcd."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json
@@ -16,7 +14,7 @@ import pytest
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Lease, LeaseLost, Swap
 from telegrad.directories import on_redis
 from telegrad.errors import StoreUntrusted
-from tests.cluster import takes_less_than
+from tests.cluster import in_background, takes_less_than
 from tests.directory.conftest import Connect
 from tests.directory.harness import LONG, SOON
 
@@ -189,15 +187,12 @@ def test_a_server_that_never_completes_its_answer_is_lost(
             while not closed.wait(0.05):
                 sock.sendall(b"x")
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener, in_background(serve):
         with takes_less_than(0.5 + SOON):
             address = f"{kind}://127.0.0.1:{listener.getsockname()[1]}"
             with pytest.raises(DirectoryLost, match=text):
                 connected(address, 0.5).swap("a", b"") if kind == "etcd" else on_redis.connect(address, 0.5)
         closed.set()
-        thread.join()
 
 
 def test_a_watch_that_is_refused_is_an_error(played: Play, connected: Connect) -> None:

@@ -1,7 +1,5 @@
 """Tests with a real etcd: whole seconds, prefixes, watches, lost data, users, TLS, restarts."""
 
-from __future__ import annotations
-
 import base64
 import pathlib
 import secrets

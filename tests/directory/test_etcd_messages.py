@@ -1,7 +1,5 @@
 """Tests of etcd's addresses, answers, and lost data, without a server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of the process that serves an embedded directory, and of its keeper."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import resource

@@ -1,7 +1,5 @@
 """Tests of the messages on the connection of an embedded directory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Tests of the directory on a real Redis server, which is started, killed and stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import shutil

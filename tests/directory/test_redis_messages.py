@@ -1,7 +1,5 @@
 """Tests of the script's replies, which other programs may have changed, and of URLs and settings of Redis servers."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,13 +1,12 @@
 """Tests of the server of an embedded directory: clients that misbehave, strangers, and keys."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -55,15 +54,13 @@ def test_a_client_keeps_its_connections(thread: ThreadEngine) -> None:
     client = thread.client()
     for _ in range(3):
         since = client.list("").revision
-        watching = [threading.Thread(target=client.watch, args=(f"{n}", since, PATIENCE)) for n in range(6)]
-        for each in watching:
-            each.start()
-        wait_until(lambda: len(thread.server.watches._waiting) == 6)
-        for n in range(6):
-            entries = client.list(f"{n}").entries
-            client.swap(f"{n}", None if entries else b"", entries[0].revision if entries else 0)
-        for each in watching:
-            each.join(PATIENCE)
+        with ThreadPoolExecutor(6) as pool:
+            watching = [pool.submit(client.watch, f"{n}", since, PATIENCE) for n in range(6)]
+            wait_until(lambda: len(thread.server.watches._waiting) == 6)
+            for n in range(6):
+                entries = client.list(f"{n}").entries
+                client.swap(f"{n}", None if entries else b"", entries[0].revision if entries else 0)
+            assert all(each.result(PATIENCE) for each in watching)
     wait_until(lambda: 1 <= thread.connections() <= KEPT)
     client.close()
     wait_until(lambda: thread.connections() == 0)

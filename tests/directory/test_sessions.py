@@ -1,7 +1,5 @@
 """Tests of a client's connections to a directory: the choice of the endpoint, repetitions, and the end of waits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the file of an embedded directory."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import random

@@ -1,7 +1,5 @@
 """Tests of the state of the embedded directory, compared with the naive model."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

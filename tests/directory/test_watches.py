@@ -1,7 +1,5 @@
 """Tests of watches of the embedded directory: no change is left out, in any order of collecting and new watches."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -7,8 +7,6 @@ group of workers), `given/` has a file of the page's path: cells of Python, each
 belongs, `# before: words` or `# after: words` of a block, or `# at the end`.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import shlex

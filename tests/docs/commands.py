@@ -1,7 +1,5 @@
 """Check the commands that pages show: the program exists, and its parser knows the options."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

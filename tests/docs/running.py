@@ -1,7 +1,5 @@
 """Run a program in a process that is forked from a warm one, so that nothing is imported again; its workers, too."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

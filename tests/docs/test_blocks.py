@@ -1,7 +1,5 @@
 """Every code block of every page is run, parsed or checked, and has the output that the page shows."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import json

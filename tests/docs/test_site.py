@@ -1,7 +1,5 @@
 """The site of the pages: checks of its sources, and nightly ones of the built site, which need Sphinx and a browser."""
 
-from __future__ import annotations
-
 import collections
 import html.parser
 import pathlib

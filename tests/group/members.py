@@ -1,7 +1,5 @@
 """Members of groups for tests, which no process stands behind."""
 
-from __future__ import annotations
-
 from telegrad._core.membership.members import Member
 
 

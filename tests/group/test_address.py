@@ -1,7 +1,5 @@
 """Tests of the address that a worker publishes, and of the URLs that name the rendezvous of a group."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of suspected losses: every order of answers and of times decides if a worker whose connection broke is dead."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import socket

@@ -1,7 +1,5 @@
 """Tests of a worker's lease in the directory of its group: renewed in time, lost during a join, ended by a hang."""
 
-from __future__ import annotations
-
 import pathlib
 import queue
 import threading

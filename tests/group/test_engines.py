@@ -1,7 +1,5 @@
 """Tests of dynamic and elastic groups whose directory is a server of etcd or Redis."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of stores that are files: the format is torch's, and damaged content is refused at once."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import struct

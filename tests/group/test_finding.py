@@ -1,7 +1,5 @@
 """Tests of how members of a dynamic group find their directory: by a pointer, by a note, and after failures."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of how generations of elastic groups form in a directory, with workers that are only entries there."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

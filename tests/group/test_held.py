@@ -1,7 +1,5 @@
 """Tests of how a process holds the directory of its elastic group, and of the loss of it or of the store."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,11 +1,9 @@
 """Tests of joins that fail or are interrupted: they leave no thread, no connection and no process behind."""
 
-from __future__ import annotations
-
 import pathlib
 import threading
 from functools import partial
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,10 +29,6 @@ def running() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name in THREADS}
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("where", "what", "others"),
     [
@@ -52,7 +46,7 @@ def test_an_interrupted_join_leaves_nothing(
     workers = [begin(tmp_path, f"other{n}") for n in range(others)]
     before = running() - earlier
     with monkeypatch.context() as patch:
-        patch.setattr(where, what, interrupt)
+        patch.setattr(where, what, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             begin(tmp_path, "w")
     for other in workers:  # no lease has to end first

@@ -1,7 +1,5 @@
 """Tests of how the key of a group is found, and of keys that are refused."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import os

@@ -1,7 +1,5 @@
 """Tests of workers that give only a role: they meet at the place that their launcher reports."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Tests of the table of members, of the names of workers, and of the list of arrivals while a group forms."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

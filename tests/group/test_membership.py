@@ -1,7 +1,5 @@
 """Tests of the members as one worker sees them: news from the directory and from connections, in either order."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

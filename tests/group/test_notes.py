@@ -1,7 +1,5 @@
 """Tests of the notes by which the next worker that serves the store of a dynamic group finds the directory."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

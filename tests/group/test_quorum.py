@@ -1,7 +1,5 @@
 """Tests of the decision which workers form the next generation."""
 
-from __future__ import annotations
-
 import random
 from typing import cast
 

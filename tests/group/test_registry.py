@@ -1,7 +1,5 @@
 """Tests of the registry of a dynamic group in a directory: names, departures, claims to values, and watches."""
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Iterator

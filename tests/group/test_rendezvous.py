@@ -1,7 +1,5 @@
 """Tests of how groups of fixed size form: the members learn of each other, or all get the same error."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of a replaced key: after the steps in docs/security.md, the new key alone reads all entries of a store."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

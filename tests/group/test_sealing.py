@@ -1,7 +1,5 @@
 """Tests of sealed values: those forged, moved, replayed or removed without the group's key are refused."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tests of the variables of each launcher: complete ones, incomplete ones, and contradictions."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

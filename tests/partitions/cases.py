@@ -1,7 +1,5 @@
 """Faults of the network between the hosts of a group, and of its processes: each case returns its injected faults."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

@@ -4,8 +4,6 @@ Each rule returns one text for each violation. A pause of a process (no RAN for 
 did not run it: delays are counted without the pauses of the workers that were concerned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise, permutations
 

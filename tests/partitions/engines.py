@@ -1,7 +1,5 @@
 """The directories of a group whose workers are on hosts of a test: embedded, etcd, Redis."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import subprocess

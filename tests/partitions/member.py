@@ -1,7 +1,5 @@
 """The program of each worker: it calls the others, owns a claim while it may, writes numbers, and records all acts."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

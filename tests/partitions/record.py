@@ -3,8 +3,6 @@
 All namespaces have one kernel, so `time.monotonic()` is one clock for all workers.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import threading

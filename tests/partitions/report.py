@@ -1,7 +1,5 @@
 """Figures of a record for people: the duration of each reaction."""
 
-from __future__ import annotations
-
 from tests.partitions.checker import Record, calls_after, gaps_of_calls
 from tests.partitions.record import SAW
 

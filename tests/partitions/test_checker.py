@@ -1,7 +1,5 @@
 """Tests of the checker with made-up records: each rule finds its violations, and nothing in a right record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

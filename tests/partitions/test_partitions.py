@@ -3,8 +3,6 @@
 `pytest -m nightly -s tests/partitions` prints the figures of each case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 from collections.abc import Iterator

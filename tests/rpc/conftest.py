@@ -1,7 +1,5 @@
 """Fixtures: a group of one caller and five actors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions that worker processes run in the tests of membership: they join, call, and record events."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import queue

@@ -1,7 +1,5 @@
 """Tests of calls that asyncio awaits: any loop and thread, cancellation, and loops that end early."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """Tests of modes: the caller's autocast and grad mode hold in its calls, a function's own modes for it alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Tests of `functions.batch`: calls that run in batches."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """Each function that the package itself sends to other workers, and each value, has a name that users know."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import pathlib

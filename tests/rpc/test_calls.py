@@ -1,7 +1,5 @@
 """Tests of calls between agents of this process: functions, nested calls, futures, errors and arguments."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import gc

@@ -1,7 +1,5 @@
 """Tests of cancelled calls: futures, functions, nested calls, deadlines, references and gradients."""
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Tests of elastic groups of processes: kills, stops, lost stores and directories, servers, and torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

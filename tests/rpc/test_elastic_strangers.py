@@ -1,7 +1,5 @@
 """Tests of workers with which an elastic group cannot connect: other TLS files, TLS on one side only, another key."""
 
-from __future__ import annotations
-
 import logging
 import pathlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the end of a group: `shutdown` in remote calls, required workers, and log lines of long waits."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pathlib

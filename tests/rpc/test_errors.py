@@ -1,7 +1,5 @@
 """Tests of the text of remote errors: one block per worker, with lines of the user's code only."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

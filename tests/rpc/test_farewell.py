@@ -1,7 +1,5 @@
 """Tests of the wait in `shutdown`: a worker sleeps until something changes, and does not wait for dead workers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import operator

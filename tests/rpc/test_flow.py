@@ -1,7 +1,5 @@
 """Tests of the flow control of streams alone: limits hold and neither side waits for ever, in any order of events."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/rpc/test_interrupts.py` runs that seed alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tests of very large tensors between hosts, which are sent over several TCP streams."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pathlib

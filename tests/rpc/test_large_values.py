@@ -1,7 +1,5 @@
 """Tests of large values that are not tensors: each kind of call delivers them as plain pickle would."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of the limits on what a worker keeps for another: references, contexts, connections and descriptors."""
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Iterator

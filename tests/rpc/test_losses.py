@@ -1,7 +1,5 @@
 """Tests of lost members: processes that end, are stopped, or do not run."""
 
-from __future__ import annotations
-
 import ctypes
 import operator
 import os

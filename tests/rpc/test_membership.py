@@ -1,7 +1,5 @@
 """Tests of the members of a group: lists, waits, callbacks, names by role, and `serve`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of the answers of idempotent calls that a worker keeps until the callers confirm them."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass

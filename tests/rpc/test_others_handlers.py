@@ -1,7 +1,5 @@
 """Tests of signal handlers that raise within a call: for SIGTERM, and of torch's DataLoader."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

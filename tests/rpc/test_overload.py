@@ -1,7 +1,5 @@
 """Tests of back-pressure: callers that are faster than their callee wait, and no call is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Tests of the single owner of a published value, in all kinds of groups: kills, stops, failures of the directory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -325,14 +323,12 @@ def test_known_values_are_served_while_the_directory_does_not_answer(kind: str) 
         try:
             assert on(workers[0], lambda: found.rpc_sync().add()) == 1
             assert on(workers[0], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
-            begun = time.monotonic()
-            with pytest.raises(errors.RendezvousError, match=r"'nothing' is not available after 2.5 s: the directory"):
+            told = r"'nothing' is not available after 2.5 s: the directory"
+            with takes_less_than(4), pytest.raises(errors.RendezvousError, match=told):
                 on(workers[0], rpc.lookup, "nothing", 2.5)
-            assert time.monotonic() - begun < 4
-            begun = time.monotonic()
-            with pytest.raises(errors.RendezvousError, match=r"publish\('other'\): the directory has not confirmed"):
+            told = r"publish\('other'\): the directory has not confirmed"
+            with takes_less_than(6), pytest.raises(errors.RendezvousError, match=told):
                 on(workers[2], rpc.publish, "other", pytest.fail)
-            assert time.monotonic() - begun < 6
             wait_until(lambda: not registration(workers[1]).holds)
             with pytest.raises(errors.ClaimLost):
                 on(workers[0], lambda: found.rpc_sync(0.3).add())

@@ -1,7 +1,5 @@
 """Tests of remote calls and backward passes as events of torch's profilers."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of named and restorable values: one owner, standbys, lookups, and references that follow the value."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import pathlib

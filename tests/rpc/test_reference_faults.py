@@ -1,7 +1,5 @@
 """Tests of references when workers are killed or connections break, and after the end of a group."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tests of remote references, in a group of processes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Tests of successive groups in one store, of workers that were in a group before and of new ones."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import os

@@ -1,7 +1,5 @@
 """Tests of calls that wait for their worker, and of idempotent calls, which are repeated but run once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import operator

@@ -1,7 +1,5 @@
 """Tests of connections of strangers, and of workers with another key or certificate: errors and logs at both ends."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import pathlib
@@ -19,6 +17,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import HANDSHAKE, TlsFiles
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
+from tests.strangers.door import knock, wait_closed
 from tests.transport.test_tls import DAY, Authority
 
 HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -28,21 +27,6 @@ HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 def worker() -> Iterator[tuple[Worker, Worker]]:
     with agents(2, transport="tcp", key="the key of the group") as (a, b):
         yield a, b
-
-
-def knock(worker: Worker) -> socket.socket:
-    return socket.create_connection(worker.agent.me.tcp, 10)
-
-
-def closed(sock: socket.socket) -> bool:
-    """Read until the worker closes the connection; return True."""
-    sock.settimeout(10)
-    try:
-        while sock.recv(4096):
-            pass
-    except ConnectionResetError:
-        pass
-    return True
 
 
 HELLO = Initiator(Keyring([b"another key"]), Hello("w0", 0, "x", ""), "x").start()
@@ -63,7 +47,7 @@ def test_a_connection_that_ends_before_its_handshake_logs_debug_lines_only(
     ):
         sock.sendall(said)
         sock.shutdown(socket.SHUT_WR)
-        assert closed(sock)
+        wait_closed(sock, 10)
     assert [r for r in caplog.records if "before the handshake was complete" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
@@ -119,7 +103,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
             a.agent.call("w1", operator.add, (1, 2), None)
         with knock(b) as sock:  # no TLS at all
             sock.sendall(HTTP)
-            assert closed(sock)
+            wait_closed(sock, 10)
 
 
 BAD = {  # the signing authority, begin and end; texts at the refusing worker and at the other one, and advice

@@ -1,7 +1,5 @@
 """Tests of the limits on what a worker keeps for the streams of a reader: their number and their bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

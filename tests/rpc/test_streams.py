@@ -1,7 +1,5 @@
 """Tests of streams: the items that a function on another worker yields."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

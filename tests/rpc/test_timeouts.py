@@ -1,7 +1,5 @@
 """Tests of the text of timeouts, and of errors for workers that ended without shutdown."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar

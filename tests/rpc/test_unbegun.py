@@ -1,7 +1,5 @@
 """A call whose start or whose answer fails in the code of this package ends with that error, and holds nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

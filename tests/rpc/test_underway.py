@@ -1,7 +1,5 @@
 """Tests of the warning about tensors that are written to during their call; some transports would send torn data."""
 
-from __future__ import annotations
-
 import linecache
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Tests of failures that the program never retrieves: they are logged as errors, others are not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Tests of a module that was edited on one worker after another had imported its old version."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import pathlib

@@ -1,7 +1,5 @@
 """The table of references, and the texts of references and workers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

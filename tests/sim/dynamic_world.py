@@ -4,8 +4,6 @@ Each act of a worker (a join, a renewal, a watch, a claim) runs on a fiber and i
 directory; meanwhile others go on. Time is simulated. Each worker has a clock of its own speed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import logging

@@ -1,7 +1,5 @@
 """A cluster of reference machines under a seeded scheduler: see test_references.py."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from math import inf

@@ -1,7 +1,5 @@
 """Tests of a simulated peer: each call ends once in any order of events, and wrong code is found."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable

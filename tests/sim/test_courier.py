@@ -1,7 +1,5 @@
 """Tests of letters, which arrive once each in any network, and of the names of references in them."""
 
-from __future__ import annotations
-
 from math import inf
 
 from hypothesis import given

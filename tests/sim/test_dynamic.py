@@ -22,8 +22,6 @@ the rest of its last lease. Receivers refuse it by its lower token or epoch, and
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_dynamic.py` replays it alone.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator

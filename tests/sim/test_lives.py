@@ -3,8 +3,6 @@
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_lives.py` replays it alone.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 

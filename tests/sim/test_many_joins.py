@@ -1,7 +1,5 @@
 """Tests of the costs of a join in a group of thousands: operations of the directory, and entries that are read."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import partial

@@ -3,8 +3,6 @@
 Threads go on in any order at the edges of the lock, and whenever a field is read without it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterator

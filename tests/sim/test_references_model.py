@@ -1,7 +1,5 @@
 """An exhaustive search of the reference protocol in Promela: see references.pml."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_steps.py` replays it alone.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -13,8 +13,6 @@
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_weights.py` replays it alone.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import partial

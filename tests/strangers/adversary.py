@@ -5,8 +5,6 @@ use the same ones. The invariant is agreement: an end that is done has talked wi
 key, has the claimed identity, and has sent each byte that was received.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The initial inputs of the fuzzer: real conversations, in the form that its targets read."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Connect to a worker as a stranger, and measure the cost for the worker."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -6,8 +6,6 @@ Findings are written to the folder given with --findings; `--again FILE frames` 
 atheris.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import pathlib

@@ -4,8 +4,6 @@ A stranger may announce parts that are larger than any memory. A part above `PLE
 tests see the request without its cost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence

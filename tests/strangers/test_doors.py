@@ -1,7 +1,5 @@
 """A listener recovers after any crowd of connections, and an ending connection affects no other one."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Members work on during floods of strangers, whose resources are freed afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -14,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -21,7 +20,7 @@ from telegrad._core.security.handshake import MOST_LINES, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.worker.worker import Worker
-from tests.cluster import agents, wait_until
+from tests.cluster import agents, in_threads, wait_until
 from tests.strangers.door import (
     HAS_PROC,
     LATE,
@@ -126,12 +125,7 @@ def test_garbage_from_many_connections(worker: tuple[Worker, Worker], caplog: py
                 heard.append(wait_closed(sock))
 
     with given_back():
-        threads = [threading.Thread(target=babble, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        during = latency(a, 100)
-        for thread in threads:
-            thread.join()
+        *_, during = in_threads(*[partial(babble, seed) for seed in range(4)], partial(latency, a, 100))
     assert len(heard) == 240
     assert during < NORMAL
     assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == MOST_LINES

@@ -1,7 +1,5 @@
 """Any bytes yield frames or a documented error, the same for all pieces, and within bounded memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The targets of the fuzzer: their initial inputs in every run, and ten minutes of fuzzing each at night."""
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An attacker on the network can do anything with the bytes of handshakes, and no end accepts a wrong peer."""
 
-from __future__ import annotations
-
 import json
 import struct
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Shared memory of a peer is mapped only if it cannot shrink, and unused descriptors are closed."""
 
-from __future__ import annotations
-
 import array
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Members are trusted not to send them on purpose; an attacker on the network cannot have a frame accepted (test_attacks).
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The other host is a network namespace that a cable connects with this one. The a
 a child process of the user nobody, and report what succeeded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os

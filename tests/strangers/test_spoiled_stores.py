@@ -1,7 +1,5 @@
 """A stranger writes garbage into the store: groups form or name the spoiled key, within bounded time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A stranger with access to the store of a group can keep the group from forming, and nothing else."""
 
-from __future__ import annotations
-
 import base64
 import json
 import operator

@@ -1,7 +1,5 @@
 """No byte of a stranger reaches an unpickler, nor the parser of frames or of claims."""
 
-from __future__ import annotations
-
 import json
 import operator
 import pickle

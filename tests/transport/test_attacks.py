@@ -1,7 +1,5 @@
 """An attacker on the network, who reads and changes all bytes, cannot have a forged frame accepted."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator

@@ -1,7 +1,5 @@
 """Unix sockets connect processes of one user only, and the handshake is bound to the certificates of TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """A common block is lent to many receivers, each with private writes, and reused after the last release."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """Connecting: options of sockets, full queues, and ends that close during the handshake."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import random

@@ -1,7 +1,5 @@
 """The handshake accepts only holders of the key, in whatever pieces its bytes arrive."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The heap is trimmed when the process has grown by much, and seldom."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Stripes: the parts of a large content that are sent over several streams are joined again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Shared memory is lent, comes back with the end of its last tensor, and is bounded."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """The Noise handshake agrees with published test vectors and with another implementation."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

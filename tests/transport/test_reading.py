@@ -1,7 +1,5 @@
 """One owner at a time has the right to read; see also tests/sim/test_reading.py."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

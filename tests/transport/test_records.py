@@ -1,7 +1,5 @@
 """Records arrive as they were sent, in any pieces, and altered ones are refused."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Refused connections are logged a few times and then counted; the host with the most gives way first."""
 
-from __future__ import annotations
-
 from telegrad._core.security.handshake import MOST_HOSTS, MOST_LINES, OTHERS, PERIOD, Refusals, host_of, to_give_way
 
 

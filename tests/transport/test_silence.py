@@ -1,7 +1,5 @@
 """A worker counts as silent after its limit, if this worker ran in the meantime."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """TLS accepts only certificates of the group's authority that are valid today."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import os

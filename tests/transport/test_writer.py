@@ -1,7 +1,5 @@
 """The writer sends the bytes of the outbox, and keeps their memory alive until they are sent."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

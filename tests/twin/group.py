@@ -1,7 +1,5 @@
 """Run programs one after the other in one group of processes that stays alive."""
 
-from __future__ import annotations
-
 import contextlib
 import marshal
 import sys

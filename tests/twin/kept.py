@@ -1,7 +1,5 @@
 """Published weights and checkpoints in the one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ A program is text. Its functions call `rpc`, `autograd` and so on, which are Tel
 `tests.twin.solo` in the one process. A new kind is a function in one of the files of parts, with `@part`.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 import re

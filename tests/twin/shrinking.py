@@ -1,7 +1,5 @@
 """Reduce a failing program until no line can be dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.twin.making import Program

@@ -3,8 +3,6 @@
 `describe` needs only torch, since scripts that are printed or started contain its text.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ of the program are replaced by those of the namespace to which they are sent. Ea
 Everything runs on one thread: a call by `rpc_async` or `remote` has ended when its future or reference is returned.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

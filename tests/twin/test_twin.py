@@ -4,8 +4,6 @@
 script.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

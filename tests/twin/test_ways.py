@@ -1,7 +1,5 @@
 """A program shows the same in each way to start it."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from typing import Any

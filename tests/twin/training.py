@@ -1,7 +1,5 @@
 """Autograd contexts, modules and optimizers in the one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 The definitions are in the main script, or in a module beside it. The driver writes down what all workers have seen.
 """
 
-from __future__ import annotations
-
 import inspect
 import pathlib
 import pickle

@@ -1,7 +1,5 @@
 """Deltas are exact and small, and refused if they do not fit; other hosts get them, or whole pieces."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

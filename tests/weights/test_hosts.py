@@ -1,7 +1,5 @@
 """Weights on three hosts with slow links: network namespaces of the test, shaped by `tc`."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import subprocess

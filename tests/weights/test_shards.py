@@ -1,7 +1,5 @@
 """The plan of copies from owners to readers, compared with brute force."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

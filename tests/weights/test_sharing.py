@@ -1,7 +1,5 @@
 """Readers get the published values, types and strides, and tensors that share memory as the published ones do."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Publishers and subscribers of real workers: in this process, on one host, or on several simulated hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Random trees of tensors that share memory in random ways, and assertions that two trees are the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

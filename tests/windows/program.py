@@ -1,7 +1,5 @@
 """Workers that call each other, on a platform that lacks what Windows lacks."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Workers run in fresh interpreters from which the folder `without` has removed what Windows lacks."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import runpy

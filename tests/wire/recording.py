@@ -6,8 +6,6 @@ changes. Afterwards it never changes: workers of that release go on sending thes
 functions and classes of this module, so these stay as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Exceptions keep their type, text and attributes when they are sent, and name the worker that raised them."""
 
-from __future__ import annotations
-
 import builtins
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Frames are read from a stream in any pieces, and keep the parts around the memory of tensors."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

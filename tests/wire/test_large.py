@@ -1,7 +1,5 @@
 """Large values other than tensors arrive as by plain pickle, and no step holds the interpreter for long."""
 
-from __future__ import annotations
-
 import array
 import io
 import pickle

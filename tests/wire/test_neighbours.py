@@ -1,7 +1,5 @@
 """Workers understand those of neighbouring releases, whose recorded frames are in frames/."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Exceptions of any size are described and rebuilt quickly, and keep their type where possible."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 from collections.abc import Callable

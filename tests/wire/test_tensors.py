@@ -1,7 +1,5 @@
 """Tensors arrive as they were sent, and only their used memory is sent."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import pickle

@@ -1,7 +1,5 @@
 """Commands read the state of workers from sockets of the host, which anybody can create with the same names."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno

@@ -1,7 +1,5 @@
 """Listeners receive events, and the recorder keeps the last ones."""
 
-from __future__ import annotations
-
 from time import perf_counter
 from typing import Any
 

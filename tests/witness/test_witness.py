@@ -1,7 +1,5 @@
 """Workers report their state to each other, to programs of their host, and in files."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import io

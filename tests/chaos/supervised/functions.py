@@ -1,7 +1,5 @@
 """The functions that run on workers that are called: each one reports in which life it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

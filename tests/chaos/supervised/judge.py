@@ -7,8 +7,6 @@ back        a worker that was killed can soon be called again by all living ones
 undisturbed calls among workers without faults are not late
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The load of one life: clients, a watcher for each worker, and a thread that measures delays of the machine."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The operations of a client, and the failures that are allowed if the called worker is killed, or leaves."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The events of a schedule and their times: a plan is made of its seed alone."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

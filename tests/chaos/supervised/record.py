@@ -1,7 +1,5 @@
 """The record of each process of a schedule, written line by line, so that none of it is lost if it is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A schedule: `telegrad run` starts the workers, the events of the plan happen, and the records are judged."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 `order-NAME` holds a word for that worker alone; `enough` ends the load of all, `end` the group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

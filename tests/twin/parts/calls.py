@@ -1,7 +1,5 @@
 """Calls of each kind, over one or several workers, and their errors."""
 
-from __future__ import annotations
-
 from tests.twin.making import ANYWHERE, Maker, part
 
 

@@ -1,7 +1,5 @@
 """Distributed autograd through Functions, hooks, views, in-place writes and sparse gradients."""
 
-from __future__ import annotations
-
 from tests.twin.making import INSIDE, Maker, part
 
 

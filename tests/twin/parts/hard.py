@@ -1,7 +1,5 @@
 """Rare uses of autograd and optimizers: second orders, failures in backward, several optimizers at once."""
 
-from __future__ import annotations
-
 from tests.twin.making import INSIDE, OUTSIDE, Maker, part
 from tests.twin.parts.models import OPTIMIZERS, layer, models
 

@@ -1,7 +1,5 @@
 """Modules on workers, optimizers over them, steps of training, checkpoints."""
 
-from __future__ import annotations
-
 from tests.twin.making import INSIDE, OUTSIDE, Maker, part
 
 OPTIMIZERS = [

@@ -1,7 +1,5 @@
 """Objects that are sent, of the program and of Python: functions, dataclasses, enums, arrays."""
 
-from __future__ import annotations
-
 from tests.twin.making import ANYWHERE, Maker, part
 
 

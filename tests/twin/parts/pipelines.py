@@ -1,7 +1,5 @@
 """Models in stages, which are fed with micro-batches."""
 
-from __future__ import annotations
-
 from tests.twin.making import INSIDE, OUTSIDE, Maker, part
 from tests.twin.parts.models import OPTIMIZERS, layer
 

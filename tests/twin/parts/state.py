@@ -1,7 +1,5 @@
 """State that stays on a worker between calls: globals, classes of the program, random numbers."""
 
-from __future__ import annotations
-
 from tests.twin.making import ANYWHERE, Maker, part
 
 

@@ -1,7 +1,5 @@
 """Values of many types: dtypes, views, subclasses, in-place writes."""
 
-from __future__ import annotations
-
 from tests.twin.making import ANYWHERE, Maker, part
 
 DTYPES = [

@@ -1,7 +1,5 @@
 """Published weights."""
 
-from __future__ import annotations
-
 from tests.twin.making import OUTSIDE, Maker, part
 
 

@@ -4,8 +4,6 @@ Python runs this before anything else, so later checks for a removed name fail. 
 standard library and torch would load modules that exist on Windows only. SIGKILL stays, since `subprocess` needs it.
 """
 
-from __future__ import annotations
-
 import _socket
 import errno
 import os
