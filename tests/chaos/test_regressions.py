@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +238,8 @@ def fails_once(
 def test_a_call_works_after_an_answer_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
-        failed = fails_once(monkeypatch, link, "encode", lambda message, *_: message.kind == messages.RESULT)
+        monkeypatch.setattr(link, "PREFIX", prefix := SimpleNamespace(pack=messages.PREFIX.pack))
+        failed = fails_once(monkeypatch, prefix, "pack", lambda kind, *_: kind == messages.RESULT)
         with pytest.raises(errors.PeerLost):
             worker.agent.call("w1", int, (), None, LIMIT)
         assert failed
