@@ -76,7 +76,10 @@ class Child:
         if not ready:
             raise Failed(f"hung: no answer within {patience:g} s")
         if self._pipe not in ready and not self._pipe.poll():
-            raise Failed(next(ends[each].cause_of_death() for each in ready if each in ends))
+            ended = next(ends[each] for each in ready if each in ends)
+            if ended._pipe.poll():
+                ended.wait_answer(patience)  # raises the error with which it has ended
+            raise Failed(ended.cause_of_death())
         try:
             worked, value = self._pipe.recv()
         except (EOFError, OSError):
