@@ -120,6 +120,19 @@ def test_the_worker_that_serves_the_store_starts_the_directory_and_others_find_i
     assert values(second.directory) == [b"1"]
 
 
+def test_a_directory_is_noted_before_others_can_join_it(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its worker, if it is killed at that moment, would begin another group once it is restarted."""
+    noted, write = list[Pointer | None](), finding.write_pointer
+
+    def look_and_write(*args: Any) -> bool:
+        noted.append(finding.noted(finder.port))
+        return write(*args)
+
+    monkeypatch.setattr(finding, "write_pointer", look_and_write)
+    found = finder.find(dist.HashStore(), True)
+    assert noted == [found.pointer]
+
+
 def test_workers_that_come_at_once_start_a_single_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
     stores = [dist.FileStore(f"{tmp_path}/store", -1) for _ in range(4)]
     found = in_threads(*[partial(finder.find, store) for store in stores])

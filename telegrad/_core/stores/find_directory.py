@@ -173,6 +173,8 @@ def find_directory(
         pointer = Pointer.from_json(text) if text else None
         directory, is_gone = _open(pointer, store.keys) if pointer is not None else (None, True)
         if pointer is not None and directory is not None:
+            if port is not None:  # this worker may have noted another one, and found that pointer then
+                note(port, pointer)
             return Found(directory, None, pointer.launched, pointer)
         before = pointer or (noted(port) if port is not None else None)
         if pointer is None and before is not None:
@@ -183,9 +185,11 @@ def find_directory(
         if is_gone and _may_start(pointer, store, port is not None):
             keeping = DirectoryMonitor(store.keys, address, before)
             try:
+                # Before the pointer, by which others find the directory and join: if this worker is killed in between,
+                # the restarted one must find it, too, and not begin another group.
+                if port is not None:
+                    note(port, keeping.pointer)
                 if write_pointer(store, keeping.pointer, text):
-                    if port is not None:
-                        note(port, keeping.pointer)
                     return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
             except BaseException:  # the store is lost, or a signal handler has raised
                 keeping.leave()
@@ -263,10 +267,10 @@ def note(store: int | str, pointer: Pointer) -> None:
     """Note the directory of a store; remove the notes of directories that have ended."""
     try:
         path = _note_path(store)
-        with contextlib.suppress(OSError):  # the next call removes them
-            _remove_notes(os.path.dirname(path))
         with replacing(path) as file:
             file.write(pointer.to_json().encode())
+        with contextlib.suppress(OSError):  # the next call removes them
+            _remove_notes(*os.path.split(path))
     except OSError as error:
         log.warning(
             "telegrad: the place of the group's directory cannot be saved (%s): if the worker that serves the store "
@@ -285,9 +289,9 @@ def _machine() -> str:
     return hashlib.sha256(host_identity().encode()).hexdigest()[:MACHINE]
 
 
-def _remove_notes(folder: str) -> None:
-    """Remove the notes of ended directories, and old ones of other hosts."""
-    for name in os.listdir(folder):
+def _remove_notes(folder: str, own: str) -> None:
+    """Remove the notes of ended directories, and old ones of other hosts, except a worker's own."""
+    for name in {*os.listdir(folder)} - {own}:
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
             age = time.time() - os.stat(path).st_mtime
