@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_231,
-    "lines of the core": 38_822,
-    "lines of the tests": 87_652,
+    "lines of the package": 62_233,
+    "lines of the core": 38_824,
+    "lines of the tests": 87_666,
     "files of the package": 267,
     "words of the glossary": 80,
     "global statements": 5,

@@ -21,7 +21,7 @@ from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import PIECE, address_of, copy_of
 from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, CannotEncode
-from tests.cluster import in_background
+from tests.cluster import in_background, wait_until
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
 from tests.wire.test_pickling import journey
 
@@ -322,6 +322,7 @@ def test_other_threads_run_while_a_large_value_is_pickled(make: Any) -> None:
 
     value = make()
     with in_background(take_turns):
+        wait_until(lambda: turns[0])  # a new thread may begin late
         try:
             sys.setswitchinterval(1000)
             before = turns[0]
