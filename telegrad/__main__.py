@@ -81,9 +81,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if sys.stdout is None and name not in ("", "dashboard", *PROGRAMS):  # these do more than print
         raise OSError("the standard output is closed")
     if name in ABOUT:
-        print(
-            f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__, file=sys.stdout if name else sys.stderr
-        )
+        text = f"telegrad {VERSION}" if name in ("-V", "--version") else __doc__
+        print(text, file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "worker":
         from telegrad.launch import worker_command

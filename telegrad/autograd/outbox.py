@@ -126,7 +126,7 @@ class Outbox:
                 self.send(worker)
 
     def carry(self, shipment: PackedShipment) -> Sequence[PassReport]:
-        """Take the reports that came with gradients. Return those to send to the driver now."""
+        """Take the reports that came with gradients. Return the reports to send to the driver now."""
         with self._lock:
             self._carried += [PassReport(self.spec, *fields) for fields in shipment.reports]
         if self.holds and len(self._carried) <= MOST_CARRIED:

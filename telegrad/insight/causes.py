@@ -38,7 +38,7 @@ from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKE
 from telegrad.reporting import COROUTINE, LEAVING, MEETINGS, MOVES, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
-# What a late worker has not done, by the kind of wait of the workers that wait for it.
+# The action that a late worker has not done, by the kind of wait of the workers that wait for it.
 _CALLED = {GATHER: "reached shutdown's _all_gather", "shutdown": "called shutdown"}
 _CALLED |= dict.fromkeys(("rendezvous_again", MOVES), "called rendezvous_again")
 

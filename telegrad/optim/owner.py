@@ -105,7 +105,7 @@ class LocalOptimizer:
         self._retired = False  # a newer part has replaced this one; guarded by the guards
 
     def _telegrad_runs(self, method: str) -> str:
-        return f"DistributedOptimizer.{USER_NAMES.get(method, method)} ({type(self._optimizer).__name__})"
+        return f"{user_name(method)} ({type(self._optimizer).__name__})"
 
     def add_group(
         self, number: int, branches: Sequence[RemotePart], options: Hyperparameters

@@ -165,7 +165,7 @@ class Membership:
                 self._group.refresh()
 
     def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
-        """Wait until as many workers as wanted (of that role if given), or those with the wanted names, are present;
+        """Wait until as many workers as wanted (of that role if given), or workers with the wanted names, are present;
         raise CallTimeout if they did not join in time, PeerLost if they cannot join any more."""
         until = monotonic() + timeout if timeout > 0 else float("inf")
         self.refresh()

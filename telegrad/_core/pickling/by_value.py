@@ -227,10 +227,10 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
         # Its globals are not those of a `__main__` that workers have: a console, a debugger or `exec` has run the code
         # in a dictionary of its own, or it is a local function of a module. So the copies of cloudpickle stay.
         # A local function of a module that only reads a global most likely needs no more than its value.
-        in_module = is_function and vars(sys.modules.get(obj.__module__, obj)) is obj.__globals__
+        local = is_function and vars(sys.modules.get(obj.__module__, obj)) is obj.__globals__
         for name, value in reduced[2][1]["__globals__"].items() if is_function else ():
-            changes = name in lookups_of(obj.__code__).written
-            if (changes or (not in_module and any(True for _ in mutable_parts(value)))) and not name.startswith("__"):
+            is_fixed = local or next(mutable_parts(value), None) is None
+            if (name in lookups_of(obj.__code__).written or not is_fixed) and not name.startswith("__"):
                 _warn_once(name)
         return reduced
     make, arguments, state, *_ = reduced
@@ -364,7 +364,7 @@ def find_unpicklable_part(value: Any, same_program: bool, error: BaseException) 
 
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
-    # The elements are those of the built-in types: a subclass may have a false `__len__`, or an endless `__iter__`.
+    # By the methods of the built-in types: a subclass may have a false `__len__`, or an endless `__iter__`.
     kind: Any = next((each for each in (tuple, list, dict, set, frozenset) if isinstance(value, each)), None)
     if kind in (tuple, list):
         if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # the arguments of a call
