@@ -24,8 +24,8 @@ from telegrad._core.start.cluster import start
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from tests import locks  # noqa: F401 - checks what locks guard
 
 PATIENCE = 30.0  # seconds after which a test counts as hanging

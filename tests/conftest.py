@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import Process, agents, free_port, group
 from tests.insight.browsers import BROWSER, OPTIONS
 

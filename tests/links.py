@@ -20,7 +20,7 @@ from telegrad._core.transport.link import Link, LinkHandlers
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import PATIENCE, wait_until
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.checkpoint import Saver, folders
 from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed

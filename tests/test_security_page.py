@@ -19,8 +19,8 @@ from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, agents, wait_until
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()

@@ -6,7 +6,7 @@ from telegrad._core.membership.members import Identity, Member, View, WorkerInfo
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import PUBLISHED, Change, Claim, LifeOver, MemberGone, Registry
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker, WorkerExtension, register
+from telegrad._core.worker.current import Worker, WorkerExtension, register
 
 __all__ = [
     "PUBLISHED", "UNUSABLE", "Change", "Claim", "DynamicGroup", "Identity", "Leaving", "LifeOver", "Member",

@@ -9,7 +9,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.reporting.introspection import introspection_of
 from tests.cluster import next_turn, wait_until
 

@@ -14,7 +14,7 @@ from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.memory.warm_memory import SHARING
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
 from tests.cluster import PATIENCE, agents, agents_here, in_threads
 from tests.transport.test_common import scribble, total

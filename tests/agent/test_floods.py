@@ -16,7 +16,7 @@ from telegrad._core.memory.blobs import Chunk
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.transport import writer
 from telegrad._core.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import LimitReached, PeerError
 from tests import links
 from tests.cluster import agents, in_background, takes_less_than, wait_until

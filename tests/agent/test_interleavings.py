@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.calls.cancelling import cancelled
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
 from tests.cluster import PATIENCE, agents, in_threads, pause, wait_until
 from tests.links import callers_of

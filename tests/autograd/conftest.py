@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed
 
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.autograd import sharding
 from tests.cluster import PATIENCE, Process, free_port, group, wait_until
 

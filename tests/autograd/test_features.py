@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CannotEncode, TelegradWarning, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer

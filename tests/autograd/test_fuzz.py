@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.autograd import programs
 from tests.cluster import wait_until
 from tests.seeds import run_each

@@ -10,7 +10,7 @@ from torch import nn
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.autograd import node_calls, pass_parts
 from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, Passing, recomputed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from telegrad._core.devices import staging
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests import accelerator
 from tests.accelerator.apart import apart
 from tests.cluster import agents_here

@@ -15,7 +15,7 @@ import telegrad.checkpoint as checkpoint
 from telegrad import rpc
 from telegrad._core.devices.device_streams import on
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from tests.cluster import in_threads

@@ -13,8 +13,8 @@ from telegrad._core.start import cluster
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from tests.cluster import KEYS, PATIENCE, wait_until
 
 THREADS = ("telegrad-directory", "telegrad-lease", "telegrad-keeper")

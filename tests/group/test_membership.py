@@ -19,8 +19,8 @@ from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registe
 from telegrad._core.membership.suspects import Suspect
 from telegrad._core.start import life
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
 from tests.cluster import PATIENCE, agents, in_background, wait_until
 

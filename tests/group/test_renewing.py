@@ -24,8 +24,8 @@ from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, Sealer, SealRenewal
 from telegrad._core.stores.stores import RendezvousStore, join_store, open_store
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, in_threads, wait_until
 from tests.directory import redis_server
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.autograd.contexts import Contexts
 from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents_here
 
 

@@ -14,7 +14,7 @@ import torch
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, CallTimeout, GroupError
 from telegrad.rpc import rpc_async
 from tests.cluster import in_threads, next_turn, wait_until

@@ -15,7 +15,7 @@ from torch import nn
 
 import telegrad
 from telegrad import autograd, rpc
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CannotEncode
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer

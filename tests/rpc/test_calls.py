@@ -21,7 +21,7 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.reactor import reactor, scheduler
 from telegrad._core.rpc import presence, remote_calls
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import Future, RRef, functions, group, remote, rpc_async, rpc_stream, rpc_sync
 from tests import links

@@ -20,7 +20,7 @@ import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, agents_here, group, in_background, next_turn, takes_less_than, wait_until

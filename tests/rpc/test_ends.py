@@ -17,7 +17,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core import progress
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import Future, rpc_async
 from tests.cluster import PATIENCE, Process, agents, group, in_background, in_threads, next_turn, run_all, wait_until

@@ -22,7 +22,7 @@ from telegrad._core.membership.membership import Greeting
 from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
 from telegrad._core.membership.suspects import Suspect
 from telegrad._core.progress import FIRST
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown, TelegradError
 from tests.cluster import PATIENCE, agents, free_port, wait_until
 from tests.cluster import group as processes_of_group

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from telegrad import errors
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.groups import group_maps
 from telegrad.groups.group_calls import ResultSlot
 from telegrad.groups.group_maps import MapFuture

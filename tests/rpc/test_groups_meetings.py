@@ -24,7 +24,7 @@ from telegrad import errors
 from telegrad._core import progress
 from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
 from tests.cluster import PATIENCE, agents_here, group, in_background, processes, run_all, wait_until

@@ -11,7 +11,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.agent.peer import Peer
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import PATIENCE, agents_here, group, wait_until
 from tests.rpc import members
 

@@ -22,7 +22,7 @@ from telegrad._core.sockets import tune_tcp
 from telegrad._core.transport import connect, listener
 from telegrad._core.transport.connect import Target
 from telegrad._core.transport.link import Link
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents, group, in_threads, run_all, wait_until
 from tests.transport.test_tls import Authority

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents_here, in_threads
 from tests.trees import DATA, LARGE, TREES, Record, alike
 

@@ -15,7 +15,7 @@ from telegrad._core.security.handshake import StreamId
 from telegrad._core.transport.connect import Target
 from telegrad._core.transport.listener import MOST_CONNECTIONS
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.autograd import contexts as contexts_module
 from telegrad.autograd.passes import Abandon, Mark, PassSpec
 from telegrad.errors import LimitReached, PeerError

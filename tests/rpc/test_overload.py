@@ -14,7 +14,7 @@ import torch
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.peer import BATCH
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents_here, group, in_background, in_threads, wait_until
 

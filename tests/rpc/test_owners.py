@@ -24,7 +24,7 @@ from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
 from telegrad._core.stores.find_directory import DirectoryMonitor
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.publishing import registration as registering
 from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, run_all, takes_less_than, wait_until

@@ -23,8 +23,8 @@ from telegrad._core.stores.find_directory import Pointer
 from telegrad._core.stores.stores import open_store
 from telegrad._core.threads import run_in_thread
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration
 from telegrad.publishing.published import Publications
 from tests.cluster import KEYS, PATIENCE, agents, in_background, in_threads, takes_less_than, wait_until

@@ -21,7 +21,7 @@ from telegrad._core.membership.membership import Membership
 from telegrad._core.rpc.idempotency import IdempotentCalls
 from telegrad._core.rpc.retry_queue import Failure, RetryQueue, classify
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests import links
 from tests.cluster import PATIENCE, agents_here, in_background, wait_until
 from tests.rpc.test_publishing import Crowd

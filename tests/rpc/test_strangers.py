@@ -15,7 +15,7 @@ from telegrad import errors
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import HANDSHAKE, TlsFiles
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents, wait_until
 from tests.strangers.door import knock, wait_closed
 from tests.transport.test_tls import DAY, Authority

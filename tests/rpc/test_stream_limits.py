@@ -23,7 +23,7 @@ from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
 from telegrad._core.transport import writer
 from telegrad._core.wire.messages import CALL, Message
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
 from telegrad.rpc import RRef, Stream, actor, rpc_stream, rpc_sync
 from tests import links

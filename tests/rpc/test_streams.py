@@ -25,7 +25,7 @@ from telegrad._core.calls.futures import completion_of
 from telegrad._core.pickling.pickling import LARGE
 from telegrad._core.streams import streams
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.rpc import RRef, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, agents_here, group, in_threads, next_turn, run_all, wait_until
 

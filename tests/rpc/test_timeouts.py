@@ -11,7 +11,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.agent.agent import Agent
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, PeerUnreachable, ShutDown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer

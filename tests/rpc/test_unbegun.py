@@ -18,7 +18,7 @@ from telegrad._core.agent.incoming import Answers
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.rpc.idempotency import IdempotentCalls
 from telegrad._core.streams import producer
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents_here, next_turn, wait_until
 
 pytestmark = pytest.mark.filterwarnings("error")  # a coroutine that was never awaited

@@ -10,7 +10,7 @@ from telegrad._core.membership.members import Member
 from telegrad._core.references.reference_protocol import DROPPED, ControlMessage
 from telegrad._core.references.reference_table import MOST_AT_ONCE
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
 from telegrad.rpc import RRef, remote
 from tests.cluster import PATIENCE, agents_here, in_threads, wait_until

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import PATIENCE
 
 LATE = 1.0  # seconds between a worker's checks of handshake deadlines

@@ -19,7 +19,7 @@ import pytest
 from telegrad._core.security.handshake import MOST_LINES, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents, in_threads, wait_until
 from tests.strangers.door import (
     HAS_PROC,

@@ -26,7 +26,7 @@ from telegrad._core.wire.messages import (
     encode,
 )
 from telegrad._core.wire.tensors import HOST
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerLost
 from tests.cluster import agents
 from tests.links import LinkEnd

@@ -28,8 +28,8 @@ from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.worker import Worker
 from telegrad.ext import starting
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine

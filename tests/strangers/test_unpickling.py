@@ -13,7 +13,7 @@ from telegrad._core.pickling import pickling
 from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.wire.messages import CALL, NOTICE, FrameReader, Message, encode
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from tests.cluster import agents
 from tests.strangers.door import knock, new_member, say, wait_closed
 

@@ -22,7 +22,7 @@ from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
 from telegrad._core.transport.poller import wait_readable
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
 from tests.cluster import agents, in_background
 from tests.links import LinkEnd

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import DeltaRefused, UsageError
 from telegrad.weights import Publisher, Subscriber, publisher, subscriber, weight_service
 from telegrad.weights.deltas import (

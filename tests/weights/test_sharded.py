@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from telegrad import checkpoint
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.calls import call_all
 from telegrad.nn import Pipeline, RemoteModule

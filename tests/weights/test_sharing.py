@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber, Version, tree_layout
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas, rows_of

@@ -17,7 +17,7 @@ from torch import nn
 
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, ShutDown, UnknownPublisher, UsageError
 from telegrad.weights import Publisher, ShardedPublisher, Subscriber, Version
 from telegrad.weights import publisher as publishing

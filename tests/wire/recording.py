@@ -45,7 +45,7 @@ from telegrad._core.wire.messages import (
 )
 from telegrad._core.wire.unpacking import unpack
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.weights import Publisher, Subscriber
 from tests.cluster import agents
 

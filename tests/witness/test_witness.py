@@ -25,7 +25,7 @@ from telegrad import autograd, rpc
 from telegrad._core.host.private_files import Folder
 from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.insight import seen_groups
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here, inspect, stacks_of

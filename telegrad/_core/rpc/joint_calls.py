@@ -30,8 +30,8 @@ from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.value_access import EACH, methods
-from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError, WorkersFailed
 
 S = TypeVar("S")

@@ -43,7 +43,7 @@ from telegrad._core.progress import Wait
 from telegrad._core.rpc.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
 from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 
 by_default: list[bool] = []  # not empty once calls of a worker in this process wait by default

@@ -40,9 +40,9 @@ from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
 from telegrad._core.wire.messages import MOVED
 from telegrad._core.worker import actors, current
+from telegrad._core.worker.current import Worker, WorkerExtensions
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.value_access import open_roots
-from telegrad._core.worker.worker import Worker, WorkerExtensions
 from telegrad.errors import DeviceError, GenerationOver, GroupIncomplete, UsageError
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun's agents

@@ -30,8 +30,8 @@ from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
+from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import BackendType, RpcBackendOptions, TelegradOptions
-from telegrad._core.worker.worker import Worker
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
 
 MOST_WORKERS = 1 << 31  # some stores send a rank as an int of 32 bits

@@ -31,7 +31,7 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.streams.flow_control import Answer, SendWindow
 from telegrad._core.worker import current
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.errors import LimitReached
 
 MOST_BYTES = 64 << 20  # bytes that a function may be ahead of its reader; a single item may have more

@@ -18,7 +18,7 @@ from telegrad._core.start.life import enter_group
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current, options
-from telegrad._core.worker.worker import Worker
+from telegrad._core.worker.current import Worker
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
