@@ -19,8 +19,8 @@ from typing import Any
 import cloudpickle
 
 from telegrad._core.interrupts import install
+from telegrad._core.rpc.cluster import start
 from telegrad._core.security.keyring import Keyring, find_keys
-from telegrad._core.start.cluster import start
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.worker import current

@@ -39,7 +39,6 @@ ORDER = [
     "_core/worker",
     "_core/streams",
     "_core/rpc",
-    "_core/start",
     "_core/modules",
     "optim",
     "ext",

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from telegrad import errors
+from telegrad._core.rpc.cluster import start
 from telegrad._core.security.keyring import Keyring, read_keys
-from telegrad._core.start.cluster import start
 from telegrad._core.stores.find_directory import POINTER
 from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore

@@ -44,9 +44,9 @@ def test_the_exports_in_the_source_are_those_of_the_module(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "before", "after"),
     [
-        ("telegrad._core.start.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
+        ("telegrad._core.rpc.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
         ("telegrad._core.rpc.remote_calls", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
-        ("telegrad._core.start.life", "graceful: bool = True", "graceful: bool = False"),
+        ("telegrad._core.rpc.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
 def test_changes_are_detected(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ class LocalGroup:
         programs.check_not_imported("telegrad.local")
         # A process that is in a group has imported this module. The import here would import torch, which takes
         # seconds, and `_join` does that while the workers start.
-        if "telegrad._core.start.life" in sys.modules:
+        if "telegrad._core.rpc.life" in sys.modules:
             from telegrad.ext.starting import check_free
 
             check_free()

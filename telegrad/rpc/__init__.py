@@ -10,6 +10,8 @@ with gc_paused():
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future
     from telegrad._core.membership.members import WorkerInfo
+    from telegrad._core.rpc.cluster import Generation
+    from telegrad._core.rpc.life import generation, init_rpc, rendezvous_again, serve, shutdown, stop_serving
     from telegrad._core.rpc.presence import (
         _rref_context_get_debug_info,
         debug_info,
@@ -23,8 +25,6 @@ with gc_paused():
     from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT, remote, rpc_async, rpc_stream, rpc_sync
     from telegrad._core.rpc.rref import RRef
     from telegrad._core.security.tls import TlsFiles
-    from telegrad._core.start.cluster import Generation
-    from telegrad._core.start.life import generation, init_rpc, rendezvous_again, serve, shutdown, stop_serving
     from telegrad._core.streams.streams import Stream
     from telegrad._core.worker.actors import actor
     from telegrad._core.worker.options import (

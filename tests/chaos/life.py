@@ -7,7 +7,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.memory import extra_streams
-from telegrad._core.start import cluster
+from telegrad._core.rpc import cluster
 from telegrad.weights import publisher
 from tests.chaos import functions, leaks
 from tests.chaos.board import Board

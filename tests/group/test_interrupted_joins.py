@@ -9,7 +9,7 @@ import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.joining import join
-from telegrad._core.start import cluster
+from telegrad._core.rpc import cluster
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current

@@ -20,7 +20,7 @@ from telegrad._core.directory.directory import Lease
 from telegrad._core.joining import join
 from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.registry import Registry
-from telegrad._core.start.life import init_rpc
+from telegrad._core.rpc.life import init_rpc
 from telegrad._core.stores import address
 from telegrad._core.stores.address import await_name
 from tests.cluster import free_port, processes, run_all

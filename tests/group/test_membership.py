@@ -17,7 +17,7 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.membership.suspects import Suspect
-from telegrad._core.start import life
+from telegrad._core.rpc import life
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad._core.worker.options import TelegradOptions

@@ -21,7 +21,7 @@ from telegrad import errors
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Handlers
 from telegrad._core.membership.members import Member
-from telegrad._core.start.cluster import start
+from telegrad._core.rpc.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all

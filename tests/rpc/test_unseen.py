@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from telegrad._core.calls import profiling, unretrieved
-from telegrad._core.start import life
+from telegrad._core.rpc import life
 from telegrad._core.worker.current import Worker
 from telegrad.errors import ShutDown, WorkersFailed
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync

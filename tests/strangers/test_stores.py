@@ -20,9 +20,9 @@ from telegrad import errors
 from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
+from telegrad._core.rpc.cluster import start
 from telegrad._core.security.handshake import PURPOSE
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.start.cluster import start
 from telegrad._core.stores import address, raw_stores
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import SealedDirectory

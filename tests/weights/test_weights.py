@@ -63,7 +63,7 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Work
         here.host = f"host {hosts[rank]}"  # each worker starts on a thread of its own
         return {}
 
-    monkeypatch.setattr("telegrad._core.start.cluster.host_identity", lambda: here.host)
+    monkeypatch.setattr("telegrad._core.rpc.cluster.host_identity", lambda: here.host)
     monkeypatch.setattr(publishing, "PIECE", 1000)
     with agents(len(hosts), of_rank=of_rank) as workers:
         yield workers

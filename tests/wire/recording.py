@@ -180,7 +180,7 @@ def two_workers(**options: Any) -> Iterator[list[Worker]]:
 
     with (
         patch.object(Agent, "__init__", begun),
-        patch("telegrad._core.start.cluster.host_identity", lambda: "host"),
+        patch("telegrad._core.rpc.cluster.host_identity", lambda: "host"),
         agents(2, transport="tcp", key=KEY, **options) as workers,
     ):
         current.enter(workers[0])

@@ -1,1 +1,4 @@
-"""Remote calls and references as programs use them, and retries; `telegrad.rpc` exports the public part."""
+"""Calls and references as programs use them, and retries; `init_rpc`, which assembles a worker, to `shutdown`.
+
+`telegrad.rpc` exports the public part.
+"""

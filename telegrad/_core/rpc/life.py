@@ -23,9 +23,9 @@ from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
 from telegrad._core.pickling.main_modules import own_scope
 from telegrad._core.pickling.remote_text import folded
+from telegrad._core.rpc.cluster import Elastic, Generation, limits_of, start
 from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.start.cluster import Elastic, Generation, limits_of, start
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive

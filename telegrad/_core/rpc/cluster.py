@@ -2,7 +2,7 @@
 
     options -> store -> worker listens -> rendezvous -> the group's directory and key -> worker joins -> leaves
 
-The layers below get everything they need from here, and do not import this layer.
+The layers below get everything they need from here, and do not import this file.
 
 The size of an elastic group changes between the steps of a program, in successive generations of fixed size. Each
 generation has new workers in the same processes. No call, reference or context of one generation continues in the next.
