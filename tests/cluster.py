@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.interrupts import install
 from telegrad._core.rpc.cluster import start
 from telegrad._core.security.keyring import Keyring, find_keys
@@ -25,7 +26,6 @@ from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from tests import locks  # noqa: F401 - checks what locks guard
 
 PATIENCE = 30.0  # seconds after which a test counts as hanging

@@ -75,7 +75,6 @@ PURE = [
     "_core/stores/supervised.py",
     "_core/joining/quorum.py",
     "_core/membership/generation_steps.py",
-    "_core/calls/settings.py",
     "_core/reactor/scheduler.py",
     "_core/streams/flow_control.py",
     "_core/rpc/retry_queue.py",

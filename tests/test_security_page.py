@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.rpc.cluster import start
 from telegrad._core.security.keyring import Keyring, read_keys
 from telegrad._core.stores.find_directory import POINTER
@@ -20,7 +21,6 @@ from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, agents, wait_until
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()

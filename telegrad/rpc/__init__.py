@@ -9,6 +9,12 @@ with gc_paused():
     from telegrad._core.calls.call_context import time_left
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future
+    from telegrad._core.calls.settings import (
+        BackendType,
+        RpcBackendOptions,
+        TelegradOptions,
+        TensorPipeRpcBackendOptions,
+    )
     from telegrad._core.membership.members import WorkerInfo
     from telegrad._core.rpc.cluster import Generation
     from telegrad._core.rpc.life import generation, init_rpc, rendezvous_again, serve, shutdown, stop_serving
@@ -27,12 +33,6 @@ with gc_paused():
     from telegrad._core.security.tls import TlsFiles
     from telegrad._core.streams.streams import Stream
     from telegrad._core.worker.actors import actor
-    from telegrad._core.worker.options import (
-        BackendType,
-        RpcBackendOptions,
-        TelegradOptions,
-        TensorPipeRpcBackendOptions,
-    )
     from telegrad.groups.group import Group, group
     from telegrad.groups.group_calls import GroupFuture
     from telegrad.groups.ref_group import RefGroup

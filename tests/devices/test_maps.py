@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
+from telegrad._core.calls.settings import TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad._core.membership.members import Devices, map_errors
 from telegrad._core.rpc.cluster import start
 from telegrad._core.wire.packing import for_answers, for_calls, for_gradients
 from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions, TensorPipeRpcBackendOptions
 from tests.accelerator.apart import apart
 from tests.cluster import agents, in_threads, opened
 from tests.devices.kinds import SIM, group, places

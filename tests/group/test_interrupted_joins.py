@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.joining import join
 from telegrad._core.rpc import cluster
@@ -14,7 +15,6 @@ from telegrad._core.stores import find_directory
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, wait_until
 
 THREADS = ("telegrad-directory", "telegrad-lease", "telegrad-keeper")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.security.keyring import Keyring, check_key, find_keys, given_keys, new_key, read_keys
 from telegrad._core.security.tls import TlsFiles
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.launch import run_command
 
 KEY = "a key that all workers share"

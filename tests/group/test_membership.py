@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.leaving import MessageQueue
 from telegrad._core.membership.members import Identity
@@ -20,7 +21,6 @@ from telegrad._core.membership.suspects import Suspect
 from telegrad._core.rpc import life
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
 from tests.cluster import PATIENCE, agents, in_background, wait_until
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.directory.directory import Directory
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.quorum import Before, GroupSize
@@ -25,7 +26,6 @@ from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, Seal
 from telegrad._core.stores.stores import RendezvousStore, join_store, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, in_threads, wait_until
 from tests.directory import redis_server
 

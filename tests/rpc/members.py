@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import telegrad.rpc as rpc
-from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.calls.settings import TelegradOptions
 from tests.cluster import PATIENCE
 
 events: queue.Queue[tuple[Any, ...]] = queue.Queue()

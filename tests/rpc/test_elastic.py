@@ -20,6 +20,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, checkpoint, errors, optim
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Swap
 from telegrad._core.joining import form_generations
@@ -29,7 +30,6 @@ from telegrad._core.modules.module_tree import branches
 from telegrad._core.stores import sealed_store
 from telegrad._core.stores.address import knock
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.nn import RemoteModule
 from telegrad.reporting.introspection import introspection_of
 from tests.cluster import PATIENCE, Process, free_port, pause, processes, run_all, wait_until

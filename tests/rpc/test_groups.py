@@ -20,10 +20,10 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Handlers
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.membership.members import Member
 from telegrad._core.rpc.cluster import start
 from telegrad._core.stores.stores import open_store
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
 from tests.links import wait_for_calls
 from tests.rpc.members import call, join

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.membership import membership
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores import supervised
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, agents_here, free_port, group, processes, run_all, wait_until
 from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
 

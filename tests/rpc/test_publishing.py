@@ -14,6 +14,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.rpc.cluster import start
 from telegrad._core.rpc.restorable import ensure_present
@@ -24,7 +25,6 @@ from telegrad._core.stores.stores import open_store
 from telegrad._core.threads import run_in_thread
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.publishing import registration
 from telegrad.publishing.published import Publications
 from tests.cluster import KEYS, PATIENCE, agents, in_background, in_threads, takes_less_than, wait_until

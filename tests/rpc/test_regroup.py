@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import open_store
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all, wait_until
 from tests.rpc.members import error_of
 

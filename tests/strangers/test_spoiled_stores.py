@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.joining import rendezvous
 from telegrad._core.joining.rendezvous import RankTable, StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedDirectory
 from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, free_port, processes, sealed, takes_less_than
 
 SOON = 10.0  # seconds for steps of bounded time, on a busy machine

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc
 from telegrad import errors
+from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
@@ -29,7 +30,6 @@ from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import TelegradOptions
 from telegrad.ext import starting
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine

@@ -1,1 +1,1 @@
-"""Features common to all calls: futures, deadlines, cancelling, call context, names, profiling."""
+"""Features common to all calls: options, futures, deadlines, cancelling, call context, names, profiling."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from telegrad._core.calls.settings import Settings
+from telegrad._core.calls.settings import Settings, TelegradOptions
 from telegrad._core.host import resources
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.generation_monitor import GenerationMonitor
@@ -41,7 +41,6 @@ from telegrad._core.streams import producer, streams
 from telegrad._core.wire.messages import MOVED
 from telegrad._core.worker import actors, current
 from telegrad._core.worker.current import Worker, WorkerExtensions
-from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.value_access import open_roots
 from telegrad.errors import DeviceError, GenerationOver, GroupIncomplete, UsageError
 

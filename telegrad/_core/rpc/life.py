@@ -13,7 +13,14 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.cancelling import finishing
-from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.settings import (
+    DEFAULT,
+    BackendType,
+    RpcBackendOptions,
+    TelegradOptions,
+    check_timeout,
+    limit_of,
+)
 from telegrad._core.calls.unretrieved import log_held
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import resources
@@ -31,7 +38,6 @@ from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad._core.worker.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
 
 MOST_WORKERS = 1 << 31  # some stores send a rank as an int of 32 bits

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from telegrad._core.calls import settings as options
 from telegrad._core.membership.members import Members, WorkerInfo
 from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.life import enter_group
 from telegrad._core.security.keyring import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.worker import current, options
+from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
