@@ -42,7 +42,6 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 def mark_all(worker: str) -> None:
     """Patch all measured functions of this process."""
     from telegrad._core.agent import call_server, incoming, outgoing
-    from telegrad._core.calls import attachments
     from telegrad._core.transport.link import Link
     from telegrad.autograd import contexts, engine, pass_parts, record
 
@@ -50,7 +49,7 @@ def mark_all(worker: str) -> None:
         (Link, "_take", "a frame has come"),
         (Link, "send", "writes a frame", "has written"),
         (outgoing, "encode_call", "encodes the call"),
-        (attachments.Layers, "take_tensors", "takes tensors out of a message"),
+        (incoming.Layers, "take_tensors", "takes tensors out of a message"),
         (call_server.Server, "_run", "begins the call"),
         (incoming.Answers, "made_of", "has run the function"),
         (record, "receive", "gives tensors a history", "has given"),

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
-from telegrad._core.agent.incoming import CallScheduler
+from telegrad._core.agent.incoming import CallScheduler, Layers
 from telegrad._core.agent.outgoing import EachCall, begin_call, call_each
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
-from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.call_context import GraphContext
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
 from telegrad._core.devices.device_streams import Streams

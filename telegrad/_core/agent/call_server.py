@@ -22,9 +22,17 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.backlog import FEW, BackPressure
-from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handlers, Incoming, Refused, its_future
+from telegrad._core.agent.incoming import (
+    Answers,
+    Caller,
+    CallScheduler,
+    Handlers,
+    Incoming,
+    Layers,
+    Refused,
+    its_future,
+)
 from telegrad._core.calls import profiling
-from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import entered, in_setting
 from telegrad._core.calls.call_names import NAMED, NEXT_ITEMS, RUNS, shown_names, user_name
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving

@@ -14,10 +14,9 @@ from typing import NamedTuple, Protocol
 from telegrad._core import events, forks
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.health import Health
-from telegrad._core.agent.incoming import Caller
+from telegrad._core.agent.incoming import Caller, Layers
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging

@@ -1,4 +1,4 @@
-"""Incoming calls, their callers and answers, and the handlers of control messages.
+"""Incoming calls, their callers and answers; the handlers of control messages; what the layers above add to messages.
 
 Calls of actors are ordered: the calls of one caller are opened one after the other, in the order of arrival. Opening
 unpickles the arguments and can take long. A thread that may run user code does it, not the reader thread. The reader
@@ -14,16 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from telegrad._core.calls.attachments import Attachments, Destination, GraphContext, Layers
-from telegrad._core.calls.call_context import CallContext, Hops, hops_of, setting
+from telegrad._core.calls.call_context import CallContext, GraphContext, GraphLayer, Hops, hops_of, setting
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import Served, finishes
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.device_streams import Streams, wait_for_arrivals
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
@@ -40,11 +39,13 @@ from telegrad._core.wire.messages import (
     NO_GRAD,
     RESULT,
     Message,
+    Unreceived,
     append,
     split,
 )
 from telegrad._core.wire.packing import for_answers, pack
 from telegrad._core.wire.tensors import Blob
+from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 
 _NOTHING = encode(None, False)
@@ -54,6 +55,78 @@ MOST_UNKNOWN = 20  # classes of messages that the log names
 log = logging.getLogger("telegrad")
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function and arguments of a call
+
+
+class Destination(Protocol):
+    """Stores the result of a call whose value stays on the callee."""
+
+    def fulfil(self, value: Any) -> None: ...
+
+    def fail(self, failure: bytes) -> None:
+        """Store an exception instead of a value, in the format of `pickling.exceptions.describe`."""
+
+    def receipt(self) -> bytes:
+        """Return the data that the response carries."""
+
+
+class Attachments(NamedTuple):
+    """Data that came with a message."""
+
+    references: list[Any]  # for the slots of the message's body
+    destination: Destination | None
+    refusal: LimitReached | None = None  # reason why the call must not run
+
+
+class ReferenceLayer(Protocol):
+    """Interface of the reference layer. Data from one connection is received in the order of sending."""
+
+    def pack(self, references: Sequence[Any], to: Identity, creation: Any) -> bytes:
+        """Serialise references that are about to be sent; `creation` is set for a call that creates a reference."""
+
+    def receive(self, data: bytes, sender: Identity) -> Attachments: ...
+
+    def excess(self, holder: Identity) -> LimitReached | None:
+        """Return an error if the worker keeps too many values for `holder`."""
+
+    def close(self, reason: PeerError) -> None:
+        """Release resources when the worker leaves the group."""
+
+
+class Layers:
+    """The optional layers that append data to messages."""
+
+    def __init__(self) -> None:
+        self.references: ReferenceLayer | None = None
+        self.graphs: GraphLayer | None = None
+        self.entered_id: Callable[[], int | None] = lambda: None  # of the context in which this thread's code runs
+        self.tells_times = ""  # this worker's name if its calls send their deadlines, else empty
+        self.sends_modes = True  # see `Settings`
+        # Ask a callee what it is doing for a call, given by its id. Return the end of a sentence, or "".
+        self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
+
+    def take_tensors(
+        self, message: Message, sender: Identity, receiver: str
+    ) -> tuple[GraphContext | None, Sequence[Tensor]]:
+        """Remove the autograd data from a message's body, and return the context and the tensors."""
+        tensors: list[Tensor] = []
+        if message.meta:
+            for blob in message.blobs:
+                if type(blob) is Unreceived:
+                    raise blob.error(receiver, sender.name)
+            tensors = unpack(message.meta, wait_for_arrivals(message.blobs) if message.blobs else ())
+        if not message.flags & HAS_GRAPH:
+            return None, tensors
+        assert self.graphs is not None
+        message.flags &= ~HAS_GRAPH
+        message.body, data = split(message.body)
+        return self.graphs.received(bytes(data), tensors, sender)
+
+    def take_attachments(self, message: Message, sender: Identity) -> Attachments:
+        """Remove the reference data from a message's body, and return what it contains."""
+        assert self.references is not None
+        message.flags &= ~HAS_REFERENCES
+        message.body, data = split(message.body)
+        return self.references.receive(bytes(data), sender)
 
 
 class Caller:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from telegrad._core.agent.connections import Connections
+from telegrad._core.agent.incoming import Layers
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
 from telegrad._core.calls import call_context, profiling
-from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import seen
 from telegrad._core.calls.call_names import NAMED, user_name, users_call
 from telegrad._core.calls.cancelling import serving

@@ -15,8 +15,8 @@ from time import monotonic, perf_counter
 from typing import Protocol
 
 from telegrad._core import events
+from telegrad._core.agent.incoming import Layers
 from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall
-from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import set_apart
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler

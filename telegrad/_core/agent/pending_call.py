@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from telegrad._core import events
-from telegrad._core.calls.attachments import Attachments
+from telegrad._core.agent.incoming import Attachments
 from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import KNOWN_AS, NAMED, NEXT_ITEMS, NOTED_AS, shown_names, user_name
 from telegrad._core.calls.cancelling import Served

@@ -16,24 +16,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from math import inf
 from time import monotonic
 from types import coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from telegrad._core.calls import profiling
-from telegrad._core.calls.attachments import GraphContext
 from telegrad._core.devices import device_streams as streams
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.forks import in_child
+from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.tensors import DTYPES, NAMES
-from telegrad.errors import CallTimeout
+from telegrad.errors import CallTimeout, PeerError
 
 T = TypeVar("T")
 
@@ -263,6 +264,29 @@ def hops_of(description: bytes | memoryview) -> Hops:
 
 
 # The complete context of a call
+
+
+class GraphContext(Protocol):
+    """The autograd context in which calls run and tensors are sent."""
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Record tensors that are about to be sent, and return data for the frame. Without `graph`, record nothing."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context manager: code inside its block belongs to this context."""
+
+
+class GraphLayer(Protocol):
+    """Interface of the autograd layer, which follows tensors from worker to worker."""
+
+    def current(self) -> GraphContext | None:
+        """Return the context in which this thread's code runs."""
+
+    def received(self, data: bytes, tensors: list[Tensor], sender: Identity) -> tuple[GraphContext, Sequence[Tensor]]:
+        """Return the context of received tensors, which may have ended, and the tensors that replace them."""
+
+    def close(self, reason: PeerError) -> None:
+        """Release resources when the worker leaves the group."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.calls.attachments import Attachments
+from telegrad._core.agent.incoming import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
