@@ -90,7 +90,7 @@ def test_a_worker_without_memory_for_values_fails_only_their_calls(two: list[Pro
     [ValueError("[digital envelope routines] malloc failure"), MemoryError(), RuntimeError("can't start new thread")],
 )
 def test_joining_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr("telegrad._core.rpc.life.start", Mock(side_effect=error))
+    monkeypatch.setattr("telegrad._core.rpc.cluster.start", Mock(side_effect=error))
     with pytest.raises(errors.RendezvousError, match="could not join: this process has no memory left"):
         init(0, 1, 1)
 

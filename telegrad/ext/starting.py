@@ -3,7 +3,7 @@
 from telegrad._core.joining import join
 from telegrad._core.joining.join import shows_life
 from telegrad._core.membership.dynamic import ttl_of
-from telegrad._core.rpc.life import check_free, enter_group
+from telegrad._core.rpc.cluster import check_free, enter_group
 from telegrad._core.stores import stores
 from telegrad._core.stores.raw_stores import reach_tcp, serve_on, serve_tcp
 from telegrad._core.stores.stores import RendezvousStore

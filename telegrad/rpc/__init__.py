@@ -17,14 +17,19 @@ with gc_paused():
     )
     from telegrad._core.membership.members import WorkerInfo
     from telegrad._core.rpc.cluster import Generation
-    from telegrad._core.rpc.life import generation, init_rpc, rendezvous_again, serve, shutdown, stop_serving
-    from telegrad._core.rpc.presence import (
+    from telegrad._core.rpc.life import (
         _rref_context_get_debug_info,
         debug_info,
+        generation,
         get_worker_info,
+        init_rpc,
         on_join,
         on_leave,
         on_lost,
+        rendezvous_again,
+        serve,
+        shutdown,
+        stop_serving,
         wait_for_workers,
         workers,
     )

@@ -18,7 +18,7 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.membership.suspects import Suspect
-from telegrad._core.rpc import life
+from telegrad._core.rpc import cluster
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError
@@ -103,7 +103,7 @@ def test_a_worker_that_is_declared_lost_while_init_rpc_returns_is_not_a_worker_a
             return worker
 
         with pytest.raises(PeerLost, match=r"'w0' was declared lost \(a test\)"):
-            life._enter(begin, TelegradOptions())
+            cluster.enter(begin, TelegradOptions())
         assert current.worker is None
 
 

@@ -19,7 +19,7 @@ from telegrad import errors
 from telegrad._core.agent import call_server
 from telegrad._core.agent.agent import Agent
 from telegrad._core.reactor import reactor, scheduler
-from telegrad._core.rpc import presence, remote_calls
+from telegrad._core.rpc import life, remote_calls
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
@@ -38,7 +38,7 @@ def fail(kind: type[BaseException], *args: Any) -> NoReturn:
 
 
 def who() -> str:
-    return presence.get_worker_info().name
+    return life.get_worker_info().name
 
 
 def relay(path: list[str], function: Callable[..., Any], *args: Any) -> str:
@@ -89,7 +89,7 @@ def scripted(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def ask_by_info() -> str:
-    return remote_calls.rpc_sync(presence.get_worker_info("w1"), who)
+    return remote_calls.rpc_sync(life.get_worker_info("w1"), who)
 
 
 def test_workers_are_called_by_name_rank_and_worker_info(pair: list[Worker]) -> None:

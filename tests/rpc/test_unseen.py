@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from telegrad._core.calls import profiling, unretrieved
-from telegrad._core.rpc import life
+from telegrad._core.rpc import cluster
 from telegrad._core.worker.current import Worker
 from telegrad.errors import ShutDown, WorkersFailed
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
@@ -159,16 +159,16 @@ def test_failures_are_logged_again_after_a_while(monkeypatch: pytest.MonkeyPatch
 
 def test_failures_that_the_program_holds_are_logged_once_at_its_end(log: Heard) -> None:
     held = [failed(), failed("another")]
-    life._leave_at_exit()
+    cluster._leave_at_exit()
     (said,) = log.said
     assert f"{__name__}.fail on worker 'w1' failed" in said
     log.said.clear()
-    life._leave_at_exit()
+    cluster._leave_at_exit()
     del held
     assert not log.said
 
 
-@pytest.mark.parametrize("end", [lambda _: life._leave_at_exit(), list.clear])
+@pytest.mark.parametrize("end", [lambda _: cluster._leave_at_exit(), list.clear])
 def test_held_failures_are_not_logged_long_after_a_similar_one_was_handled(
     end: Callable[..., None], monkeypatch: pytest.MonkeyPatch, log: Heard
 ) -> None:
@@ -184,7 +184,7 @@ def test_held_failures_are_not_logged_long_after_a_similar_one_was_handled(
 def test_calls_that_end_with_their_group_are_not_logged(log: Heard) -> None:
     error = WorkersFailed("1 of 1 workers failed", {"w1": ShutDown("worker 'w0' shut down")})
     held = unretrieved.UnretrievedError("f on two workers", error, 0.0)
-    life._leave_at_exit()
+    cluster._leave_at_exit()
     del held
     assert not log.said
 

@@ -268,6 +268,20 @@ class Settings(NamedTuple):
     most_waiting_bytes: int = 1 << 28  # of its calls and control messages that have not begun
 
 
+def options_of(given: RpcBackendOptions | None) -> TelegradOptions:
+    """Return the options for a user's `rpc_backend_options`; raise InvalidArgument if they are no options."""
+    if given is None:
+        return TelegradOptions()
+    if isinstance(given, TelegradOptions):
+        return given
+    if isinstance(given, RpcBackendOptions):
+        return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
+    kind = type(given)
+    hint = f" of the type {kind.__module__}.{kind.__qualname__}" if kind.__name__.endswith("Options") else ""
+    options = "telegrad.rpc.TelegradOptions(...), or telegrad.rpc.TensorPipeRpcBackendOptions(...)"
+    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.short_repr(given)}{hint}")
+
+
 # Timeouts of single calls
 
 DEFAULT = -1.0  # timeout of a call that uses the timeout of the options

@@ -12,7 +12,10 @@ the members of a generation, and the process ends with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -24,7 +27,10 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad._core.calls.settings import Settings, TelegradOptions
+from telegrad._core.calls.unretrieved import log_held
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import resources
+from telegrad._core.interrupts import install
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.join import find_place, is_alive, join
@@ -32,17 +38,27 @@ from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
 from telegrad._core.membership.members import Member, Members, check_name, check_role, map_errors
+from telegrad._core.pickling import main_program
+from telegrad._core.pickling.main_modules import own_scope
 from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.security.keyring import find_keys
 from telegrad._core.stores.address import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
+from telegrad._core.threads import Exclusive
 from telegrad._core.wire.messages import MOVED
 from telegrad._core.worker import actors, current
 from telegrad._core.worker.current import Worker, WorkerExtensions
 from telegrad._core.worker.value_access import open_roots
-from telegrad.errors import DeviceError, GenerationOver, GroupIncomplete, UsageError
+from telegrad.errors import (
+    AlreadyInitialized,
+    DeviceError,
+    GenerationOver,
+    GroupIncomplete,
+    RendezvousError,
+    UsageError,
+)
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun's agents
 LONG = 1e6  # seconds
@@ -263,3 +279,71 @@ def limits_of(least: int | None, most: int | None, size: int | None) -> GroupSiz
             f"min_workers must be at least 1, and max_workers at least min_workers: not {least} and {most}"
         )
     return limits
+
+
+# The worker of this process
+
+log = logging.getLogger("telegrad")
+_lock = renewed(Exclusive("init_rpc"))  # only its holder sets current.worker, and only if that is None
+
+
+def enter_group(
+    name: str | None,
+    options: TelegradOptions,
+    meet: Callable[[float], RendezvousStore],
+    kind: type[RRef[Any]] = RRef,
+    role: str = "",
+) -> None:
+    """Make this process a worker; the arguments are as for `cluster.start`."""
+    enter(lambda: start(name, meet, options, current.enter, kind, role), options)
+
+
+def enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
+    # First, since the start of a worker can be interrupted, too.
+    install()
+    main_program.check_not_imported("init_rpc")
+    own_scope()  # before calls change the globals: it notes their first values
+    what = "this worker could not join", RendezvousError
+    with _lock, resources.translate_error(*what):
+        check_free()
+        current.ended_by = None
+        worker = current.worker = begin()
+        worker.at_declared_lost = partial(current.leave, worker)
+        # If it was declared lost before it had that callback, it has ended all the same.
+        if worker.agent.closed:
+            current.leave(worker)
+            worker.agent.check_open()
+    if options.dashboard is not None:
+        show(worker, options.dashboard)
+
+
+def show(worker: Worker, port: int) -> None:
+    """Show the group to browsers until this worker leaves. `telegrad.insight` is a layer above: import it late."""
+    try:
+        shown = importlib.import_module("telegrad.insight").dashboard(port=port)
+    except OSError as error:  # the worker has joined its group, which must continue
+        log.warning("telegrad: worker %r cannot serve the dashboard: %s", worker.me.name, error)
+        return
+    worker.at_end.append(shown.close)
+    log.warning("telegrad: worker %r serves the dashboard at %s", worker.me.name, shown.url)
+
+
+def check_free() -> None:
+    """Raise AlreadyInitialized if this process is a worker."""
+    if current.worker is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; leave that group "
+            "first, by rpc.shutdown() or by the shutdown() of the object that telegrad.local returned"
+        )
+
+
+def _leave_at_exit() -> None:
+    log_held()  # first: calls in flight may fail only because of this end
+    if (worker := current.worker) is not None:
+        worker.end_with_the_program()
+        current.leave(worker)
+
+
+in_child(current.forget)
+# Functions of `atexit` run in reverse order, so those that the program adds after this import still have its worker.
+atexit.register(_leave_at_exit)

@@ -1,10 +1,7 @@
-"""The API for a worker's lifecycle in its group: `init_rpc`, `serve`, `shutdown`, `rendezvous_again`."""
+"""The functions of the API about the group: how a worker joins, serves and leaves; the workers of the group."""
 
 from __future__ import annotations
 
-import atexit
-import importlib
-import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,34 +14,24 @@ from telegrad._core.calls.settings import (
     DEFAULT,
     BackendType,
     RpcBackendOptions,
-    TelegradOptions,
     check_timeout,
     limit_of,
+    options_of,
 )
-from telegrad._core.calls.unretrieved import log_held
-from telegrad._core.forks import in_child, renewed
-from telegrad._core.host import resources
-from telegrad._core.interrupts import install
 from telegrad._core.joining.join import open_meeting
-from telegrad._core.membership.members import WorkerInfo, check_name, check_role
-from telegrad._core.pickling import main_program
-from telegrad._core.pickling.main_modules import own_scope
+from telegrad._core.membership.members import WorkerInfo, check_name, check_role, info
 from telegrad._core.pickling.remote_text import folded
-from telegrad._core.rpc.cluster import Elastic, Generation, limits_of, start
-from telegrad._core.rpc.conversion import several
+from telegrad._core.rpc.cluster import Elastic, Generation, enter, enter_group, limits_of, show
+from telegrad._core.rpc.conversion import several, target
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
-from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
+from telegrad.errors import InvalidArgument, PeerLost, StoreUntrusted, UsageError
 
 MOST_WORKERS = 1 << 31  # some stores send a rank as an int of 32 bits
 
-log = logging.getLogger("telegrad")
-
-_lock = renewed(Exclusive("init_rpc"))  # only its holder sets current.worker, and only if that is None
+_WANTED = "a number of workers, or a list of their names"
 
 
 @not_compiled
@@ -100,7 +87,7 @@ def init_rpc(
         raise UsageError(
             f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {checks.short_repr(backend)}"
         )
-    options = _options(rpc_backend_options)
+    options = options_of(rpc_backend_options)
     if name is not None:
         check_name(name)
     check_role(role)
@@ -115,72 +102,9 @@ def init_rpc(
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     if min_workers is not None or max_workers is not None:
         limits = limits_of(min_workers, max_workers, world_size)
-        _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
+        enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
         return
     enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size, options.key), role=role)
-
-
-def enter_group(
-    name: str | None,
-    options: TelegradOptions,
-    meet: Callable[[float], RendezvousStore],
-    kind: type[RRef[Any]] = RRef,
-    role: str = "",
-) -> None:
-    """Make this process a worker; the arguments are as for `cluster.start`."""
-    _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
-
-
-def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
-    # First, since the start of a worker can be interrupted, too.
-    install()
-    main_program.check_not_imported("init_rpc")
-    own_scope()  # before calls change the globals: it notes their first values
-    what = "this worker could not join", RendezvousError
-    with _lock, resources.translate_error(*what):
-        check_free()
-        current.ended_by = None
-        worker = current.worker = begin()
-        worker.at_declared_lost = partial(current.leave, worker)
-        # If it was declared lost before it had that callback, it has ended all the same.
-        if worker.agent.closed:
-            current.leave(worker)
-            worker.agent.check_open()
-    if options.dashboard is not None:
-        _show(worker, options.dashboard)
-
-
-def _show(worker: Worker, port: int) -> None:
-    """Show the group to browsers until this worker leaves. `telegrad.insight` is a layer above: import it late."""
-    try:
-        shown = importlib.import_module("telegrad.insight").dashboard(port=port)
-    except OSError as error:  # the worker has joined its group, which must continue
-        log.warning("telegrad: worker %r cannot serve the dashboard: %s", worker.me.name, error)
-        return
-    worker.at_end.append(shown.close)
-    log.warning("telegrad: worker %r serves the dashboard at %s", worker.me.name, shown.url)
-
-
-def check_free() -> None:
-    """Raise AlreadyInitialized if this process is a worker."""
-    if current.worker is not None:
-        raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; leave that group "
-            "first, by rpc.shutdown() or by the shutdown() of the object that telegrad.local returned"
-        )
-
-
-def _options(given: RpcBackendOptions | None) -> TelegradOptions:
-    if given is None:
-        return TelegradOptions()
-    if isinstance(given, TelegradOptions):
-        return given
-    if isinstance(given, RpcBackendOptions):
-        return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
-    kind = type(given)
-    hint = f" of the type {kind.__module__}.{kind.__qualname__}" if kind.__name__.endswith("Options") else ""
-    options = "telegrad.rpc.TelegradOptions(...), or telegrad.rpc.TensorPipeRpcBackendOptions(...)"
-    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.short_repr(given)}{hint}")
 
 
 @not_compiled
@@ -332,7 +256,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
     limit = limit_of(timeout, elastic.options.rpc_timeout)
     made = elastic.again(worker, limit)
     if made is not worker and elastic.options.dashboard is not None:
-        _show(made, elastic.options.dashboard)
+        show(made, elastic.options.dashboard)
     return elastic.generation_of(made)
 
 
@@ -363,13 +287,156 @@ def _elastic(worker: Worker) -> Elastic:
     return elastic
 
 
-def _leave_at_exit() -> None:
-    log_held()  # first: calls in flight may fail only because of this end
-    if (worker := current.worker) is not None:
-        worker.end_with_the_program()
-        current.leave(worker)
+# The workers of the group
 
 
-in_child(current.forget)
-# Functions of `atexit` run in reverse order, so those that the program adds after this import still have its worker.
-atexit.register(_leave_at_exit)
+@folded
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Return the worker of that name, or this one.
+
+    Args:
+        worker_name: a worker's name; left out, this worker.
+
+    Returns:
+        Its `WorkerInfo`, which calls accept instead of a name.
+
+    Raises:
+        UnknownWorker: there is none of that name.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.get_worker_info("worker1")
+        WorkerInfo(name='worker1', id=2)
+    """
+    agent = current.agent()
+    member = agent.me if worker_name is None else agent.find(target(worker_name, "worker_name"))
+    return info(member)
+
+
+def debug_info() -> dict[str, int]:
+    """Return counts of this worker's references and of their pending operations.
+
+    `owners` have their values here (`shared_owners`: also held by others, in so many `forks`); `users` refer to values
+    of other workers. Pending are: users that their owner does not know so far, forks sent to others that have not
+    settled, users that end as soon as they may, creating calls without an answer, and control messages without a
+    receipt.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> mine = rpc.RRef(5)
+        >>> rpc.debug_info()["owners"] > 0
+        True
+    """
+    return current.references().counts()
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return the part of `debug_info` that `torch.distributed.rpc` has, under its names."""
+    counts = debug_info()
+    return {
+        "num_owner_rrefs": str(counts["shared_owners"]),
+        "num_forks": str(counts["forks"]),
+        "num_pending_users": str(counts["pending_users"]),
+        "num_pending_futures": str(counts["pending_creations"]),
+    }
+
+
+def workers() -> list[WorkerInfo]:
+    """Return the current workers of the group, including this one, by rank.
+
+    Example:
+        >>> [worker.name for worker in rpc.workers()]
+        ['driver', 'worker0', 'worker1']
+    """
+    return current.here().membership.workers()
+
+
+@folded
+def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
+    """Wait until a dynamic or elastic group has workers; a fixed group has all of them after `init_rpc`.
+
+    A worker counts from the time it joins until it ends, even before it serves calls.
+
+    Args:
+        wanted: the number of workers in the group, this one included, or the names of some, as a list or one str.
+        timeout: seconds to wait; 0 for no limit.
+        role: with a number, count only the workers of this role, this one included if it has that role.
+
+    Returns:
+        All workers of the group, as `workers()` does.
+
+    Raises:
+        CallTimeout: the workers have not joined in time; the message lists the missing ones.
+        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store is gone.
+        UsageError: an argument is wrong; or both a role and names are given.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> len(rpc.wait_for_workers(3, timeout=10))
+        3
+    """
+    membership = current.here().membership
+    if isinstance(wanted, int):
+        checks.count("wanted", wanted, what="a number of workers")
+    else:
+        names = [wanted] if isinstance(wanted, str) else checks.several("wanted", wanted, _WANTED)
+        wanted = [checks.text("wanted", name, _WANTED) for name in names]
+    checks.seconds("timeout", timeout)
+    checks.text("role", role, "the role of workers", empty=True)
+    if role and not isinstance(wanted, int):
+        raise InvalidArgument("role needs a number of workers in `wanted`, not their names")
+    return membership.wait_for(wanted, timeout, role)
+
+
+@folded
+def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
+    """Register `callback(worker)` for each other worker: for current members now, and for later ones when they join.
+
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo`.
+
+    Example:
+        >>> import queue
+        >>> there = queue.Queue()
+        >>> rpc.on_join(there.put)
+        >>> sorted(there.get(timeout=10).name for _ in range(2))
+        ['worker0', 'worker1']
+    """
+    checks.function("callback", callback)
+    current.here().membership.on_join(callback)
+
+
+@folded
+def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
+    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
+
+    The thread and the end of callbacks are as for `on_join`.
+
+    Args:
+        callback: a function of a `WorkerInfo` and a text.
+
+    Example:
+        >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
+    """
+    checks.function("callback", callback)
+    current.here().membership.on_leave(callback)
+
+
+@folded
+def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+    """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
+
+    The thread and the end of callbacks are as for `on_join`. Callbacks of `on_leave` are called, too.
+
+    Args:
+        callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.
+
+    Example:
+        >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
+    """
+    checks.function("callback", callback)
+    current.here().membership.on_lost(callback)

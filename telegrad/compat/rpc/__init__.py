@@ -15,7 +15,7 @@ from telegrad._core.agent.incoming import Answers
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
 from telegrad._core.pickling.remote_text import folded
-from telegrad._core.rpc.life import check_free
+from telegrad._core.rpc.cluster import check_free
 from telegrad._core.security.keyring import find_keys
 from telegrad._core.stores.address import split
 from telegrad._core.stores.raw_stores import FileStore

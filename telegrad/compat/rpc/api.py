@@ -23,7 +23,7 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.progress import Wait
 from telegrad._core.rpc import life, rref
-from telegrad._core.rpc.presence import get_worker_info
+from telegrad._core.rpc.life import get_worker_info
 from telegrad._core.texts import plural
 from telegrad._core.worker import current
 from telegrad.compat.rpc import calls

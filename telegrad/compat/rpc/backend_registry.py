@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from telegrad._core.calls import settings as options
 from telegrad._core.membership.members import Members, WorkerInfo
 from telegrad._core.rpc import remote_calls
-from telegrad._core.rpc.life import enter_group
+from telegrad._core.rpc.cluster import enter_group
 from telegrad._core.security.keyring import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore
