@@ -80,7 +80,6 @@ PURE = [
     "_core/rpc/retry_queue.py",
     "_core/references/__init__.py",
     "_core/references/reference_protocol.py",
-    "_core/references/delivery.py",
     "autograd/schedule.py",
     "autograd/passes.py",
     "pipeline/pipeline_schedule.py",

@@ -14,7 +14,7 @@ from torch.distributed.rpc import backend_registry
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.pending_call import PreparedCall
-from telegrad._core.references.delivery import Batch
+from telegrad._core.references import Batch
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import fetch
 from telegrad.autograd.contexts import Release

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import telegrad.rpc as rpc
-from telegrad._core.references.delivery import Batch
+from telegrad._core.references import Batch
 from telegrad._core.worker.current import Worker
 from tests.cluster import agents_here, wait_until
 from tests.links import count_sent

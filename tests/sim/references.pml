@@ -1,9 +1,9 @@
 /* The reference protocol of telegrad/_core/references/reference_protocol.py, for one reference and three workers.
 
-Worker 0 owns the value, worker 1 creates it by a remote call, worker 2 is a third. Handles are passed on FORKS - 1 times,
-between any two of them, and dropped at any time. Letters arrive once each (delivery.py ensures that) in any order, and so
-do the users' messages: what is on its way is a set of bits. Left out: messages to oneself, deaths and broken
-connections, and living workers that were declared dead (the simulation in test_references.py has them all).
+Worker 0 owns the value, worker 1 creates it by a remote call, worker 2 is a third. Handles are passed on FORKS - 1
+times, between any two of them, and dropped at any time. Letters arrive once each (`ReliableDelivery` ensures that) in
+any order, and so do the users' messages: what is on its way is a set of bits. Left out: messages to oneself, deaths and
+broken connections, and living workers that were declared dead (the simulation in test_references.py has them all).
 
 BROKEN_G1 and BROKEN_G2 each drop one rule: then the search must find the harm. */
 

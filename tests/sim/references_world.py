@@ -5,8 +5,7 @@ from collections import Counter
 from math import inf
 from typing import Any
 
-from telegrad._core.references import Id
-from telegrad._core.references.delivery import Batch, ReliableDelivery
+from telegrad._core.references import Batch, Id, ReliableDelivery
 from telegrad._core.references.reference_protocol import ControlMessage, References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"

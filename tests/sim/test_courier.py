@@ -6,14 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.membership.members import Identity
-from telegrad._core.references import key_of, number
-from telegrad._core.references.delivery import (
+from telegrad._core.references import (
     ACKNOWLEDGE_WITHIN,
     MOST_REMEMBERED,
     RESEND_AFTER,
     RESEND_AT_MOST,
     Batch,
     ReliableDelivery,
+    key_of,
+    number,
 )
 
 

@@ -18,8 +18,8 @@ The paths by which a reference reaches a worker, and the control messages that e
     the end of a fork                       DROPPED
 
 A worker that receives a reference it already holds adds to its fork instead of starting another. Each control message
-is delivered once, in any order (see delivery.py). The user's own messages may be lost with their connection. The sender
-then ASKs for the forks it sent. Forks that did not arrive are MISSING, and are refused if they arrive later.
+is delivered once, in any order (see `ReliableDelivery`). The user's own messages may be lost with their connection. The
+sender then ASKs for the forks it sent. Forks that did not arrive are MISSING, and are refused if they arrive later.
 
 A worker that was declared dead may only be unreachable. The declaring worker has released the other's forks, the forks
 sent to it, and the references that it owned. It sends FORGOT after the next message of that worker. The other side then

@@ -3,7 +3,7 @@
 One thread processes messages and ended handles in groups, so that many together cost little. It pauses between groups,
 so that many thousands do not delay calls. It also frees values, without holding the lock.
 
-`References` (reference_protocol.py) decides, and `ReliableDelivery` (delivery.py) numbers and repeats; both are pure.
+`References` (reference_protocol.py) decides, and `ReliableDelivery` (`__init__.py`) numbers and repeats; both are pure.
 This file feeds them events and carries out the results. The rules:
 
 - Every event of the protocol is processed under `_lock`. Its effects are carried out without the lock: sending,
@@ -36,8 +36,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.pickling.remote_text import as_main
-from telegrad._core.references import Id, key_of, number, remember
-from telegrad._core.references.delivery import Batch, ReliableDelivery
+from telegrad._core.references import Batch, Id, ReliableDelivery, key_of, number, remember
 from telegrad._core.references.handles import (
     CREATE,
     CREATED,
