@@ -34,8 +34,7 @@ from telegrad._core.references import Id
 from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker import current
-from telegrad._core.worker.batching import Batched
-from telegrad._core.worker.value_access import METHODS, TURN, TURNS, Method, MethodOfEach, methods
+from telegrad._core.worker.value_access import BATCHED, METHODS, TURN, TURNS, Method, MethodOfEach, methods
 from telegrad.errors import RRefError, UsageError
 
 C = TypeVar("C", bound=type)
@@ -226,7 +225,7 @@ class Actors:
     def _may_run(self, value: Any, arrival: Incoming) -> bool:
         """Return True if a call may run now; otherwise it is queued."""
         kind = type(value)
-        if not hasattr(kind, _MARK) or isinstance(getattr(kind, _name_of(arrival), None), Batched):
+        if not hasattr(kind, _MARK) or hasattr(type(getattr(kind, _name_of(arrival), None)), BATCHED):
             return True
         with self._lock:
             return self._enqueue(value, arrival)

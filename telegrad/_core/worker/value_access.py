@@ -25,11 +25,12 @@ from telegrad._core.references import Id
 from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker import current
-from telegrad._core.worker.batching import Batched
 from telegrad.autograd import check_root
 from telegrad.errors import ClaimLost, UsageError
 
 R = TypeVar("R")
+
+BATCHED = "_telegrad_batched"  # attribute of the class of functions that run in batches
 
 
 class RefPlaceholder(NamedTuple):
@@ -294,6 +295,6 @@ def _method_name(value: Any, method: str) -> str:
 def _finish(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a function as the server does for direct calls."""
     result = function(*args, **kwargs)
-    if type(function) is Batched:
-        result.__qualname__ = function.__qualname__  # type: ignore[attr-defined] # errors name the coroutine so
+    if hasattr(type(function), BATCHED):
+        result.__qualname__ = function.__qualname__  # errors name the coroutine so
     return Deferred(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result
