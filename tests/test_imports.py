@@ -76,7 +76,7 @@ PURE = [
     "_core/joining/quorum.py",
     "_core/membership/generation_steps.py",
     "_core/reactor/scheduler.py",
-    "_core/streams/flow_control.py",
+    "_core/streams/__init__.py",
     "_core/rpc/retry_queue.py",
     "_core/references/__init__.py",
     "_core/references/reference_protocol.py",

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from telegrad._core.streams.flow_control import ITEM, Answer, ReceiveWindow, SendWindow
+from telegrad._core.streams import ITEM, Answer, ReceiveWindow, SendWindow
 from telegrad.errors import ProtocolViolation
 from tests.seeds import run_each
 

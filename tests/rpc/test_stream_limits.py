@@ -16,8 +16,8 @@ import pytest
 from telegrad._core.membership.members import Identity
 from telegrad._core.memory.blobs import Chunk
 from telegrad._core.reactor.scheduler import WorkQueue
+from telegrad._core.streams import ITEM, SendWindow
 from telegrad._core.streams import producer as feeding
-from telegrad._core.streams.flow_control import ITEM, SendWindow
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
 from telegrad._core.transport import writer

@@ -29,7 +29,7 @@ from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.streams.flow_control import Answer, SendWindow
+from telegrad._core.streams import Answer, SendWindow
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import LimitReached

@@ -2,7 +2,8 @@
 
 A stream consists of one long call, which runs the function (`generator_runs.Producer`) and is answered after the last
 item was sent, and of pulls. Pulls are short calls, some of them in flight ahead of the reader. Each is answered once
-items are available, with all of them. Closing the stream cancels all these calls. `flow_control` limits both sides.
+items are available, with all of them. Closing the stream cancels all these calls. Windows (`__init__.py`) limit both
+sides.
 
 Several threads may read one stream. The lock of a stream guards the received items and the list of pulls. It is not
 held while a call is made, which may block, or cancelled, which completes that call's future on this thread: a callback
@@ -37,7 +38,7 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.remote_text import fold
-from telegrad._core.streams.flow_control import ReceiveWindow
+from telegrad._core.streams import ReceiveWindow
 from telegrad._core.streams.generator_runs import Producer, unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.threads import program_has_ended
