@@ -13,9 +13,8 @@ from telegrad._core.references import (
     RESEND_AT_MOST,
     Batch,
     ReliableDelivery,
-    key_of,
-    number,
 )
+from telegrad._core.references.handles import key_of, number
 
 
 def test_letters_to_one_worker_travel_together() -> None:

@@ -24,7 +24,7 @@ RUNS = "_telegrad_runs"  # of a function or object: computes the name from argum
 # The reader of a stream calls for its next items before it needs them, and cancels that at the end: this is no failure.
 NEXT_ITEMS = "the next items of"
 NAMED = (FunctionType, BuiltinFunctionType)  # types of the functions in `shown_names`
-shown_names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
+shown_names: dict[Any, str] = {}  # of such functions, if arguments do not affect the name
 atexit.register(shown_names.clear)  # see `_own` in main_modules.py
 
 
@@ -56,20 +56,19 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
         return function
     if args and hasattr(function, RUNS) and not isinstance(function, type):
         return str(getattr(function, RUNS)(*args))
-    known_as = getattr(function, KNOWN_AS, None)
-    if isinstance(known_as, str):
-        return known_as
-    if isinstance(function, MethodType) and hasattr(function.__self__, RUNS):
-        return str(getattr(function.__self__, RUNS)(function.__name__))
-    if isinstance(function, CoroutineType):
-        return function.__qualname__
-    name = name_of(function, True)
-    if name is not None:
-        shown = short(name.replace(":", "."))
-        if type(function) in NAMED and not hasattr(function, RUNS):
-            keep_name(shown_names, function, shown)
-        return shown
-    return getattr(function, "__qualname__", type(function).__qualname__)
+    name = getattr(function, KNOWN_AS, None)
+    if not isinstance(name, str):
+        if isinstance(function, MethodType) and hasattr(function.__self__, RUNS):
+            return str(getattr(function.__self__, RUNS)(function.__name__))
+        if isinstance(function, CoroutineType):
+            return function.__qualname__
+        if (importable := name_of(function, True)) is None:
+            return getattr(function, "__qualname__", type(function).__qualname__)
+        name = importable.replace(":", ".")
+    shown = short(name)
+    if type(function) in NAMED and not hasattr(function, RUNS):
+        keep_name(shown_names, function, shown)
+    return shown
 
 
 def users_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:

@@ -11,19 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from telegrad._core.membership.members import Identity
-
 Id = tuple[str, int]  # the worker that created it, and its number there
-
-
-def number(ref: Id) -> str:
-    """Return a reference's id as shown to users."""
-    return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
-
-
-def key_of(who: Identity) -> str:
-    """Return a key for this incarnation of a worker: a later worker of the same name has another key."""
-    return f"{who.name}#{who.incarnation}"
 
 
 K = TypeVar("K")

@@ -26,7 +26,7 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
 from telegrad._core.processes import PACKAGE
-from telegrad._core.references import Id, key_of, number
+from telegrad._core.references import Id
 from telegrad._core.references.reference_protocol import OWNER_DIED, References
 from telegrad._core.threads import Background
 from telegrad.errors import CallCancelled, CallTimeout, GenerationOver, OwnerLost, PeerError, RRefError, RRefLost
@@ -40,6 +40,16 @@ SHOWN = 20  # maximal number of places to log
 Target = tuple[int, Id, Id]
 
 log = logging.getLogger("telegrad")
+
+
+def number(ref: Id) -> str:
+    """Return a reference's id as shown to users."""
+    return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
+
+
+def key_of(who: Identity) -> str:
+    """Return a key for this incarnation of a worker: a later worker of the same name has another key."""
+    return f"{who.name}#{who.incarnation}"
 
 
 class ValueSlot(Signal):

@@ -36,7 +36,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.pickling.remote_text import as_main
-from telegrad._core.references import Batch, Id, ReliableDelivery, key_of, number, remember
+from telegrad._core.references import Batch, Id, ReliableDelivery, remember
 from telegrad._core.references.handles import (
     CREATE,
     CREATED,
@@ -47,6 +47,8 @@ from telegrad._core.references.handles import (
     check_generation,
     error_for,
     failed,
+    key_of,
+    number,
     warn_of_leaks,
 )
 from telegrad._core.references.reference_protocol import OWNER_DIED, ControlMessage

@@ -28,8 +28,8 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.pickling.remote_text import remote_traceback_of
 from telegrad._core.progress import Wait
-from telegrad._core.references import Id, number
-from telegrad._core.references.handles import Handle
+from telegrad._core.references import Id
+from telegrad._core.references.handles import Handle, number
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.retry import ping
 from telegrad._core.rpc.rref import RRef

@@ -18,8 +18,7 @@ from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.pickling.remote_text import fold, folded
-from telegrad._core.references import number
-from telegrad._core.references.handles import Handle, ValueSlot, check_generation
+from telegrad._core.references.handles import Handle, ValueSlot, check_generation, number
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
