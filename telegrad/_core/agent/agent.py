@@ -81,7 +81,6 @@ class Agent:
         self._server.name_is(name)
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(*shared, self._server, self._complete)
-        self.peer = self._connections.peer  # finds the worker of a name, rank or identity
         self.memory = self._connections.memory  # shared with other workers of this host
         self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
         self.reached = self._connections.reached  # called when a connection to or from a worker was made
@@ -328,6 +327,14 @@ class Agent:
             return bool(links and run_for(future, links, self._reactor)) or wait_for(future, timeout)
 
     # The group
+
+    def peer(self, to: Callee) -> Peer:
+        """Return the worker of that name, rank or identity, which is looked up only once."""
+        names = self._connections.names
+        known = names.get(to.name if isinstance(to, Identity) else to)
+        if known is None or (isinstance(to, Identity) and known.identity.incarnation != to.incarnation):
+            return self._connections.peer(to)
+        return known
 
     def find(self, to: str | int) -> Member:
         return self._connections.joined.directory.find(to)

@@ -148,15 +148,12 @@ class Connections:
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
-        names = self.names
         if isinstance(to, Identity):
-            peer = names.get(to.name)
-            if peer is not None and peer.identity.incarnation == to.incarnation:
-                return peer
             try:
                 return self.of_life(to.name, to.incarnation)
             except UnknownWorker:
                 raise PeerLost(_absent(to.name)) from None
+        names = self.names
         peer = names.get(to)
         if peer is None:
             if self._parks and type(thread := threading.current_thread()) not in OTHERS and thread.daemon:
