@@ -67,7 +67,7 @@ def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
 
 
 def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]:
-    from telegrad._core.agent.outgoing import EachCall
+    from telegrad._core.agent.call_each import EachCall
     from telegrad._core.agent.pending_call import PreparedCall
     from telegrad._core.calls.futures import Future
     from telegrad._core.worker import current

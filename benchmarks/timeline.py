@@ -41,14 +41,14 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 def mark_all(worker: str) -> None:
     """Patch all measured functions of this process."""
-    from telegrad._core.agent import call_server, incoming, outgoing
+    from telegrad._core.agent import call_server, incoming, pending_call
     from telegrad._core.transport.link import Link
     from telegrad.autograd import contexts, engine, pass_parts, record
 
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),
         (Link, "send", "writes a frame", "has written"),
-        (outgoing, "encode_call", "encodes the call"),
+        (pending_call, "encode_call", "encodes the call"),
         (incoming.Layers, "take_tensors", "takes tensors out of a message"),
         (call_server.Server, "_run", "begins the call"),
         (incoming.Answers, "made_of", "has run the function"),

@@ -2,9 +2,9 @@
 
 from telegrad._core.agent import inspection
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.call_each import EachCall
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import Incoming
-from telegrad._core.agent.outgoing import EachCall
 from telegrad._core.agent.pending_call import PendingCall, PreparedCall
 from telegrad._core.calls import call_context, futures, profiling
 from telegrad._core.calls.call_context import CallerContext, NestedCall

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.agent import outgoing
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.call_each import EachCall, _Encodings
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.memory.warm_memory import SHARING
@@ -33,7 +32,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 
 @pytest.fixture(autouse=True)
 def soon_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "COMMON_FROM", LARGE)
+    monkeypatch.setattr("telegrad._core.agent.call_each.COMMON_FROM", LARGE)
 
 
 def call_each(agent: Agent, function: Any, *args: Any, to: Sequence[Any] = OTHERS, **options: Any) -> list[Future[Any]]:
@@ -55,13 +54,13 @@ def here() -> str:
 
 def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that gets an entry each time the arguments of a call to many workers are encoded."""
-    encode, made = outgoing._Encodings._encode, list[bool]()
+    encode, made = _Encodings._encode, list[bool]()
 
-    def encode_counted(encodings: outgoing._Encodings, same: bool) -> Any:
+    def encode_counted(encodings: _Encodings, same: bool) -> Any:
         made.append(same)
         return encode(encodings, same)
 
-    monkeypatch.setattr(outgoing._Encodings, "_encode", encode_counted)
+    monkeypatch.setattr(_Encodings, "_encode", encode_counted)
     return made
 
 

@@ -355,7 +355,7 @@ def test_a_call_of_a_newer_worker_ends_with_an_error_that_says_so(
 ) -> None:
     a, _ = workers
     with monkeypatch.context() as patched:
-        patched.setattr("telegrad._core.agent.outgoing.CALL", 40)
+        patched.setattr("telegrad._core.agent.pending_call.CALL", 40)
         with pytest.raises(VersionMismatch, match=r"'w1' did not run .* install the same telegrad"):
             a.agent.call("w1", operator.add, (1, 2), None)
         patched.undo()

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad._core.agent.call_each import EachCall, call_each
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, MemberDirectory
 from telegrad._core.agent.incoming import CallScheduler, Layers
-from telegrad._core.agent.outgoing import EachCall, begin_call, call_each
 from telegrad._core.agent.peer import Peer
-from telegrad._core.agent.pending_call import PendingCall, PreparedCall
+from telegrad._core.agent.pending_call import PendingCall, PreparedCall, begin_call
 from telegrad._core.calls.call_context import GraphContext
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
@@ -224,7 +224,7 @@ class Agent:
             peer.connection.read_in_background()
 
     def call_each(self, callees: Iterable[EachCall], call: PreparedCall, timeout: float = DEFAULT) -> None:
-        """Call each of many workers as `call_for` does, and encode the arguments once (see `outgoing`).
+        """Call each of many workers as `call_for` does, and encode the arguments once (see `call_each`).
 
         Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.call_each import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls.futures import Future, Signal, wait_for
 from telegrad._core.calls.unretrieved import UnretrievedError

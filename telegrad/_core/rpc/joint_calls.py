@@ -14,7 +14,7 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
-from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.call_each import EachCall
 from telegrad._core.agent.pending_call import PreparedCall
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import known_as

@@ -14,7 +14,7 @@ lock is never held while a call is made, cancelled or completed.
 Cancelling needs no lock. The cancelling thread stores `_cancelled`, and then looks for an attempt in flight and for the
 call in the queue. A thread that repeats the call, or puts it into the queue, reads `_cancelled` after that. So at least
 one of the two threads ends the call. During the first attempt, only a served call can cancel this one; it holds the
-attempt itself, too (`outgoing.begin_call`).
+attempt itself, too (`pending_call.begin_call`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.outgoing import EachCall
+from telegrad._core.agent.call_each import EachCall
 from telegrad._core.agent.pending_call import SEARCH_PAUSE, PendingCall, PreparedCall
 from telegrad._core.calls.call_context import CallerContext, DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import known_as, user_name

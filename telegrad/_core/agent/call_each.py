@@ -1,4 +1,4 @@
-"""Encodes calls, and makes one call to many workers.
+"""One call to many workers.
 
 Arguments are pickled once for all workers that run this worker's main program, and once for all others. Tensor metadata
 is encoded once, unless it depends on devices. Large tensors are copied once into common memory for the workers of this
@@ -9,124 +9,29 @@ All messages are sent before any wait. Each call has its own outcome: an unreach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from telegrad._core.agent.connections import Connections
-from telegrad._core.agent.incoming import Layers
 from telegrad._core.agent.peer import Peer
-from telegrad._core.agent.pending_call import MutationCheck, PendingCall, PreparedCall
-from telegrad._core.calls import call_context, profiling
-from telegrad._core.calls.call_context import seen
-from telegrad._core.calls.call_names import NAMED, user_name, users_call
+from telegrad._core.agent.pending_call import EncodedCall, PendingCall, PreparedCall
+from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.pickling.function_names import name_of, verified
-from telegrad._core.pickling.pickling import blame_again, encode, encode_call
-from telegrad._core.wire.messages import (
-    CALL,
-    HAS_CALL_CONTEXT,
-    HAS_GRAPH,
-    HAS_REFERENCES,
-    INFERENCE,
-    NO_GRAD,
-    Message,
-    append,
-)
-from telegrad._core.wire.packing import DeviceMapping, pack
-from telegrad._core.wire.tensors import Blob
-from telegrad.errors import CannotEncode
+from telegrad._core.wire.messages import Message
+from telegrad._core.wire.packing import DeviceMapping
 
 COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 
 ENCODED, ON_HOST = "encoded", "on the host"  # keys of encodings that suit all devices of the receivers
-
-
-class EncodedCall:
-    """A call as bytes, for all workers that get the same data."""
-
-    __slots__ = (
-        *("blobs", "body", "function", "meta", "name", "near", "references", "tensors", "underway", "weight"),
-        "_buffers",
-    )
-
-    def __init__(self, call: PreparedCall, same_program: bool) -> None:
-        """Pickle the arguments. Without a name that leads to the function at the receiver, pickle that as well."""
-        self.function = function = call.function
-        name = (verified.get(function) if type(function) in NAMED else None) or name_of(function, same_program)
-        args, kwargs = call.args or (), call.kwargs or {}
-        try:
-            if name:
-                encoded = encode_call(args, kwargs, same_program)
-            else:
-                encoded = encode((function, args, kwargs), same_program)
-        except CannotEncode as error:
-            raise blame_again(users_call(function, args, kwargs), error, same_program) from error.__cause__
-        self.name = name.encode() if name else b""
-        self.body, self.tensors, self.references, self._buffers = encoded
-        self.meta = b""
-        self.blobs: Sequence[Blob] = ()
-        self.weight = 0  # bytes of the tensors
-        self.underway: MutationCheck | None = None
-        self.near = 0  # receivers on this host, if there are several receivers
-
-    def pack(self, place: DeviceMapping, waits: bool) -> EncodedCall:
-        """Describe the tensors for the devices of a receiver. `waits` as in `MutationCheck`."""
-        self.meta, self.blobs, self.weight = pack(self.tensors, place, self._buffers)
-        if self.blobs:
-            self.underway = MutationCheck(self.tensors[: len(self.tensors) - self._buffers], waits)
-        return self
-
-    def message_to(self, pending: PendingCall, layers: Layers, creation: Any) -> Message:
-        """Return the message of a call: append the call context, and the data of the layers above."""
-        # The order of the parts is part of the protocol, since the receiver cuts them off from the end: first the
-        # references, on the thread that reads, then the autograd record, when the tensors are taken, and last the call
-        # context.
-        body, pending.weight, pending.underway = self.body, self.weight, self.underway
-        flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if flags and not layers.sends_modes:
-            pending.unrecorded, flags = True, 0
-        if layers.tells_times or seen.scene or profiling.follower is not None or call_context.is_autocast_on():
-            said, pending.in_turn = call_context.described(*pending.time(layers.tells_times), layers.sends_modes)
-            if said:
-                flags |= HAS_CALL_CONTEXT
-                body = append(body, said)
-        to = pending.peer.identity
-        context = layers.graphs.current() if layers.graphs is not None and layers.entered_id() is not None else None
-        if context is not None:
-            flags |= HAS_GRAPH
-            body = append(body, context.sent(self.tensors, to, self.function, not flags & NO_GRAD))
-        if self.references or creation is not None:  # last, since from here on nothing can fail
-            assert layers.references is not None
-            flags |= HAS_REFERENCES
-            body = append(body, layers.references.pack(self.references, to, creation))
-        return Message(CALL, 0, flags, self.name, self.meta, body, self.blobs)
-
-
-def begin_call(pending: PendingCall, call: PreparedCall, program: str, layers: Layers, creation: Any = None) -> None:
-    """Send a call. `program` is that of this worker; `creation` as in `Agent.call_for`."""
-    parent, peer = serving.get(), pending.peer
-    # `admit` comes first, since it may refuse the call. `hold` comes last, and cancels the call if the served call was
-    # cancelled meanwhile: before `Peer.call` the call is in no table, and `Peer.cancel` would not find it.
-    if parent is not None:
-        parent.admit(pending)
-    if pending.outcome is not None:
-        pending.outcome.call = pending
-    encoded = EncodedCall(call, peer.member.program == program != "")
-    if encoded.tensors:
-        encoded.pack(peer.places.calls, pending.outcome is None)
-    peer.call(pending, encoded.message_to(pending, layers, creation))
-    if parent is not None:
-        parent.hold(pending)
 
 
 class EachCall(NamedTuple):
