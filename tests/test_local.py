@@ -18,9 +18,9 @@ import pytest
 
 import telegrad
 from telegrad import errors
-from telegrad.ext import starting, workers
-from telegrad.ext.processes import state_of
-from telegrad.ext.starting import RendezvousStore
+from telegrad.ext import workers
+from telegrad.ext.host import state_of
+from telegrad.ext.workers import RendezvousStore
 from telegrad.launch import local, starter, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 from tests.test_forked import in_child
@@ -610,7 +610,7 @@ def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
     script(UNTIL_ITS_INPUT_ENDS)
     join = local.LocalGroup._join
     monkeypatch.setattr(local.LocalGroup, "_join", joins)
-    monkeypatch.setattr(starting, "enter_group", enter)
+    monkeypatch.setattr(workers, "enter_group", enter)
     monkeypatch.setattr(workers, "current", SimpleNamespace(worker=SimpleNamespace(agent=agent)))
     group = telegrad.local(3)
     lost = [f"worker 'worker{number}' ended with signal SIGKILL" for number in range(3)]

@@ -44,7 +44,8 @@ from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_client import EtcdClient, EtcdSession
 from telegrad.directories.etcd_messages import EtcdMalformed, EtcdRefused, EtcdSettings
 from telegrad.errors import StoreUntrusted
-from telegrad.ext.directories import (
+from telegrad.ext.feedback import hint
+from telegrad.ext.joining import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -59,7 +60,6 @@ from telegrad.ext.directories import (
     check_ttl,
     check_value,
 )
-from telegrad.ext.texts import hint
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,10 +17,17 @@ from telegrad.directories import MOST_BYTES
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
-from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, SocketSession, Unanswered, Unsent, left
-from telegrad.ext.files import read_secret
-from telegrad.ext.joining import load_own
-from telegrad.ext.processes import tune_tcp
+from telegrad.ext.host import read_secret, tune_tcp
+from telegrad.ext.joining import (
+    DirectoryRefused,
+    DirectoryReset,
+    Sessions,
+    SocketSession,
+    Unanswered,
+    Unsent,
+    left,
+    load_own,
+)
 
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096

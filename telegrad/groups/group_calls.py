@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from telegrad.errors import GroupError, PeerError, RRefError, UnknownWorker
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import (
     Agent,
     EachCall,
@@ -34,7 +33,8 @@ from telegrad.ext.calls import (
     summary,
     user_name,
 )
-from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import raised_by_handler
 from telegrad.ext.values import fresh, without_frames
 from telegrad.ext.workers import WorkerInfo, current
 

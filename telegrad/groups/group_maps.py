@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from telegrad.errors import CallCancelled, InvalidArgument
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Agent, CallerContext
-from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import raised_by_handler
 from telegrad.groups.group_calls import GONE, GroupFuture, ResultSlot
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from telegrad.errors import TelegradError, UsageError
 from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, Event, events
-from telegrad.ext.processes import loopback, renewed
+from telegrad.ext.host import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer

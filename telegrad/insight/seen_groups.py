@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import Event
-from telegrad.ext.files import open_regular
-from telegrad.ext.processes import STOPPED, state_of, stopped
-from telegrad.ext.texts import safe
+from telegrad.ext.feedback import safe
+from telegrad.ext.host import STOPPED, open_regular, state_of, stopped
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import several
 from telegrad.reporting import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, debug_server, decode

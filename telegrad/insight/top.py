@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
-from telegrad.ext.texts import plural, safe
+from telegrad.ext.feedback import plural, safe
 from telegrad.insight.history import GroupHistory, Source, functions
 from telegrad.reporting import MEMBER, QUEUED, RUNNING, UNFINISHED, SourceLine, ThreadState, WorkerState, counts
 from telegrad.reporting.figures import Rate, oldest_call, trouble

@@ -15,8 +15,8 @@ from math import inf
 from pathlib import Path
 
 from telegrad.errors import UsageError
-from telegrad.ext.files import create, make_folder
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
+from telegrad.ext.host import create, make_folder
 
 PATIENCE = 1.0  # seconds until an incomplete line is shown
 LONGEST = 1 << 16  # bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from telegrad.errors import UsageError
-from telegrad.ext.processes import loopback
+from telegrad.ext.host import loopback
 from telegrad.launch.output import Output
 from telegrad.launch.policy import POLICIES, read
 from telegrad.launch.supervisor import Supervisor

@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 
-from telegrad.ext.processes import SAFE_PATH, forks, name_process, new_session_options, signal_at_parents_end
+from telegrad.ext.host import SAFE_PATH, forks, name_process, new_session_options, signal_at_parents_end
 
 POSSIBLE = sys.platform == "linux" and hasattr(socket, "AF_UNIX")
 LONGEST = 1 << 16  # bytes of the arguments of a worker

@@ -27,10 +27,20 @@ from typing import IO
 
 from telegrad.compat import child_environment
 from telegrad.errors import UsageError
-from telegrad.ext import processes
-from telegrad.ext.files import create_once
+from telegrad.ext.feedback import format_duration
+from telegrad.ext.host import (
+    SAFE_PATH,
+    create_once,
+    describe_exit,
+    family_of,
+    is_address,
+    listening_address,
+    new_session_options,
+    shared_cores,
+    signal_at_parents_end,
+    socket_address,
+)
 from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
-from telegrad.ext.texts import format_duration
 from telegrad.launch.output import STREAMS, LineBuffer, Output
 from telegrad.launch.policy import Action, EndServing, Log, Policy, RunConfig, SendSignal, StartProcess, WorkerSlot
 
@@ -63,7 +73,7 @@ class Child:
             stderr=subprocess.PIPE,
             env=dict(environment),
             preexec_fn=_before(os.getpid()),
-            **processes.new_session_options(),
+            **new_session_options(),
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -99,9 +109,9 @@ class Supervisor:
         self._host = host
         self._listener: socket.socket | None = None
         if node == 0:
-            address = host if processes.is_address(host) else processes.listening_address(host)
+            address = host if is_address(host) else listening_address(host)
             self._listener = socket.create_server(
-                processes.socket_address(address, port), family=processes.family_of(address), backlog=CROWD
+                socket_address(address, port), family=family_of(address), backlog=CROWD
             )
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
@@ -216,7 +226,7 @@ class Supervisor:
         named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         # Later variables take precedence. The worker's own name and place replace inherited ones, which this process
         # has if it is itself a worker of a `telegrad run`. The role's `env` can replace all.
-        given = {**processes.shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
+        given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
@@ -255,14 +265,14 @@ class Supervisor:
         listener = self._listener
         self._storekeeper = process = subprocess.Popen(
             [
-                *(sys.executable, *processes.SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
+                *(sys.executable, *SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
                 *([str(listener.fileno()), self._host] if listener is not None else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()] if listener is not None else [],
             env=child_environment({**os.environ, **self._key}),
-            **processes.new_session_options(),
+            **new_session_options(),
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -289,7 +299,7 @@ class Supervisor:
         elif data is not None:
             self._selector.unregister(self._from_storekeeper)
             self._from_storekeeper.close()
-            how = processes.describe_exit(code := self._storekeeper.wait())
+            how = describe_exit(code := self._storekeeper.wait())
             # A storekeeper that has served the store is restarted, as after a SIGKILL, and so is one that is killed
             # while it replaces another. If the first one fails before that, for example because torch is not installed,
             # a second one would fail as well.
@@ -383,7 +393,7 @@ def _before(parent: int) -> Callable[[], None]:
         for number in (*ENDING, STATUS, FORWARDED):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        processes.signal_at_parents_end(signal.SIGKILL)
+        signal_at_parents_end(signal.SIGKILL)
         # The kernel sends no signal for a parent that ended before the call above.
         if os.getppid() != parent:
             os._exit(1)

@@ -15,9 +15,9 @@ import time
 import traceback
 from typing import NoReturn
 
-from telegrad.ext.arguments import checks
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import end_threads, renewed, signal_at_parents_end
 from telegrad.ext.joining import supervised
-from telegrad.ext.processes import end_threads, renewed, signal_at_parents_end
 
 ENDED, WRONG, JOINED_NOT, LOST, INTERRUPTED = 0, 2, 3, 4, 130
 # Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it

@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any, NotRequired, TypedDict, TypeVar, Union
 
 from telegrad.ext.events import Event, events
-from telegrad.ext.texts import safe
+from telegrad.ext.feedback import safe
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
 SPARE = "spare"  # instead of `joining`: it waits for the next generation of an elastic group

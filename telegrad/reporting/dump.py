@@ -27,8 +27,17 @@ from typing import Any
 
 from telegrad.ext.events import BACKWARD_PASS, CALLED, STEPPED, Event
 from telegrad.ext.events import events as instruments
-from telegrad.ext.files import Folder, open_folder, private_folder
-from telegrad.ext.processes import Thread, error_text, forks, in_child, interrupts, renewed
+from telegrad.ext.host import (
+    Folder,
+    Thread,
+    error_text,
+    forks,
+    in_child,
+    interrupts,
+    open_folder,
+    private_folder,
+    renewed,
+)
 from telegrad.reporting import LogLine
 
 LAST = 10_000  # number of events kept

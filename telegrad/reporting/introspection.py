@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.ext.calls import Agent, inspection
 from telegrad.ext.events import Event
-from telegrad.ext.processes import Thread, renewed
-from telegrad.ext.texts import safe
+from telegrad.ext.feedback import safe
+from telegrad.ext.host import Thread, renewed
 from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
 from telegrad.reporting import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, WorkerState, checked, decode
 from telegrad.reporting.debug_server import DebugServer

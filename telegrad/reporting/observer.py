@@ -24,11 +24,10 @@ import torch
 from telegrad import reporting as states
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.events import MADE
+from telegrad.ext.feedback import plural, progress
 from telegrad.ext.graphs import Conductor
-from telegrad.ext.references import ValueSlot
-from telegrad.ext.starting import stores
-from telegrad.ext.texts import plural, progress
-from telegrad.ext.workers import Leaving, Member, Membership, Worker
+from telegrad.ext.values import ValueSlot
+from telegrad.ext.workers import Leaving, Member, Membership, Worker, stores
 from telegrad.reporting import CallIn, CallOut, PassOut, ReferenceKind, ThreadState, WaitState, WorkerState, stacks
 from telegrad.reporting.dump import log_lines, recorder
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from types import FrameType
 
-from telegrad.ext.processes import in_child, renewed
+from telegrad.ext.host import in_child, renewed
 from telegrad.reporting import SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
