@@ -24,8 +24,7 @@ from telegrad.ext.feedback import checks
 from telegrad.ext.host import raised_by_handler
 from telegrad.ext.values import EACH, Proxy, RRef, created, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
-from telegrad.groups.group_calls import GroupFuture, ResultSlot, group_error
-from telegrad.groups.group_maps import MapFuture, zipped
+from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
 
 T = TypeVar("T")
 
