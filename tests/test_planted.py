@@ -13,7 +13,7 @@ import telegrad
 from telegrad import checkpoint
 from telegrad.checkpoint.folders import keep_newest
 from telegrad.insight import collect
-from telegrad.launch.output import Output
+from telegrad.launch.children import Output
 from telegrad.reporting import dump
 from tests.other_user import Plant, link_to, plant, shared
 
@@ -170,8 +170,8 @@ def test_traces_and_pictures_are_not_written_through_links(
 def test_logs_of_a_run_are_in_a_new_folder(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
 ) -> None:
-    monkeypatch.setattr("telegrad.launch.output.time.strftime", lambda _: "now")
-    monkeypatch.setattr("telegrad.launch.output.MOST_ALIKE", 10)
+    monkeypatch.setattr("telegrad.launch.children.time.strftime", lambda _: "now")
+    monkeypatch.setattr("telegrad.launch.children.MOST_ALIKE", 10)
 
     def act() -> pathlib.Path:
         for number in range(10):

@@ -57,9 +57,9 @@ from telegrad.ext.host import (
 )
 from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
 from telegrad.ext.joining import main_program as programs
-from telegrad.launch import starter
-from telegrad.launch.output import LONGEST, STREAMS, LineBuffer
-from telegrad.launch.starter import ForkedProcess, Starter
+from telegrad.launch import worker_command
+from telegrad.launch.children import LONGEST, STREAMS, LineBuffer
+from telegrad.launch.worker_command import ForkedProcess, Starter
 
 MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
@@ -130,7 +130,7 @@ class LocalGroup:
 
     def _start(self, arguments: list[str], stdout: int, stderr: int) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process of a worker; by a starter if there are several."""
-        if not starter.POSSIBLE or len(self.names) == 1:
+        if not worker_command.CAN_FORK or len(self.names) == 1:
             return subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", *arguments],
                 stdin=subprocess.PIPE,

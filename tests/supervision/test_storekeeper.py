@@ -19,7 +19,7 @@ import pytest
 
 from telegrad.ext import joining, workers
 from telegrad.launch import storekeeper, supervisor
-from telegrad.launch.output import Output
+from telegrad.launch.children import Output
 from telegrad.launch.policy import EndServing, read
 from tests.cluster import PATIENCE, wait_until
 from tests.supervision.test_run import Launch, Run, launch
