@@ -103,7 +103,7 @@ READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command li
     *("directories/on_redis.py", "_core/directory/lease_table.py", "_core/stores/address.py"),
     *("_core/host/resources.py", "insight/collect.py", "insight/seen_groups.py", "insight/web.py"),
     *("launch/supervisor.py", "_core/processes.py"),
-    *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
+    *("reporting/debug_server.py", "reporting/observer.py", "reporting/process_state.py"),
 }
 
 

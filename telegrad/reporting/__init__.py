@@ -27,7 +27,8 @@ MOST_ALIKE = 256  # maximum number of similar calls in a list
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 CALL = "call"
-FILE = "file"  # the content of a file that `reporting/dump.py` writes
+FILE = "file"  # the content of a dump, a file that `reporting/introspection.py` writes
+LARGEST_FILE = 16 << 20  # bytes of a dump; the oldest events are dropped from a larger one
 
 LONGEST_TEXT = 4096  # characters; longer texts are cut
 MOST_ITEMS = 100_000  # in one list or dictionary
