@@ -21,8 +21,19 @@ from telegrad.ext.host import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
-from telegrad.reporting import ASKS, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, SPARE, UNFINISHED, WorkerState, counts
-from telegrad.reporting.figures import oldest_call
+from telegrad.reporting import (
+    ASKS,
+    JOINING,
+    LEAVING,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    SPARE,
+    UNFINISHED,
+    WorkerState,
+    counts,
+    oldest_call,
+)
 from telegrad.reporting.introspection import introspection_of
 from telegrad.version import VERSION
 
