@@ -44,7 +44,6 @@ from telegrad.reporting import (
 )
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
-from telegrad.reporting.process_state import all_stacks
 from tests.cluster import (
     PATIENCE,
     Process,
@@ -604,7 +603,7 @@ def test_no_garbage_is_collected_while_stacks_are_read_except_in_a_child(
     was, interval = gc.isenabled(), sys.getswitchinterval()
     (gc.enable if enabled else gc.disable)()
     try:
-        assert threading.get_ident() in all_stacks()
+        assert threading.get_ident() in process_state.all_stacks()
         assert seen == [False]
         assert gc.isenabled() == enabled
     finally:
