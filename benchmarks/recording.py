@@ -16,7 +16,7 @@ CALLS = 1000  # per round, with and without observation
 
 def record(on: bool) -> None:
     """Turn the recorder of this worker on or off."""
-    from telegrad.reporting.dump import recorder  # here: rows are imported before a library is chosen
+    from telegrad.reporting.process_state import recorder  # here: rows are imported before a library is chosen
 
     (recorder.begin if on else recorder.end)()
 

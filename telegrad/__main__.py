@@ -91,9 +91,9 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
-        from telegrad.launch import run_command as run
+        from telegrad.launch import supervisor
 
-        return run.main(arguments[1:])
+        return supervisor.main(arguments[1:])
     from telegrad.insight import command
 
     return command.main(arguments)

@@ -25,7 +25,7 @@ from telegrad.insight.prometheus import EventCounters
 from telegrad.optim.owner import guards_of, holding
 from telegrad.pipeline import comparison, exporting
 from telegrad.pipeline.stage import Stage
-from telegrad.reporting import stacks
+from telegrad.reporting import process_state
 from tests.cluster import PATIENCE, processes
 from tests.test_atfork import elsewhere, outcome
 from tests.test_forked import in_child
@@ -219,7 +219,7 @@ def collects() -> bool:
 
     def look() -> None:
         with contextlib.suppress(InterruptedError):
-            stacks.all_stacks()
+            process_state.all_stacks()
 
     real, sys._current_frames = sys._current_frames, frames
     try:

@@ -18,10 +18,10 @@ import pytest
 
 import telegrad
 from telegrad import errors
-from telegrad.ext import starting, workers
-from telegrad.ext.processes import state_of
-from telegrad.ext.starting import RendezvousStore
-from telegrad.launch import local, starter, worker_command
+from telegrad.ext import workers
+from telegrad.ext.host import state_of
+from telegrad.ext.workers import RendezvousStore
+from telegrad.launch import local, worker_command
 from tests.cluster import PATIENCE, free_port, is_over, wait_until
 from tests.test_forked import in_child
 
@@ -47,7 +47,7 @@ WHOLE = """
 import gc, os, signal, sys, threading, time
 import telegrad
 from beside import twice
-from telegrad.launch import output
+from telegrad.launch import children
 
 class Point:
     def __init__(self, x):
@@ -81,7 +81,7 @@ if __name__ == "__main__":
         rpc.rpc_sync("trainer", print, ("hello",))
         assert rpc.rpc_sync("ps", gc.get_freeze_count) > 50_000  # torch's objects, else each end takes 0.3 s more
         assert rpc.rpc_sync("ps", write_unclosed) is None
-        output.PATIENCE = 0
+        children.PATIENCE = 0
         rpc.rpc_sync("trainer", show_progress)
         future = rpc.rpc_async("ps", time.sleep, (1,))
         try:
@@ -379,7 +379,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENT)
-@pytest.mark.skipif(not starter.POSSIBLE, reason="workers are not forked on this platform")
+@pytest.mark.skipif(not worker_command.CAN_FORK, reason="workers are not forked on this platform")
 def test_forked_workers_are_as_those_with_a_start_of_their_own(tmp_path: pathlib.Path) -> None:
     ran = run(FORKED, tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -419,7 +419,7 @@ DEATHS: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize(
     ("how", "printed"), [*((how, how != "silent") for how in DEATHS), ("raises", False), ("ends", False)]
 )
-@pytest.mark.parametrize("forks", [starter.POSSIBLE, False])
+@pytest.mark.parametrize("forks", [worker_command.CAN_FORK, False])
 def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     forks: bool,
     how: str,
@@ -428,7 +428,7 @@ def test_a_worker_that_cannot_start_is_an_error_after_its_output(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(starter, "POSSIBLE", forks)
+    monkeypatch.setattr(worker_command, "CAN_FORK", forks)
     act, end, line = DEATHS[how]
     # A starter imports torch for both. Without it, the other worker sleeps until its end.
     if_it_is_b = "import sys\nif {'b', '--forks'}.intersection(sys.argv):\n    "
@@ -547,7 +547,7 @@ def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
-        monkeypatch.setattr(starter, "POSSIBLE", False)
+        monkeypatch.setattr(worker_command, "CAN_FORK", False)
 
     return use
 
@@ -610,7 +610,7 @@ def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
     script(UNTIL_ITS_INPUT_ENDS)
     join = local.LocalGroup._join
     monkeypatch.setattr(local.LocalGroup, "_join", joins)
-    monkeypatch.setattr(starting, "enter_group", enter)
+    monkeypatch.setattr(workers, "enter_group", enter)
     monkeypatch.setattr(workers, "current", SimpleNamespace(worker=SimpleNamespace(agent=agent)))
     group = telegrad.local(3)
     lost = [f"worker 'worker{number}' ended with signal SIGKILL" for number in range(3)]

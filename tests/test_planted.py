@@ -13,8 +13,8 @@ import telegrad
 from telegrad import checkpoint
 from telegrad.checkpoint.folders import keep_newest
 from telegrad.insight import collect
-from telegrad.launch.output import Output
-from telegrad.reporting import dump
+from telegrad.launch.children import Output
+from telegrad.reporting import introspection
 from tests.other_user import Plant, link_to, plant, shared
 
 __all__ = ["plant", "shared"]
@@ -39,7 +39,7 @@ def test_dumps_follow_no_names_that_can_be_guessed(
     for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(shared / name))
     folder = shared / f"telegrad-{os.geteuid()}"
-    monkeypatch.setenv(dump.VARIABLE, "")
+    monkeypatch.setenv(introspection.VARIABLE, "")
     pid = os.getpid()  # other users can see it in /proc
 
     def act() -> pathlib.Path:
@@ -55,7 +55,7 @@ def test_dumps_follow_no_names_that_can_be_guessed(
         return folder
 
     plant(act)
-    written = dump.write("w0", "because", {"account": {}})
+    written = introspection.write_dump("w0", "because", {"account": {}})
     assert written is not None
     assert precious.read_text() == "precious"
     assert [each.name for each in precious.parent.iterdir()] == ["precious"]
@@ -68,7 +68,7 @@ def test_dumps_are_not_written_below_folders_of_another_user(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant, below: str
 ) -> None:
     folder = shared / "dumps"
-    monkeypatch.setenv(dump.VARIABLE, str(folder / below))
+    monkeypatch.setenv(introspection.VARIABLE, str(folder / below))
 
     def act() -> pathlib.Path:
         folder.mkdir()
@@ -78,7 +78,7 @@ def test_dumps_are_not_written_below_folders_of_another_user(
 
     plant(act)
     with pytest.raises(PermissionError, match=r"it belongs to user .*dumps"):
-        dump.write("w0", "because", {})
+        introspection.write_dump("w0", "because", {})
     assert [each.name for each in precious.parent.iterdir()] == ["precious"]
     assert [each.name for each in folder.iterdir()] == ["link"]
 
@@ -86,27 +86,27 @@ def test_dumps_are_not_written_below_folders_of_another_user(
 def test_dumps_are_not_written_to_a_folder_that_all_may_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path))
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"other users may change it \(mode 777\)"):
-        dump.write("w0", "because", {})
+        introspection.write_dump("w0", "because", {})
 
 
 def test_links_in_a_folder_for_dumps_are_not_removed(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> None:
-    monkeypatch.setenv(dump.VARIABLE, str(shared))
-    monkeypatch.setattr(dump, "KEPT", 1)
+    monkeypatch.setenv(introspection.VARIABLE, str(shared))
+    monkeypatch.setattr(introspection, "KEPT", 1)
     secret = shared / "20200101-000000-link-1.json"
     secret.symlink_to("elsewhere")
     for _ in range(3):
-        dump.write("../w0", "because", {})
+        introspection.write_dump("../w0", "because", {})
     assert len(list(shared.iterdir())) == 2
     assert secret.is_symlink()
 
 
 def test_a_large_dump_keeps_its_latest_events(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(dump, "LARGEST", 200)
-    path = dump.write("w0", "because", {"account": {}, "events": list(range(1000))})
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(introspection, "LARGEST_FILE", 200)
+    path = introspection.write_dump("w0", "because", {"account": {}, "events": list(range(1000))})
     assert path is not None
     assert path.stat().st_size <= 200
     assert "999]" in path.read_text()
@@ -170,8 +170,8 @@ def test_traces_and_pictures_are_not_written_through_links(
 def test_logs_of_a_run_are_in_a_new_folder(
     monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
 ) -> None:
-    monkeypatch.setattr("telegrad.launch.output.time.strftime", lambda _: "now")
-    monkeypatch.setattr("telegrad.launch.output.MOST_ALIKE", 10)
+    monkeypatch.setattr("telegrad.launch.children.time.strftime", lambda _: "now")
+    monkeypatch.setattr("telegrad.launch.children.MOST_ALIKE", 10)
 
     def act() -> pathlib.Path:
         for number in range(10):

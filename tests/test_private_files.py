@@ -73,8 +73,8 @@ ELSEWHERE = {
     ("_core/stores/raw_stores.py", "open"),  # a store of the user's choice, without links, checked after opening
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
     ("insight/seen_groups.py", "open"),  # reads a file that may have become a pipe
-    ("launch/output.py", "mkdir"),  # in a folder of `make_folder`, and never an existing one
-    ("launch/output.py", "symlink_to"),  # with a random name
+    ("launch/children.py", "mkdir"),  # in a folder of `make_folder`, and never an existing one
+    ("launch/children.py", "symlink_to"),  # with a random name
     ("launch/supervisor.py", "mkdtemp"),  # private, with a random name
 }
 
@@ -102,8 +102,8 @@ def test_files_of_the_package_do_not_create_files_by_themselves() -> None:
 READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command line
     *("directories/on_redis.py", "_core/directory/lease_table.py", "_core/stores/address.py"),
     *("_core/host/resources.py", "insight/collect.py", "insight/seen_groups.py", "insight/web.py"),
-    *("launch/run_command.py", "_core/processes.py"),
-    *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
+    *("launch/supervisor.py", "_core/processes.py"),
+    *("reporting/debug_server.py", "reporting/observer.py", "reporting/process_state.py"),
 }
 
 

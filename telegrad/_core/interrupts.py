@@ -415,7 +415,7 @@ _real: Any = sys.modules["_signal"]  # its functions are called by the module `s
 _real_signal = _real.signal
 _real_getsignal = _real.getsignal
 # By signal: called once, after the program has replaced a handler that this package had installed in C, of which
-# `getsignal` knows nothing (`reporting.dump`: faulthandler).
+# `getsignal` knows nothing (`reporting.introspection`: faulthandler).
 replaced: dict[int, Callable[[], None]] = {}
 
 

@@ -38,10 +38,10 @@ from telegrad.checkpoint.state import (
     shares_of,
 )
 from telegrad.errors import CannotEncode, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all, folded, known_as
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import Thread
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of, update_replicas
-from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from telegrad.errors import CheckpointFailed, WorkersFailed
 from telegrad.ext.calls import Agent, Future
-from telegrad.ext.processes import Thread
-from telegrad.ext.texts import Wait
+from telegrad.ext.feedback import Wait
+from telegrad.ext.host import Thread
 from telegrad.ext.values import first_line
 from telegrad.ext.workers import current
 

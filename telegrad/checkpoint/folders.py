@@ -24,9 +24,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import folded
-from telegrad.ext.files import create, make_folder, open_regular, opened, resolved
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import create, make_folder, open_regular, opened, resolved
 
 Path = str | os.PathLike[str]
 

@@ -19,12 +19,10 @@ from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, has_method, kind_of, shares_of, unpacked
 from telegrad.errors import CheckpointFailed, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import StepCounter, call_all, folded, known_as
-from telegrad.ext.files import UnsafePath, reason
+from telegrad.ext.feedback import Wait, checks
+from telegrad.ext.host import UnsafePath, raised_by_handler, reason
 from telegrad.ext.modules import LocalOptimizer, RemotePart, joined, restore_model, state_of, without_remote_state
-from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.texts import Wait
 from telegrad.ext.values import first_line
 from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer

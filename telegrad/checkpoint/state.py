@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import CannotEncode, UsageError
-from telegrad.ext.arguments import is_path, short_repr
+from telegrad.ext.feedback import is_path, short_repr
 from telegrad.ext.modules import RemotePart, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef

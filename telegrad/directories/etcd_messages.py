@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from telegrad.errors import UsageError
-from telegrad.ext.directories import DirectoryRefused, Entry, Event, Listing, Swap
-from telegrad.ext.processes import bracketed
+from telegrad.ext.host import bracketed
+from telegrad.ext.joining import DirectoryRefused, Entry, Event, Listing, Swap
 
 FORM = "etcd://HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE][&cert=FILE&key=FILE][&user=NAME&password_file=FILE]"
 OPTIONS = {"ca", "cert", "key", "user", "password_file"}

@@ -63,7 +63,9 @@ from telegrad.directories.redis_messages import (
     read_reply,
 )
 from telegrad.errors import StoreUntrusted, TelegradError, UsageError
-from telegrad.ext.directories import (
+from telegrad.ext.feedback import safe
+from telegrad.ext.host import reason
+from telegrad.ext.joining import (
     ABSENT,
     Compacted,
     DirectoryRefused,
@@ -80,10 +82,8 @@ from telegrad.ext.directories import (
     check_key,
     check_ttl,
     check_value,
+    load_own,
 )
-from telegrad.ext.files import reason
-from telegrad.ext.joining import load_own
-from telegrad.ext.texts import safe
 
 try:
     import redis

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from telegrad.errors import InvalidArgument
-from telegrad.ext.directories import Entry, Event
-from telegrad.ext.processes import bracketed
+from telegrad.ext.host import bracketed
+from telegrad.ext.joining import Entry, Event
 
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 OLDEST = (6, 2)  # the first version that has XRANGE with exclusive bounds and ZADD GT

@@ -1,5 +1,23 @@
-"""How processes find a group, without torch: keys, stores, directories, names. `starting` has the rest."""
+"""How processes find a group, without torch: keys, stores, names, and the protocol of directory engines."""
 
+from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, SocketSession, Unanswered, Unsent, left
+from telegrad._core.directory.directory import (
+    ABSENT,
+    Compacted,
+    DirectoryLost,
+    DirectoryRefused,
+    DirectoryReset,
+    Entry,
+    Event,
+    Events,
+    Lease,
+    LeaseLost,
+    Listing,
+    Swap,
+    check_key,
+    check_ttl,
+    check_value,
+)
 from telegrad._core.joining.rendezvous import call_off
 from telegrad._core.membership.members import check_name, check_role
 from telegrad._core.pickling import main_program
@@ -19,7 +37,10 @@ from telegrad._core.stores.find_directory import DirectoryMonitor, connect
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, SealRenewal
 
 __all__ = [
-    "FILE", "FILE_VARIABLE", "OPEN", "SERVED", "DirectoryMonitor", "KeyValueStore", "Keyring", "SealRenewal",
-    "SealedStore", "call_off", "check_name", "check_role", "connect", "find_directory", "find_keys", "given_keys",
-    "load_own", "main_program", "new_key", "of_environment", "supervised", "user_keys",
+    "ABSENT", "FILE", "FILE_VARIABLE", "OPEN", "SERVED", "Compacted", "DirectoryLost", "DirectoryMonitor",
+    "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory", "Entry", "Event", "Events", "KeyValueStore", "Keyring",
+    "Lease", "LeaseLost", "Listing", "Result", "SealRenewal", "SealedStore", "Sessions", "SocketSession", "Swap",
+    "Unanswered", "Unsent", "call_off", "check_key", "check_name", "check_role", "check_ttl", "check_value", "connect",
+    "find_directory", "find_keys", "given_keys", "left", "load_own", "main_program", "new_key", "of_environment",
+    "supervised", "user_keys",
 ]  # fmt: skip

@@ -19,7 +19,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, TelegradError, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import (
     ASYNC_MARK,
     DEFAULT,
@@ -34,10 +33,9 @@ from telegrad.ext.calls import (
     runs_as,
     user_name,
 )
-from telegrad.ext.starting import reach_tcp, serve_tcp
-from telegrad.ext.texts import Wait
+from telegrad.ext.feedback import Wait, checks
 from telegrad.ext.values import describe, rebuild
-from telegrad.ext.workers import Identity, WorkerInfo, current, listed
+from telegrad.ext.workers import Identity, WorkerInfo, current, listed, reach_tcp, serve_tcp
 from telegrad.groups.group_calls import GroupFuture, group_error
 
 if TYPE_CHECKING:

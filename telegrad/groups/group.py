@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import folded, not_compiled, target, user_name
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import checks, plural
 from telegrad.ext.workers import View, WorkerInfo, current, listed
 from telegrad.groups.group_methods import GroupCalls
 

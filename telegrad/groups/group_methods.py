@@ -24,8 +24,7 @@ from telegrad.ext.calls import (
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.groups import collectives, group_calls, ref_group
 from telegrad.groups.collectives import Participants
-from telegrad.groups.group_calls import GroupFuture, ResultSlot, begin_one
-from telegrad.groups.group_maps import MapFuture, zipped
+from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, begin_one, zipped
 from telegrad.groups.ref_group import RefGroup
 
 T = TypeVar("T")

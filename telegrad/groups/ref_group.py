@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from telegrad.errors import InvalidArgument, UnknownWorker
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import (
     DEFAULT,
     EachCall,
@@ -21,11 +20,11 @@ from telegrad.ext.calls import (
     profiling,
     wait_or_cancel,
 )
-from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.references import EACH, Proxy, RRef, created, fetch, methods
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import raised_by_handler
+from telegrad.ext.values import EACH, Proxy, RRef, created, fetch, methods
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
-from telegrad.groups.group_calls import GroupFuture, ResultSlot, group_error
-from telegrad.groups.group_maps import MapFuture, zipped
+from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
 
 T = TypeVar("T")
 

@@ -87,8 +87,8 @@ def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
         'http://127.0.0.1:...'
         >>> shown.close()
     """
-    from telegrad.ext.arguments import checks
-    from telegrad.ext.processes import loopback
+    from telegrad.ext.feedback import checks
+    from telegrad.ext.host import loopback
     from telegrad.insight.report import told
     from telegrad.insight.seen_groups import group
     from telegrad.insight.web import Dashboard

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, folded, known_as, user_name
-from telegrad.ext.files import replacing
+from telegrad.ext.feedback import checks, safe
 from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
-from telegrad.ext.processes import instances
-from telegrad.ext.texts import safe
+from telegrad.ext.host import instances, replacing
 from telegrad.ext.workers import current
 from telegrad.rpc import RRef, rpc_async
 

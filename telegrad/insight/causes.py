@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
 from telegrad.insight.phrases import (
     BUSY,
     DOES,

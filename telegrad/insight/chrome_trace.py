@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from telegrad.ext import events as kinds
 from telegrad.ext.events import Event
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
 from telegrad.pipeline.pipeline_schedule import FORWARD, WEIGHTS
 
 MOST_LANES = 64  # lanes of one track; further simultaneous events become instants without arrows

@@ -20,10 +20,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
 from telegrad.errors import TelegradError, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import known_as, profiling, user_name
-from telegrad.ext.files import replacing
-from telegrad.ext.processes import renewed
+from telegrad.ext.feedback import checks
+from telegrad.ext.host import renewed, replacing
 from telegrad.ext.workers import current
 from telegrad.insight import chrome_trace
 from telegrad.insight.chrome_trace import ClockOffset, Exchange, WorkerTrace

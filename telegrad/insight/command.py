@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
-from telegrad.ext.processes import HAS_UNIX, loopback
+from telegrad.ext.host import HAS_UNIX, loopback
 from telegrad.insight.history import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
 

@@ -14,8 +14,7 @@ from itertools import islice, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from telegrad.ext.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
-from telegrad.reporting import QUEUED, WorkerState, counts
-from telegrad.reporting.figures import FAILED, LONGEST, Point, Rate, Series, oldest_call, rate_between, trouble
+from telegrad.reporting import FAILED, KEPT_TIME, QUEUED, Point, Rate, Series, WorkerState, counts, oldest_call, trouble
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
@@ -129,7 +128,7 @@ class GroupHistory:
             rate = rates.get(name, Rate(0, 0, 0))
             traffic = rate.sent + rate.received
             self._series[name].add([self.now, rate.calls, 0.0, traffic, account["memory"], rate.processor or 0.0])
-        for name in [name for name, own in self._series.items() if not own.after(self.now - LONGEST)]:
+        for name in [name for name, own in self._series.items() if not own.after(self.now - KEPT_TIME)]:
             for known in (self._series, self._events, self._shifts, self._after, self._seen):
                 known.pop(name, None)
         self.last = {name: account for name, account in self.last.items() if name in sight.silent} | accounts
@@ -177,7 +176,7 @@ class GroupHistory:
 
     def rates(self) -> dict[str, Rate]:
         """Return the rates since the previous snapshot, of each worker that is in both."""
-        return {new["worker"]: rate_between(old, new, seconds) for old, new, seconds in self._pairs()}
+        return {new["worker"]: Rate.between(old, new, seconds) for old, new, seconds in self._pairs()}
 
     def flows(self) -> list[Flow]:
         """Return the traffic between each two workers, as reported by either of them."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import isinf
 from typing import NamedTuple
 
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, Node, WaitGraph, is_innermost, lock_of
 from telegrad.reporting import ASKS, BEGIN, COROUTINE, MEETINGS, MOVES, NEXT, QUEUED, CallOut, ThreadState, WaitState
 

@@ -17,12 +17,23 @@ from typing import Any
 
 from telegrad.errors import TelegradError, UsageError
 from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, Event, events
-from telegrad.ext.processes import loopback, renewed
+from telegrad.ext.host import loopback, renewed
 from telegrad.ext.workers import current
 from telegrad.insight.phrases import function_label
 from telegrad.insight.web import BoundedServer
-from telegrad.reporting import ASKS, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, SPARE, UNFINISHED, WorkerState, counts
-from telegrad.reporting.figures import oldest_call
+from telegrad.reporting import (
+    ASKS,
+    JOINING,
+    LEAVING,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    SPARE,
+    UNFINISHED,
+    WorkerState,
+    counts,
+    oldest_call,
+)
 from telegrad.reporting.introspection import introspection_of
 from telegrad.version import VERSION
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
 from telegrad.insight.causes import Causes
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import INDENT, NOTE, WEIGHTS, Finding, doing, lasting, lines_of, seconds, several, stacks

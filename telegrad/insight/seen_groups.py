@@ -17,15 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import Event
-from telegrad.ext.files import open_regular
-from telegrad.ext.processes import STOPPED, state_of, stopped
-from telegrad.ext.texts import safe
+from telegrad.ext.feedback import safe
+from telegrad.ext.host import STOPPED, open_regular, state_of, stopped
 from telegrad.insight.history import GroupSnapshot
 from telegrad.insight.phrases import several
-from telegrad.reporting import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, WorkerState, debug_server, decode
+from telegrad.reporting import (
+    ACCOUNT,
+    DUMP,
+    FILE,
+    GROUP,
+    GROUP_EVENTS,
+    LARGEST_FILE,
+    Malformed,
+    WorkerState,
+    debug_server,
+    decode,
+)
 from telegrad.reporting.debug_server import DebugAddress, ask_all
-from telegrad.reporting.dump import LARGEST
-from telegrad.reporting.stacks import is_library
+from telegrad.reporting.process_state import is_library
 
 if TYPE_CHECKING:
     from telegrad.reporting.introspection import Introspection
@@ -35,7 +44,7 @@ MOST_LOOKED_AT = 256  # silent processes that are inspected, which takes half a 
 PATIENCE = 1.0  # seconds for all workers of a group
 SOON = 0.3  # the same, if they are asked again anyway
 OF_ALL = 5.0  # the same, if one worker asks the others
-MOST = 2 * LARGEST  # bytes of a file: the state alone may exceed LARGEST
+MOST = 2 * LARGEST_FILE  # bytes of a file: the state alone may exceed LARGEST_FILE
 WATCH = 0.1  # seconds over which CPU use is measured
 WRITING = 0.5  # maximum seconds for a process to write its stacks
 MOST_OF_STACKS = 1 << 18  # maximum bytes of stacks that are read
@@ -310,7 +319,8 @@ def stacks_of(pid: int, descriptor: int) -> str:
     try:
         found = os.stat(path)
         # The worker closes this file when Telegrad no longer handles the signal, and the descriptor may then be another
-        # file. Without a handler the signal would end the process. `reporting/dump.py` makes the file, with this name.
+        # file. Without a handler the signal would end the process. `reporting/introspection.py` makes the file, with
+        # this name.
         if os.readlink(path) != _STACKS or not stat.S_ISREG(found.st_mode):
             return ""
         before = found.st_size

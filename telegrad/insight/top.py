@@ -13,10 +13,21 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
-from telegrad.ext.texts import plural, safe
+from telegrad.ext.feedback import plural, safe
 from telegrad.insight.history import GroupHistory, Source, functions
-from telegrad.reporting import MEMBER, QUEUED, RUNNING, UNFINISHED, SourceLine, ThreadState, WorkerState, counts
-from telegrad.reporting.figures import Rate, oldest_call, trouble
+from telegrad.reporting import (
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    UNFINISHED,
+    Rate,
+    SourceLine,
+    ThreadState,
+    WorkerState,
+    counts,
+    oldest_call,
+    trouble,
+)
 
 LEAST = 0.2  # minimum seconds between two queries
 NOTES = 3  # maximum number of lines with problems

@@ -24,7 +24,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from telegrad.ext.processes import Thread, bracketed, family_of, forks, socket_address
+from telegrad.ext.host import Thread, bracketed, family_of, forks, socket_address
 from telegrad.insight.history import GroupHistory, GroupSnapshot, Source, notable, snapshot
 from telegrad.insight.top import detail
 

@@ -28,10 +28,17 @@ from typing import Any, NoReturn, Self
 
 from telegrad.compat import child_environment
 from telegrad.errors import RendezvousError, UsageError
-from telegrad.ext.arguments import count, flag, raise_invalid, seconds, short_repr
-from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
-from telegrad.ext.joining import main_program as programs
-from telegrad.ext.processes import (
+from telegrad.ext.feedback import (
+    Wait,
+    clear_line,
+    count,
+    flag,
+    raise_invalid,
+    report_in_background,
+    seconds,
+    short_repr,
+)
+from telegrad.ext.host import (
     SAFE_PATH,
     Thread,
     bracketed,
@@ -48,10 +55,11 @@ from telegrad.ext.processes import (
     translate_error,
     uninterrupted,
 )
-from telegrad.ext.texts import Wait, clear_line, report_in_background
-from telegrad.launch import starter
-from telegrad.launch.output import LONGEST, STREAMS, LineBuffer
-from telegrad.launch.starter import ForkedProcess, Starter
+from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
+from telegrad.ext.joining import main_program as programs
+from telegrad.launch import worker_command
+from telegrad.launch.children import LONGEST, STREAMS, LineBuffer
+from telegrad.launch.worker_command import ForkedProcess, Starter
 
 MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
@@ -80,7 +88,7 @@ class LocalGroup:
         # A process that is in a group has imported this module. The import here would import torch, which takes
         # seconds, and `_join` does that while the workers start.
         if "telegrad._core.rpc.life" in sys.modules:
-            from telegrad.ext.starting import check_free
+            from telegrad.ext.workers import check_free
 
             check_free()
         self.names: list[str] = list(roles)
@@ -122,7 +130,7 @@ class LocalGroup:
 
     def _start(self, arguments: list[str], stdout: int, stderr: int) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process of a worker; by a starter if there are several."""
-        if not starter.POSSIBLE or len(self.names) == 1:
+        if not worker_command.CAN_FORK or len(self.names) == 1:
             return subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", *arguments],
                 stdin=subprocess.PIPE,
@@ -140,8 +148,7 @@ class LocalGroup:
         with self._wait(lambda: f"telegrad.local: starting {quoted(self.names)}"):
             from telegrad import rpc
             from telegrad.ext.joining import SealedStore
-            from telegrad.ext.starting import RendezvousStore, enter_group, serve_on
-            from telegrad.ext.workers import current
+            from telegrad.ext.workers import RendezvousStore, current, enter_group, serve_on
 
         size, (host, port) = 1 + len(self.names), listener.getsockname()[:2]
         store = SealedStore(serve_on(listener)[0], Keyring([self.key]))

@@ -30,10 +30,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import checks
+from telegrad.ext.feedback import checks, did_you_mean
+from telegrad.ext.host import describe_exit
 from telegrad.ext.joining import check_name, check_role
-from telegrad.ext.processes import describe_exit
-from telegrad.ext.texts import did_you_mean
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)

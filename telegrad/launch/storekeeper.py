@@ -67,7 +67,7 @@ def _serve(listener: str, host: str, over: threading.Event) -> None:
 
         from telegrad.ext import joining
         from telegrad.ext.joining import find_directory
-        from telegrad.ext.starting import serve_on
+        from telegrad.ext.workers import serve_on
 
         keys = joining.find_keys()
         with socket.socket(fileno=int(listener)) as listening:

@@ -1,4 +1,5 @@
-"""The I/O of `policy`: one thread that starts processes, reads their output, and handles signals and exits.
+"""`python -m telegrad run`: one thread that starts processes as `policy` says, reads their output, and handles signals
+and exits.
 
 There is only one thread, which makes it safe to run code in the child before exec. Its end is also the end of all
 children. The store is served by a separate process (`storekeeper`), because it needs torch, whose import takes seconds.
@@ -9,6 +10,7 @@ policy. Reads from the pipes do not block.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import selectors
@@ -20,19 +22,41 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
+from pathlib import Path
 from time import monotonic
-from typing import IO
+from typing import IO, Any
 
 from telegrad.compat import child_environment
 from telegrad.errors import UsageError
-from telegrad.ext import processes
-from telegrad.ext.files import create_once
+from telegrad.ext.feedback import format_duration
+from telegrad.ext.host import (
+    SAFE_PATH,
+    create_once,
+    describe_exit,
+    family_of,
+    is_address,
+    listening_address,
+    loopback,
+    new_session_options,
+    shared_cores,
+    socket_address,
+)
 from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
-from telegrad.ext.texts import format_duration
-from telegrad.launch.output import STREAMS, LineBuffer, Output
-from telegrad.launch.policy import Action, EndServing, Log, Policy, RunConfig, SendSignal, StartProcess, WorkerSlot
+from telegrad.launch.children import STREAMS, Child, LineBuffer, Output
+from telegrad.launch.policy import (
+    POLICIES,
+    Action,
+    EndServing,
+    Log,
+    Policy,
+    RunConfig,
+    SendSignal,
+    StartProcess,
+    WorkerSlot,
+    read,
+)
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
@@ -47,43 +71,28 @@ CROWD = 1024  # connections that wait until the store is served
 # workers, so the workers do not inherit them.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 PIECE = 1 << 16  # bytes
+WRONG = 2  # the exit code for wrong arguments, or an address that cannot be used
+DEFAULT = "worker"  # the role of options before the first --role
+
+USAGE = "python -m telegrad run [FILE] [options] [--role NAME [options of that role]]... [-- COMMAND ...]"
+EPILOG = """\
+Options change a role of the file, or add one: `telegrad run roles.toml --role actor --count 8`.
+
+signals:
+  SIGINT, SIGTERM, SIGHUP  are sent on to all workers except serving ones, which end after the others. A worker that
+                           has not ended after --grace seconds is killed. A second signal kills all at once
+  SIGUSR1                  prints the state of each worker
+  SIGUSR2                  is sent on to all workers, which write their state to a file
+
+exit codes:
+  0      all workers except serving ones ended with 0
+  2      invalid arguments, or an invalid file
+  127    a command could not be started
+  130    Ctrl-C; 143 SIGTERM, 129 SIGHUP
+  other  that of the worker whose failure ended the group; 128 plus its number for a signal
+"""
 
 Source = tuple[str, str]  # a process and one of its streams
-
-
-class Child:
-    """A child process with its own session and process group; it and all that it starts end with this process."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the process; raise OSError if it cannot be started."""
-        self.process = subprocess.Popen(
-            [_found(command[0], environment), *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            preexec_fn=_before(os.getpid()),
-            **processes.new_session_options(),
-        )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self._streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
-        self.pid = self.process.pid
-        self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
-        # `_bury` reads until a pipe is empty, which must not block. Only the reading ends change: the child's ends are
-        # other open files.
-        for pipe in self.pipes.values():
-            os.set_blocking(pipe, False)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and its whole group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
-            os.killpg(self.pid, number)
-
-    def close(self) -> None:
-        """Close the pipes. Call it after the process ended."""
-        for stream in self._streams.values():
-            stream.close()
 
 
 class Supervisor:
@@ -99,9 +108,9 @@ class Supervisor:
         self._host = host
         self._listener: socket.socket | None = None
         if node == 0:
-            address = host if processes.is_address(host) else processes.listening_address(host)
+            address = host if is_address(host) else listening_address(host)
             self._listener = socket.create_server(
-                processes.socket_address(address, port), family=processes.family_of(address), backlog=CROWD
+                socket_address(address, port), family=family_of(address), backlog=CROWD
             )
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
@@ -196,7 +205,7 @@ class Supervisor:
     def _start(self, slot: WorkerSlot, restarts: int) -> None:
         command = [slot.filled_in(word) for word in slot.role.command]
         try:
-            child = Child(command, self._environment(slot, restarts))
+            child = Child(command, self._environment(slot, restarts), (*ENDING, STATUS, FORWARDED))
         except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: "=" or "\0" where none may be
             self._do(self._policy.could_not_start(slot.name, str(error), monotonic()))
             return
@@ -216,7 +225,7 @@ class Supervisor:
         named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         # Later variables take precedence. The worker's own name and place replace inherited ones, which this process
         # has if it is itself a worker of a `telegrad run`. The role's `env` can replace all.
-        given = {**processes.shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
+        given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
@@ -255,14 +264,14 @@ class Supervisor:
         listener = self._listener
         self._storekeeper = process = subprocess.Popen(
             [
-                *(sys.executable, *processes.SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
+                *(sys.executable, *SAFE_PATH, "-m", "telegrad.launch.storekeeper"),
                 *([str(listener.fileno()), self._host] if listener is not None else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()] if listener is not None else [],
             env=child_environment({**os.environ, **self._key}),
-            **processes.new_session_options(),
+            **new_session_options(),
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -289,7 +298,7 @@ class Supervisor:
         elif data is not None:
             self._selector.unregister(self._from_storekeeper)
             self._from_storekeeper.close()
-            how = processes.describe_exit(code := self._storekeeper.wait())
+            how = describe_exit(code := self._storekeeper.wait())
             # A storekeeper that has served the store is restarted, as after a SIGKILL, and so is one that is killed
             # while it replaces another. If the first one fails before that, for example because torch is not installed,
             # a second one would fail as well.
@@ -364,28 +373,104 @@ def _available(pipe: int) -> bytes | None:
         return None
 
 
-def _found(program: str, environment: Mapping[str, str]) -> str:
-    """Return the path of a program; `python` is this process's interpreter."""
-    if program == "python":
-        return sys.executable
-    found = shutil.which(program, path=environment.get("PATH"))
-    if found is None:
-        raise FileNotFoundError(f"no program {program!r} was found that can be run")
-    return found
+# The command line
 
 
-def _before(parent: int) -> Callable[[], None]:
-    """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
+def main(arguments: list[str]) -> int:
+    options, command = _split(arguments)
+    given = _parser().parse_args(options)
+    if command:
+        given.roles.setdefault(given.last, {})["command"] = command
+    if given.file and given.file.endswith(".py"):
+        return _wrong(
+            f"{given.file} is a script, but FILE describes workers (TOML). `telegrad run -- python {given.file}` "
+            "starts a worker with that command, with --count 4 four. A script that calls telegrad.local starts its own "
+            f"workers: python {given.file}"
+        )
+    try:
+        options_of_run = {key: getattr(given, key) for key in ("logs", "grace") if getattr(given, key) is not None}
+        plan = read(Path(given.file).read_text() if given.file else "", {**given.roles, **options_of_run})
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        return _wrong(f"{given.file or 'options'}: {error}")
+    try:
+        host, port = _place(given.master)
+        if given.node < 0 or not plan.slots(given.node):
+            raise UsageError(f"no role runs on node {given.node}")
+        if given.node and not port:
+            raise UsageError("--node needs the --master of node 0")
+        output = Output(plan.logs)
+        supervisor = Supervisor(plan, host, port, given.node, output)
+    except (UsageError, OSError) as error:
+        return _wrong(str(error))
+    try:
+        return supervisor.run()
+    finally:
+        output.close()
 
-    def prepare() -> None:
-        # Ignored and blocked signals are inherited through exec. A shell that starts this process in the background
-        # makes it ignore SIGINT, and the worker could then not be interrupted.
-        for number in (*ENDING, STATUS, FORWARDED):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        processes.signal_at_parents_end(signal.SIGKILL)
-        # The kernel sends no signal for a parent that ended before the call above.
-        if os.getppid() != parent:
-            os._exit(1)
 
-    return prepare
+def _wrong(text: str) -> int:
+    print(f"telegrad run: {text}", file=sys.stderr)
+    return WRONG
+
+
+class _OfRole(argparse.Action):
+    """An option of the role that was named last."""
+
+    def __call__(self, parser: argparse.ArgumentParser, given: argparse.Namespace, value: Any, _: Any = None) -> None:
+        if self.dest == "role":
+            given.last = value
+            given.roles.setdefault(value, {})
+            return
+        table = given.roles.setdefault(given.last, {})
+        if self.dest == "env":
+            key, equals, text = value.partition("=")
+            if not equals:
+                parser.error(f"--env {value}: write NAME=VALUE")
+            table.setdefault("env", {})[key] = text
+        else:
+            table[self.dest] = value if self.nargs is None else True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m telegrad run",
+        usage=USAGE,
+        description="Run workers on this host, and restart them when they fail. See docs/supervision.md.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(roles={}, last=DEFAULT)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="such as roles.toml")
+    parser.add_argument("--logs", metavar="FOLDER", help="gets a new folder with a file for each worker (logs)")
+    parser.add_argument("--grace", type=float, metavar="SECONDS", help="time for workers to end, once asked to (10)")
+    parser.add_argument("--master", metavar="HOST:PORT", help="where the group meets (a free port, for this host only)")
+    parser.add_argument(
+        "--node", type=int, default=0, metavar="N", help="which of several hosts this is (0: keeps the store)"
+    )
+    role = parser.add_argument_group("a role", "Options of the last named role, else of a role named `worker`.")
+    own: dict[str, Any] = {"action": _OfRole, "default": argparse.SUPPRESS}
+    role.add_argument("--role", metavar="NAME", **own, help="its workers are NAME0, NAME1, ...")
+    role.add_argument("--command", **own, help="their command; may also follow --; without one, they serve")
+    role.add_argument("--count", type=int, **own, help="how many there are (1)")
+    role.add_argument("--env", metavar="NAME=VALUE", **own, help="a variable; {name} and {number} are the worker's")
+    role.add_argument("--restarts", type=int, metavar="N", **own, help="how often each may be restarted (3) ...")
+    role.add_argument("--within", type=float, metavar="SECONDS", **own, help="... within this time (300)")
+    role.add_argument("--on-failure", choices=POLICIES, **own, help="restart it, all of its role, or end the group")
+    role.add_argument("--serves", nargs=0, **own, help="they serve until the workers of other roles have ended")
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before `--`, and those after it."""
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def _place(master: str | None) -> tuple[str, int]:
+    if master is None:
+        return loopback(), 0
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--master {master}: write HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from telegrad.autograd import backward
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, check_timeout, folded, known_as, not_compiled, remote
+from telegrad.ext.feedback import Wait, checks, hint, report_in_background
 from telegrad.ext.graphs import Inside, Step, check_step, entered_id
 from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, hint_at_context, parse_place
-from telegrad.ext.references import Restore, RRef, check_restore
-from telegrad.ext.texts import Wait, hint, report_in_background
+from telegrad.ext.values import Restore, RRef, check_restore
 from telegrad.ext.workers import WorkerInfo, current, listed
 from telegrad.pipeline.driver import PipelineDriver
 from telegrad.pipeline.exported import Inputs

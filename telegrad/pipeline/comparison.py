@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from telegrad.errors import UsageError
-from telegrad.ext.processes import forks, renewed
+from telegrad.ext.host import forks, renewed
 from telegrad.pipeline.exported import Inputs, resized
 from telegrad.pipeline.microbatches import are_parts, is_close, parts_of, sizes_of
 

@@ -21,7 +21,7 @@ from torch import nn
 from telegrad.errors import TelegradError, UsageError
 from telegrad.ext.calls import DEFAULT, Future, call_all, remote, rpc_async, rpc_sync
 from telegrad.ext.graphs import FusedStep
-from telegrad.ext.references import RRef
+from telegrad.ext.values import RRef
 from telegrad.ext.workers import current
 from telegrad.pipeline.pipeline_schedule import INTERLEAVED, TiedWeight
 from telegrad.pipeline.stage import PackedValue, pack_value

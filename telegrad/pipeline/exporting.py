@@ -30,7 +30,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from telegrad.errors import UsageError
-from telegrad.ext.processes import forks, renewed
+from telegrad.ext.host import forks, renewed
 from telegrad.pipeline.exported import GeneratedCode, Named, StageProgram, Use
 
 _one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx replaces in all modules of this process

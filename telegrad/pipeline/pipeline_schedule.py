@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import short_repr
+from telegrad.ext.feedback import short_repr
 
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # a backward is INPUT and WEIGHTS
 SEND_WEIGHT, LOAD_WEIGHT, SEND_GRADIENT, ADD_GRADIENT = "send weight", "load weight", "send gradient", "add gradient"

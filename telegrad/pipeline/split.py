@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import checks
+from telegrad.ext.feedback import checks
 from telegrad.pipeline.comparison import copied, verify_stages
 from telegrad.pipeline.exported import Inputs, build_stages, set_by_name
 from telegrad.pipeline.exporting import CutPoint, RecordedProgram

@@ -32,10 +32,9 @@ from torch.autograd.graph import GradientEdge
 from telegrad.errors import UsageError
 from telegrad.ext import graphs
 from telegrad.ext.calls import FifoLock
+from telegrad.ext.host import in_child, renewed
 from telegrad.ext.modules import moved
-from telegrad.ext.processes import in_child, renewed
-from telegrad.ext.references import RRef
-from telegrad.ext.values import decode, encode
+from telegrad.ext.values import RRef, decode, encode
 from telegrad.pipeline.exported import attribute_of
 
 Node = Any

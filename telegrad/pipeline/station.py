@@ -33,8 +33,7 @@ from telegrad.errors import PeerError, PeerLost
 from telegrad.ext.calls import Agent, Deferred, Future, call_context, known_as, runs_as
 from telegrad.ext.events import events
 from telegrad.ext.graphs import check_root
-from telegrad.ext.references import RRef
-from telegrad.ext.values import INFERENCE, NO_GRAD
+from telegrad.ext.values import INFERENCE, NO_GRAD, RRef
 from telegrad.ext.workers import Identity, current
 from telegrad.pipeline import pipeline_schedule as schedule
 from telegrad.pipeline.microbatches import Loss, check_sum, evaluated, scalars_of

@@ -32,12 +32,11 @@ from telegrad.errors import (
     TelegradError,
     UsageError,
 )
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, Agent, Deferred, Signal, folded, known_as, limit_of, not_compiled
-from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
-from telegrad.ext.processes import run_in_thread
-from telegrad.ext.references import RestorableRRef, RRef, wait_for
-from telegrad.ext.texts import Wait
+from telegrad.ext.feedback import Wait, checks
+from telegrad.ext.host import run_in_thread
+from telegrad.ext.joining import DirectoryLost, DirectoryRefused, LeaseLost, check_key
+from telegrad.ext.values import RestorableRRef, RRef, wait_for
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
 from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedBox, Ownership, Registration, call_on_thread
 

@@ -29,12 +29,22 @@ from telegrad.errors import (
     TelegradError,
 )
 from telegrad.ext.calls import Signal, complete
-from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
-from telegrad.ext.joining import DirectoryMonitor
-from telegrad.ext.processes import knock, run_in_thread
-from telegrad.ext.references import ValueSlot
-from telegrad.ext.starting import shows_life, ttl_of
-from telegrad.ext.workers import Change, Claim, DynamicGroup, LifeOver, Member, MemberGone, Worker, WorkerInfo, current
+from telegrad.ext.host import knock, run_in_thread
+from telegrad.ext.joining import DirectoryLost, DirectoryMonitor, DirectoryRefused, EmbeddedDirectory, LeaseLost
+from telegrad.ext.values import ValueSlot
+from telegrad.ext.workers import (
+    Change,
+    Claim,
+    DynamicGroup,
+    LifeOver,
+    Member,
+    MemberGone,
+    Worker,
+    WorkerInfo,
+    current,
+    shows_life,
+    ttl_of,
+)
 
 THREAD = "telegrad-claims"
 ROUND = 1.0  # seconds to wait for an answer before asking again

@@ -1,5 +1,5 @@
 """Introspection of a worker. This file describes the report of its state at one moment: plain values, sent as JSON and
-read without torch.
+read without torch; and figures of reports: rates, how urgent a worker's troubles are, and the series of ten minutes.
 
 An answer comes from another process, which may run another version or not be a worker at all; a file may be damaged. So
 all answers pass through `decode`, which checks their form and sizes and sanitizes their texts. Code that uses the
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from math import isfinite
-from typing import Any, NotRequired, TypedDict, TypeVar, Union
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, Union
 
 from telegrad.ext.events import Event, events
-from telegrad.ext.texts import safe
+from telegrad.ext.feedback import safe
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
 SPARE = "spare"  # instead of `joining`: it waits for the next generation of an elastic group
@@ -27,7 +27,8 @@ MOST_ALIKE = 256  # maximum number of similar calls in a list
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 CALL = "call"
-FILE = "file"  # the content of a file that `reporting/dump.py` writes
+FILE = "file"  # the content of a dump, a file that `reporting/introspection.py` writes
+LARGEST_FILE = 16 << 20  # bytes of a dump; the oldest events are dropped from a larger one
 
 LONGEST_TEXT = 4096  # characters; longer texts are cut
 MOST_ITEMS = 100_000  # in one list or dictionary
@@ -371,3 +372,82 @@ _CHECKS: dict[str, _Check] = {
     CALL: _text,
     FILE: _fields({"reason": _text, "account": _account, "events": _events}, frozenset(["account", "events"])),
 }
+
+
+# Figures: no I/O, since times are part of the states and points
+
+
+KEPT_TIME = 600.0  # seconds that are kept
+LATEST = 60.0  # seconds of which each look is kept
+PART = 10.0  # seconds of a point before that
+LONG_CALL = 10.0  # seconds after which an outgoing call is a sign of trouble
+MOST_LATEST = 600  # points of the latest time: looks may be more frequent than those of the dashboard
+
+# A time, calls served, calls failed, bytes sent and received (all per second), resident bytes, processors used.
+TIME, CALLS, FAILED, BYTES, MEMORY, PROCESSOR = range(6)
+Point = list[float]
+
+
+class Rate(NamedTuple):
+    """The rates of a worker, per second."""
+
+    calls: float  # calls served for other workers
+    sent: float  # bytes
+    received: float
+    processor: float | None = None  # processors in use; None: unknown
+
+    @classmethod
+    def between(cls, old: WorkerState, new: WorkerState, seconds: float) -> Rate:
+        """Return the rates between two states of a process; those of a counter that started again are 0."""
+        known = "processor" in new and "processor" in old
+        return cls(
+            max(0, new["calls_done"] - old["calls_done"]) / seconds,
+            max(0, sum(new["bytes_out"].values()) - sum(old["bytes_out"].values())) / seconds,
+            max(0, sum(new["bytes_in"].values()) - sum(old["bytes_in"].values())) / seconds,
+            (new["processor"] - old["processor"]) / seconds if known else None,
+        )
+
+
+def trouble(account: WorkerState) -> float:
+    """Return how urgent a worker is: 0 if it has no trouble, at most 1e11."""
+    if account["missing"]:
+        return 1e11  # it waits for others to join or leave
+    if account["busy"] >= account["slots"] > 0:
+        return 1e10
+    oldest = oldest_call(account)
+    return oldest if oldest >= LONG_CALL else 0.0
+
+
+def oldest_call(account: WorkerState) -> float:
+    """Return the age of the oldest outgoing call; 0 without calls."""
+    return max((call["age"] for call in account["calls_out"]), default=0.0)
+
+
+class Series:
+    """Ten minutes of a worker's figures: each look of the last minute, and one point for each ten seconds before."""
+
+    def __init__(self) -> None:
+        self._latest: deque[Point] = deque(maxlen=MOST_LATEST)
+        self._before: deque[Point] = deque(maxlen=int((KEPT_TIME - LATEST) / PART))
+
+    def add(self, point: Point) -> None:
+        """Add the newest point, and merge points that are older than LATEST."""
+        self._latest.append(point)
+        # Whole parts of the clock are merged at a time, so that the points of different workers have the same limits.
+        # The mean is taken of rates; of memory the largest value, since a mean would hide a short peak.
+        while (part := self._latest[0][TIME] // PART) < (point[TIME] - LATEST) // PART:
+            merged: list[Point] = []
+            while self._latest[0][TIME] // PART == part:
+                merged.append(self._latest.popleft())
+            means = [sum(values) / len(merged) for values in zip(*merged, strict=True)]
+            means[TIME], means[MEMORY] = merged[-1][TIME], max(each[MEMORY] for each in merged)
+            self._before.append(means)
+
+    @property
+    def newest(self) -> Point:
+        return self._latest[-1]
+
+    def after(self, time: float) -> list[Point]:
+        """Return the points after a time. Merged points have the time of their last one, so none comes again."""
+        since = max(time, self.newest[TIME] - KEPT_TIME)
+        return [each for each in (*self._before, *self._latest) if each[TIME] > since]

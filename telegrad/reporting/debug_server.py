@@ -28,7 +28,7 @@ from errno import EBADF, EINVAL, EMFILE, EMSGSIZE, ENOTSOCK
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.ext.processes import HAS_UNIX, Thread, credentials
+from telegrad.ext.host import HAS_UNIX, Thread, credentials
 from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
 PREFIX = "telegrad-desk"

@@ -1,13 +1,25 @@
-"""The introspection of one worker: record events, answer queries, and write dumps when something fails."""
+"""The introspection of one worker: record events, answer queries, and write dumps.
+
+A dump is a file with the latest events and the worker's state. It is written when one of its calls times out, when it
+loses a peer, and on SIGUSR2. `TELEGRAD_DUMPS` names the folder, or is `off`; the default is a private folder of this
+user. Old files are removed. On SIGUSR2, unless the program uses that signal, the stacks of all threads are written as
+well. That works even while a thread holds the interpreter.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
+import logging
 import os
 import pathlib
+import re
+import secrets
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
@@ -16,17 +28,37 @@ from typing import Any, NamedTuple
 from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.ext.calls import Agent, inspection
 from telegrad.ext.events import Event
-from telegrad.ext.processes import Thread, renewed
-from telegrad.ext.texts import safe
+from telegrad.ext.events import events as instruments
+from telegrad.ext.feedback import safe
+from telegrad.ext.host import Folder, Thread, error_text, forks, interrupts, open_folder, private_folder, renewed
 from telegrad.ext.workers import Identity, Worker, WorkerExtension, register
-from telegrad.reporting import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, WorkerState, checked, decode
+from telegrad.reporting import (
+    ACCOUNT,
+    CALL,
+    DUMP,
+    EVENTS,
+    GROUP,
+    GROUP_EVENTS,
+    LARGEST_FILE,
+    Malformed,
+    WorkerState,
+    checked,
+    decode,
+)
 from telegrad.reporting.debug_server import DebugServer
-from telegrad.reporting.dump import VARIABLE, Dumper, Signalled, recorder
 from telegrad.reporting.observer import Observer
+from telegrad.reporting.process_state import recorder
 
 PATIENCE = 1.5  # seconds
 AT_ONCE = 0.1  # seconds, for the question about a call that timed out
 BETWEEN = 0.1  # minimum seconds between two such questions to one callee
+VARIABLE = "TELEGRAD_DUMPS"
+PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
+KEPT = 32  # maximum number of files of this user in the folder
+ALL = 64 << 20  # bytes of this user's files in the folder; the newest is always kept
+OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files
+
+log = logging.getLogger("telegrad")
 
 
 class Inspect(NamedTuple):
@@ -160,6 +192,145 @@ class StateQueries:
             answers, came = asked
             answers[sender.name] = message.text
             came.set()
+
+
+# Dumps
+
+
+def write_dump(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
+    """Write a new file that only this user can read, and remove old files of this user. Return None if dumps are off;
+    raise OSError if the file cannot be written."""
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
+        return None
+    text = _text({"reason": reason, **content})
+    who = re.sub(r"[^\w-]", "_", worker, flags=re.ASCII)[:128]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{who}-{os.getpid()}-{secrets.token_hex(8)}.json"
+    with open_folder(named) if named else private_folder("dumps") as folder:
+        try:
+            with folder.create(name) as file:
+                file.write(text)
+        except OSError:
+            folder.remove(name)  # an incomplete file is useless
+            raise
+        _remove_old(folder, name)
+        return folder.path / name
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    while len(text) > LARGEST_FILE and content.get("events"):
+        events = content["events"]
+        content = {**content, "events": events[(len(events) + 1) // 2 :]}
+        text = json.dumps(content).encode()
+    return text
+
+
+def _remove_old(folder: Folder, newest: str) -> None:
+    own = [(name, found) for name in folder.names() if OURS.fullmatch(name) and (found := folder.own_file(name))]
+    own.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns), reverse=True)
+    used = 0
+    for number, (name, found) in enumerate(own):
+        used += found.st_size
+        if number >= KEPT or (used > ALL and name != newest):
+            folder.remove(name)
+
+
+class Dumper:
+    def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
+        """`tell` returns the content of a dump."""
+        self.worker = worker
+        self._tell = tell
+        self._next = 0.0  # earliest time of the next automatic dump
+        self.failure = ""  # why the last dump could not be written
+        instruments.alarms.append(self._alarmed)
+
+    def write(self, reason: str) -> pathlib.Path | None:
+        """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
+        try:
+            path = write_dump(self.worker, reason, self._tell())
+        except OSError as error:
+            level = logging.INFO if self.failure else logging.WARNING  # warn only once
+            self.failure = (
+                f"the state of worker {self.worker!r}, for `telegrad why`, could not be written: {error_text(error)}. "
+                f"The variable {VARIABLE} can name another folder, or be off"
+            )
+            log.log(level, "telegrad: %s", self.failure)
+            return None
+        if path is not None:
+            log.info("telegrad: %s; the state of worker %r is in %s", reason, self.worker, path)
+        return path
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            instruments.alarms.remove(self._alarmed)
+
+    def _alarmed(self, reason: str) -> None:
+        # Any thread may raise an alarm, also the one that serves calls, so a thread of its own writes the file. `_next`
+        # has no lock: two threads at the same moment write two files.
+        now = monotonic()
+        if now >= self._next:
+            self._next = now + PAUSE
+            with contextlib.suppress(RuntimeError):  # no memory for a thread
+                Thread(target=self.write, args=(reason,), name="telegrad-dump").start()
+
+
+class Signalled:
+    """Handle SIGUSR2, unless the program uses it: write stacks to a file, and call `act` on a new thread."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act  # None: closed
+        self._depth = forks.process.depth
+        self.file = -1  # the descriptor of that file; -1: none
+        if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
+            return
+        found = signal.getsignal(signal.SIGUSR2)
+        if found is not signal.SIG_DFL and not _is_left_over(found):
+            return
+        # Two handlers: that of faulthandler runs in C at once, also while a thread holds the interpreter, and then
+        # chains to the one that was installed before it, which is Python's. So Python's is set first. On another thread
+        # than the main one Python refuses to set a handler. Then the default action is still installed, and chaining to
+        # it would end the process.
+        chain = False
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGUSR2, self._came)
+            chain = True
+        # Other processes open this file by its descriptor in /proc, which the name of the debug server's socket has.
+        # They send the signal only if the descriptor is a file of this name (`stacks_of` in `insight/seen_groups.py`).
+        self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
+        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
+        interrupts.replaced[signal.SIGUSR2] = self._release
+
+    def _came(self, *_: object) -> None:
+        act = self._act
+        if act is not None and self._depth == forks.process.depth:  # else this is a forked child without a worker
+            Thread(target=act, name="telegrad-dump").start()
+
+    def _release(self) -> None:
+        """Stop writing stacks. Other processes send the signal only if the file exists."""
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(self.file)
+        self.file = -1
+
+    def close(self) -> None:
+        """Leave a handler that does nothing, unless the program has set its own meanwhile."""
+        # Not the default action, which ends the process: another process may have seen the file just before it is
+        # closed, and send the signal just after that. Only a worker that joined on another thread than the main one has
+        # no handler to leave.
+        self._act = None
+        # If the program sets a handler, `interrupts` calls `_release` on the main thread. The thread that removes the
+        # entry is the one that releases the file, so it is released once.
+        if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
+            self._release()
+
+
+def _is_left_over(handler: Any) -> bool:
+    """Return True if a worker set this handler that has left, or from which this process was forked."""
+    owner = getattr(handler, "__self__", None)
+    return isinstance(owner, Signalled) and (owner._act is None or owner._depth != forks.process.depth)
+
+
+# A worker
 
 
 class Introspection(WorkerExtension):

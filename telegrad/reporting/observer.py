@@ -24,13 +24,22 @@ import torch
 from telegrad import reporting as states
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.events import MADE
+from telegrad.ext.feedback import plural, progress
 from telegrad.ext.graphs import Conductor
-from telegrad.ext.references import ValueSlot
-from telegrad.ext.starting import stores
-from telegrad.ext.texts import plural, progress
-from telegrad.ext.workers import Leaving, Member, Membership, Worker
-from telegrad.reporting import CallIn, CallOut, PassOut, ReferenceKind, ThreadState, WaitState, WorkerState, stacks
-from telegrad.reporting.dump import log_lines, recorder
+from telegrad.ext.values import ValueSlot
+from telegrad.ext.workers import Leaving, Member, Membership, Worker, stores
+from telegrad.reporting import CallIn, CallOut, PassOut, ReferenceKind, ThreadState, WaitState, WorkerState
+from telegrad.reporting.process_state import (
+    all_stacks,
+    held,
+    is_asleep,
+    is_users,
+    lockable,
+    log_lines,
+    recorder,
+    stack_lines,
+    user_line,
+)
 
 MOST_COROUTINES = 64  # the oldest calls whose coroutines are described
 MOST_REFERENCES = 10_000  # the oldest references that are grouped by type
@@ -198,7 +207,7 @@ class Observer:
 
     def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], Threads, Threads]:
         """Return the threads, the calls that they run, the waiting threads by id of the call, and `_runs_of_pools`."""
-        found = stacks.all_stacks()
+        found = all_stacks()
         # This frame and those below it are taken out of the stack of this thread. Otherwise `found`, a variable of this
         # frame, would contain the frame itself. This cycle would keep the frames of all threads, with the variables of
         # the user's functions, until the garbage collector runs.
@@ -238,11 +247,11 @@ class Observer:
             begun = stood.serves[-1].begun if stood.serves else 0.0
             wait = told if told["age"] <= perf_counter() - begun else None
         elif wait is None and stood.waits is None and thread is threading.current_thread():
-            wait = WaitState(what=states.ASKS, on=[], about="", age=0.0) if any(map(stacks.is_users, frames)) else None
-        serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
+            wait = WaitState(what=states.ASKS, on=[], about="", age=0.0) if any(map(is_users, frames)) else None
+        serves = stood.serves or stood.waits or wait or any(map(is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
-        state = _state(thread.ident or 0, thread.name, frames, wait, stacks.is_asleep(thread))
+        state = _state(thread.ident or 0, thread.name, frames, wait, is_asleep(thread))
         return state if serves or not thread.daemon else {**state, "foreign": True}
 
 
@@ -254,10 +263,15 @@ def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> Call
 
 
 def _state(number: int, name: str, frames: list[FrameType], wait: WaitState | None, asleep: bool | None) -> ThreadState:
-    at, stack, holds = stacks.user_line(frames), stacks.stack_lines(frames), stacks.held(frames)
-    objects = stacks.lockable(frames)
     return ThreadState(
-        number=number, name=name, at=at, stack=stack, wait=wait, asleep=asleep, holds=holds, objects=objects
+        number=number,
+        name=name,
+        at=user_line(frames),
+        stack=stack_lines(frames),
+        wait=wait,
+        asleep=asleep,
+        holds=held(frames),
+        objects=lockable(frames),
     )
 
 
@@ -317,7 +331,7 @@ def wait_on(frames: Sequence[FrameType], missing: Missing) -> WaitState | None:
     # If several waits are found, the outermost is returned, because it is the most specific.
     last = None
     for frame in reversed(frames):
-        if stacks.is_users(frame):
+        if is_users(frame):
             break
         describe = _WAITS.get(frame.f_code)
         found = describe(frame.f_locals, missing) if describe is not None else None
@@ -407,7 +421,7 @@ def _runs_of_pools(stacks_by_thread: Mapping[int, Sequence[FrameType]]) -> Threa
 def _awaited(frames: Sequence[FrameType], runs: Threads) -> list[int]:
     """Return the threads for which a thread or a coroutine waits below its innermost line of the program."""
     found = set()
-    for frame in takewhile(lambda frame: not stacks.is_users(frame), reversed(frames)):
+    for frame in takewhile(lambda frame: not is_users(frame), reversed(frames)):
         thing = frame.f_locals.get(_AWAITED[frame.f_code]) if frame.f_code in _AWAITED else None
         for each in thing.copy() if isinstance(thing, set) else (thing,):
             if thread := each.ident if isinstance(each, threading.Thread) else runs.get(id(each)):

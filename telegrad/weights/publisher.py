@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import folded, known_as, not_compiled
-from telegrad.ext.processes import forks
-from telegrad.ext.texts import Wait
+from telegrad.ext.feedback import Wait, checks
+from telegrad.ext.host import forks
 from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.weights.deltas import DeltaEncoder, Deltas

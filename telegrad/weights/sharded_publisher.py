@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, PeerError, UsageError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, call_all, folded, known_as, limit_of
+from telegrad.ext.feedback import checks
 from telegrad.ext.modules import RemotePart, branches, state_of, update_replicas
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import checks
+from telegrad.ext.feedback import checks
 
 
 class Box(NamedTuple):

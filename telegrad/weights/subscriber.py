@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, DeltaRefused, PublisherLost, TelegradError, UsageError
 from telegrad.ext import calls
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, Future, check_timeout, folded, limit_of, not_compiled, retry, target
-from telegrad.ext.processes import forks
-from telegrad.ext.texts import Wait, report_in_background
+from telegrad.ext.feedback import Wait, checks, report_in_background
+from telegrad.ext.host import forks
 from telegrad.ext.workers import Identity, WorkerInfo, current
 from telegrad.weights import transfer
 from telegrad.weights.deltas import apply_deltas, deltas_of

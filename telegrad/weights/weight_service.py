@@ -22,8 +22,8 @@ from torch import Tensor
 
 from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.ext.calls import Agent
-from telegrad.ext.processes import forks
-from telegrad.ext.texts import Wait
+from telegrad.ext.feedback import Wait
+from telegrad.ext.host import forks
 from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
 from telegrad.weights.publisher_protocol import PublisherProtocol

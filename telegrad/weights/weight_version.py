@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from telegrad.errors import InvalidArgument, TelegradError
-from telegrad.ext.arguments import checks
 from telegrad.ext.calls import folded
+from telegrad.ext.feedback import checks
 from telegrad.ext.values import repeats
 from telegrad.weights.tree_layout import PLAIN, Copies, Copy, Layout, TensorView, groups_of, looks, named, place_of
 

@@ -8,7 +8,7 @@ import re
 import shlex
 
 from telegrad.insight import command as insight
-from telegrad.launch import run_command as supervision
+from telegrad.launch import supervisor as supervision
 from telegrad.launch import worker_command
 from tests.docs.blocks import ROOT
 

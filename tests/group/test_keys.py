@@ -21,7 +21,7 @@ from telegrad import errors, rpc
 from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.security.keyring import Keyring, check_key, find_keys, given_keys, new_key, read_keys
 from telegrad._core.security.tls import TlsFiles
-from telegrad.launch import run_command
+from telegrad.launch import supervisor
 
 KEY = "a key that all workers share"
 
@@ -216,7 +216,7 @@ def test_each_way_to_start_names_the_wrong_setting(
         with pytest.raises(errors.UsageError, match=words) as caught:
             start()
         assert caught.value.__cause__ is None
-    assert run_command.main(["--", "true"]) == run_command.WRONG
+    assert supervisor.main(["--", "true"]) == supervisor.WRONG
     assert re.match(f"telegrad run: .*{words}", capsys.readouterr().err)
 
 
@@ -226,7 +226,7 @@ def test_the_error_of_a_wrong_key_does_not_mention_the_file_of_roles(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "roles.toml").write_text("[actor]\n")
     monkeypatch.setenv("TELEGRAD_KEY", "short")
-    assert run_command.main(["roles.toml"]) == run_command.WRONG
+    assert supervisor.main(["roles.toml"]) == supervisor.WRONG
     said = capsys.readouterr().err
     assert said.startswith("telegrad run: TELEGRAD_KEY has 5 bytes")
     assert "roles.toml" not in said

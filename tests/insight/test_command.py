@@ -21,7 +21,7 @@ from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.insight import command
 from telegrad.insight.seen_groups import HostGroup, groups_here
-from telegrad.reporting import dump
+from telegrad.reporting import introspection
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.rpc import rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, free_port, group, wait_until
@@ -46,7 +46,7 @@ def chosen(members: list[Process]) -> list[str]:
 
 
 def write_to(folder: str) -> None:
-    os.environ[dump.VARIABLE] = folder
+    os.environ[introspection.VARIABLE] = folder
 
 
 def ran(*arguments: str, status: int = 0) -> str:

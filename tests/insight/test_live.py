@@ -31,8 +31,7 @@ from telegrad.insight.history import (
     training,
 )
 from telegrad.insight.top import Columns, Row, Table, TopView, amount, count, detail, duration, lines, of_group, texts
-from telegrad.reporting import RUNNING
-from telegrad.reporting.figures import CALLS, FAILED, LONGEST, MEMORY, Rate
+from telegrad.reporting import CALLS, FAILED, KEPT_TIME, MEMORY, RUNNING, Rate
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account
 
@@ -187,7 +186,7 @@ def test_ten_minutes_of_figures_are_kept_in_bounded_memory_and_sent_once() -> No
         after = history.epoch + history.now
     assert [point[0] for point in shown] == list(range(1500))
     kept = history.series_after(0)["a"]
-    assert len(kept) <= 60 + 10 + (LONGEST - 60) / 10
+    assert len(kept) <= 60 + 10 + (KEPT_TIME - 60) / 10
     assert 890 <= kept[0][0] < 920  # the end of a part of ten seconds
     assert kept[0][CALLS:] == [10, 0, 500, kept[0][0], 0.5]
     assert [point for point in kept if point[FAILED]] == [[1409, 10, 0.1, 500, 1409, 0.5]]
@@ -201,8 +200,8 @@ def test_workers_that_left_long_ago_are_forgotten() -> None:
         name = f"w{now}"
         history.add(GroupSnapshot([account(name, START + now)], {}))
         history.add_events({name: [ran(START + now)]})
-    assert len(history.recent(60).events) <= LONGEST / 60 + 1
-    assert len(history.add(GroupSnapshot([], {}))) <= LONGEST / 60 + 1
+    assert len(history.recent(60).events) <= KEPT_TIME / 60 + 1
+    assert len(history.add(GroupSnapshot([], {}))) <= KEPT_TIME / 60 + 1
 
 
 def test_failures_before_the_first_look_are_no_rate() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from telegrad import errors
 from telegrad._core.worker.current import Worker
-from telegrad.groups import group_maps
-from telegrad.groups.group_calls import ResultSlot
-from telegrad.groups.group_maps import MapFuture
+from telegrad.groups import group_calls
+from telegrad.groups.group_calls import MapFuture, ResultSlot
 
 
 class EndsWhenCancelled:
@@ -76,7 +75,7 @@ def test_many_items_that_cannot_be_sent_do_not_recurse(team: list[Worker]) -> No
 def test_an_interrupt_while_a_map_hands_on_an_item_loses_no_item(
     team: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_maps, "raised_by_handler", lambda error: isinstance(error, KeyboardInterrupt))
+    monkeypatch.setattr(group_calls, "raised_by_handler", lambda error: isinstance(error, KeyboardInterrupt))
     first: list[ResultSlot] = []
 
     def call(slot: ResultSlot, _: int) -> None:

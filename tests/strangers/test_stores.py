@@ -30,7 +30,7 @@ from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad.ext import starting
+from telegrad.ext import workers as ext_workers
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine
 from tests.strangers.door import listening
@@ -213,7 +213,7 @@ def test_the_key_of_a_local_group_is_hidden_from_other_users(monkeypatch: pytest
         stores.append(Recorded(store))
         return stores[0], port
 
-    monkeypatch.setattr(starting, "serve_on", recorded)
+    monkeypatch.setattr(ext_workers, "serve_on", recorded)
     with telegrad.local(1, driver="boss") as workers:
         pid = telegrad.rpc.rpc_sync(workers[0], os.getpid)
         command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()

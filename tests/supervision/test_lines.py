@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from telegrad.launch import output
-from telegrad.launch.output import LONGEST, PATIENCE, STREAMS, LineBuffer, Output
+from telegrad.launch import children
+from telegrad.launch.children import LONGEST, PATIENCE, STREAMS, LineBuffer, Output
 
 
 def test_a_line_is_shown_when_it_is_complete() -> None:
@@ -85,7 +85,7 @@ def all_of(reader: int) -> bytes:
 def pipe() -> Iterator[tuple[int, int]]:
     """Make a pipe whose writer is this program's stdout and stderr."""
     reader, writer = os.pipe()
-    with patch.dict(STREAMS, stdout=writer, stderr=writer), patch.object(output, "PATIENCE", 0.01):
+    with patch.dict(STREAMS, stdout=writer, stderr=writer), patch.object(children, "PATIENCE", 0.01):
         yield reader, writer
     os.close(reader)
     os.close(writer)

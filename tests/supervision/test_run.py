@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad.launch import run_command
+from telegrad.launch import supervisor
 from tests import test_local
 from tests.cluster import PATIENCE, is_over, wait_until
 
@@ -331,8 +331,8 @@ def test_the_command_line_explains_its_options_and_errors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        code: object = run_command.main(arguments)
+        code: object = supervisor.main(arguments)
     except SystemExit as error:  # of argparse
         code = error.code
-    assert code == (0 if "--help" in arguments else run_command.WRONG)
+    assert code == (0 if "--help" in arguments else supervisor.WRONG)
     assert words in "".join(capsys.readouterr())

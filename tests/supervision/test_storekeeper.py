@@ -17,9 +17,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from telegrad.ext import joining, starting
+from telegrad.ext import joining, workers
 from telegrad.launch import storekeeper, supervisor
-from telegrad.launch.output import Output
+from telegrad.launch.children import Output
 from telegrad.launch.policy import EndServing, read
 from tests.cluster import PATIENCE, wait_until
 from tests.supervision.test_run import Launch, Run, launch
@@ -117,7 +117,7 @@ def test_members_that_join_after_the_end_of_the_group_are_told(monkeypatch: pyte
 
     for name in ("find_directory", "find_keys", "KeyValueStore", "SealedStore", "SealRenewal"):
         monkeypatch.setattr(joining, name, MagicMock())
-    monkeypatch.setattr(starting, "serve_on", serve_on)
+    monkeypatch.setattr(workers, "serve_on", serve_on)
     monkeypatch.setattr(storekeeper, "_say_ready", lambda: None)
     monkeypatch.setattr(storekeeper, "_end_group", end_group)
     monkeypatch.setattr(storekeeper, "_served", [])

@@ -8,7 +8,7 @@ import pytest
 from telegrad._core import events
 from telegrad._core.events import CALLED, RAN, Event
 from telegrad._core.worker.current import Worker
-from telegrad.reporting.dump import LAST, Recorder, recorder
+from telegrad.reporting.process_state import LAST, Recorder, recorder
 from telegrad.rpc import rpc_stream
 
 

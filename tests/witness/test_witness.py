@@ -39,12 +39,11 @@ from telegrad.reporting import (
     WorkerState,
     counts,
     debug_server,
-    dump,
     introspection,
+    process_state,
 )
 from telegrad.reporting.debug_server import DebugAddress
 from telegrad.reporting.introspection import Introspection, introspection_of
-from telegrad.reporting.stacks import all_stacks
 from tests.cluster import (
     PATIENCE,
     Process,
@@ -392,7 +391,7 @@ def _join_on_a_thread(port: int) -> None:
 
 
 def _write_to(folder: str) -> None:
-    os.environ[dump.VARIABLE] = folder
+    os.environ[introspection.VARIABLE] = folder
 
 
 def _use_signal() -> None:
@@ -414,8 +413,8 @@ def test_dumps_contain_the_state_and_events_of_workers(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert introspection_of(pair[0]).dump() is None  # tests disable dumps
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
-    monkeypatch.setattr(dump, "KEPT", 2)
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path / "dumps"))
+    monkeypatch.setattr(introspection, "KEPT", 2)
     pair[0].agent.call("w1", len, ((),), None)
     paths = in_threads(*[introspection_of(worker).dump for worker in pair])
     written = DumpFiles(paths)
@@ -424,11 +423,11 @@ def test_dumps_contain_the_state_and_events_of_workers(
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
     (tmp_path / "dumps" / "config.json").write_text("of the program")
     for _ in range(3):
-        last = dump.write("another", "because", {})
+        last = introspection.write_dump("another", "because", {})
     assert len(list((tmp_path / "dumps").iterdir())) == 3
     assert (tmp_path / "dumps" / "config.json").exists()
-    monkeypatch.setattr(dump, "ALL", 1)
-    newest = dump.write("another", "because", {})
+    monkeypatch.setattr(introspection, "ALL", 1)
+    newest = introspection.write_dump("another", "because", {})
     assert sorted(path.name for path in (tmp_path / "dumps").glob("*-another-*")) == [newest.name]
     assert newest.name != last.name
 
@@ -437,7 +436,7 @@ def test_a_dump_that_cannot_be_written_is_logged_once(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "dumps"))
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path / "file" / "dumps"))
     for _ in range(2):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
@@ -448,7 +447,7 @@ def test_a_dump_that_cannot_be_written_is_logged_once(
 def test_a_dump_without_descriptors_logs_advice(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dump, "write", Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+    monkeypatch.setattr(introspection, "write_dump", Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with caplog.at_level(logging.INFO, "telegrad"):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
@@ -465,10 +464,10 @@ def test_a_partly_written_dump_is_removed(tmp_path: pathlib.Path, monkeypatch: p
         (folder.path / name).write_bytes(b"half")
         return Half()
 
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path))
     monkeypatch.setattr(Folder, "create", create)
     with pytest.raises(OSError, match="No space"):
-        dump.write("w0", "because", {})
+        introspection.write_dump("w0", "because", {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -488,7 +487,7 @@ def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]
 
 
 def test_a_timeout_writes_a_dump(pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(introspection.VARIABLE, str(tmp_path))
     written = threading.Event()
     reasons: list[str] = []
 
@@ -552,18 +551,18 @@ def test_the_latest_warnings_are_told_without_secrets(pair: list[Worker]) -> Non
     told = introspection_of(pair[0])
     told.account()
     root_handlers, log = logging.getLogger().handlers.copy(), logging.getLogger("telegrad")
-    for number in range(dump.LINES + 5):
+    for number in range(process_state.LINES + 5):
         log.warning("number %d", number)
     log.info("not told")
     text = "token=abc, password: 'xy', redis://me:pw@host:1/2 and http://a:8080/b %s"
     logging.getLogger("train").error(text, "z" * 999)
     found = told.account()["log"]
-    assert len(found) == dump.LINES
+    assert len(found) == process_state.LINES
     assert [each["text"] for each in found[:2]] == ["number 6", "number 7"]
     last = found[-1]
     assert (last["level"], last["logger"]) == ("ERROR", "train")
     assert last["text"].startswith("token=***, password: '***', redis://me:***@host:1/2 and http://a:8080/b zzz")
-    assert len(last["text"]) == dump.LONGEST_LINE + 3
+    assert len(last["text"]) == process_state.LONGEST_LINE + 3
     assert logging.getLogger().handlers == root_handlers
 
 
@@ -604,7 +603,7 @@ def test_no_garbage_is_collected_while_stacks_are_read_except_in_a_child(
     was, interval = gc.isenabled(), sys.getswitchinterval()
     (gc.enable if enabled else gc.disable)()
     try:
-        assert threading.get_ident() in all_stacks()
+        assert threading.get_ident() in process_state.all_stacks()
         assert seen == [False]
         assert gc.isenabled() == enabled
     finally:

@@ -1,5 +1,5 @@
-"""Split the output of workers into lines, and write it to this program's own streams, prefixed with their names, and to
-one file for each."""
+"""Child processes and their output: it is split into lines, and written to this program's own streams, prefixed with
+names, and to one file for each process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import RawIOBase
 from math import inf
 from pathlib import Path
 
 from telegrad.errors import UsageError
-from telegrad.ext.files import create, make_folder
-from telegrad.ext.texts import plural
+from telegrad.ext.feedback import plural
+from telegrad.ext.host import create, make_folder, new_session_options, signal_at_parents_end
 
 PATIENCE = 1.0  # seconds until an incomplete line is shown
 LONGEST = 1 << 16  # bytes
@@ -26,6 +30,41 @@ STREAMS = {"stdout": 1, "stderr": 2}
 NAME = "telegrad"  # the prefix of the supervisor's own lines
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # terminal colour codes; red is for the supervisor
 _OURS = 31
+
+
+class Child:
+    """A child process with its own session and process group; it and all that it starts end with this process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], handled: Sequence[int]) -> None:
+        """Start the process; raise OSError if it cannot be started. The `handled` signals act there by default."""
+        self.process = subprocess.Popen(
+            [_found(command[0], environment), *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            preexec_fn=_before(os.getpid(), handled),
+            **new_session_options(),
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+        self.pid = self.process.pid
+        self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
+        # `_bury` reads until a pipe is empty, which must not block. Only the reading ends change: the child's ends are
+        # other open files.
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe, False)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Close the pipes. Call it after the process ended."""
+        for stream in self._streams.values():
+            stream.close()
 
 
 class LineBuffer:
@@ -155,3 +194,30 @@ def _write(descriptor: int, data: bytes, patience: float) -> bytes:
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # more may block a pipe that has room
     return data
+
+
+def _found(program: str, environment: Mapping[str, str]) -> str:
+    """Return the path of a program; `python` is this process's interpreter."""
+    if program == "python":
+        return sys.executable
+    found = shutil.which(program, path=environment.get("PATH"))
+    if found is None:
+        raise FileNotFoundError(f"no program {program!r} was found that can be run")
+    return found
+
+
+def _before(parent: int, handled: Sequence[int]) -> Callable[[], None]:
+    """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
+
+    def prepare() -> None:
+        # Ignored and blocked signals are inherited through exec. A shell that starts this process in the background
+        # makes it ignore SIGINT, and the worker could then not be interrupted.
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal_at_parents_end(signal.SIGKILL)
+        # The kernel sends no signal for a parent that ended before the call above.
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

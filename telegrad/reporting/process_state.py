@@ -1,18 +1,27 @@
-"""The threads of this process, and the lines of the user's program that they execute."""
+"""The state of this process: its threads, and the lines of the user's program that they execute; the latest events of
+its workers, and what it has logged."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import itertools
 import linecache
+import logging
 import os
 import re
 import sys
 import threading
+from collections import deque
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
-from telegrad.ext.processes import in_child, renewed
-from telegrad.reporting import SourceLine
+from telegrad.ext.events import BACKWARD_PASS, CALLED, STEPPED, Event
+from telegrad.ext.events import events as instruments
+from telegrad.ext.host import in_child, renewed
+from telegrad.reporting import LogLine, SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -22,6 +31,15 @@ _WITH = re.compile(r"(?:async )?with ([\w.\[\]'\"]+)(?: as \w+)?\s*[:,]")
 _LOCKS = re.compile(r"\bwith ([\w.]+)|([\w.]+)\.acquire\(")
 LONG = 10.0  # seconds, set during a walk so that no other thread runs
 HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
+LAST = 10_000  # number of events kept
+LINES = 50  # log lines kept
+LONGEST_LINE = 300  # characters
+# A password or a key in a log line: after its name, in a URL, or a key of a group.
+SECRET = re.compile(
+    r"""((?:token|passw(?:or)?d|secret|api_?key|credential)s?["']?\s*[=:]\s*["']?|bearer\s+|tgk1-)[^\s"'&,;]+"""
+    r"""|(://[^/\s:@]*:)[^\s/@]+(?=@)""",
+    re.IGNORECASE,
+)
 
 
 _no_collection = renewed(threading.Lock())  # serializes walks, during which the garbage collector is off
@@ -162,3 +180,91 @@ def _short(file: str) -> str:
     """Return a path relative to the current directory, if it is below it."""
     here = os.getcwd() + os.sep
     return file[len(here) :] if file.startswith(here) else file
+
+
+# Events and log
+
+
+class Recorder:
+    """The recorder of all workers of a process; most processes have one worker."""
+
+    def __init__(self) -> None:
+        # The bound method `append` itself is the listener. Without others, an event costs one call of a C function,
+        # which is atomic in the interpreter. `events.remove` finds it again, since two bound methods of one deque are
+        # equal. Readers copy the ring in one step, because a deque must not change while it is iterated over.
+        self._ring: deque[Event] = deque(maxlen=LAST)
+        self._lock = renewed(threading.Lock())  # guards _users
+        self._users = 0
+
+    def begin(self) -> None:
+        """Start recording for one more worker."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                instruments.add(self._ring.append)
+
+    def end(self) -> None:
+        """Stop recording for one worker; recorded events stay."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                instruments.remove(self._ring.append)
+
+    def forget(self) -> None:
+        """Drop the parent's events in a forked child, which has none of its workers."""
+        self._users = 0
+        self._ring.clear()
+        instruments.remove(self._ring.append)
+
+    def events(self, after: float = 0.0) -> list[Event]:
+        """Return the events that ended after that time of `perf_counter`, in the order in which they ended."""
+        return [event for event in self._ring.copy() if event[2] > after]
+
+    def last_own(self) -> float:
+        """Return the end of the last event that this worker itself began; 0 if none is recorded."""
+        own = (CALLED, BACKWARD_PASS, STEPPED)
+        return next((event[2] for event in reversed(self._ring.copy()) if event[0] in own), 0.0)
+
+
+class RecordedLog:
+    """The latest warnings and errors that this process has logged since the first query of a worker's state.
+
+    A handler would change what the program prints: then `basicConfig` does nothing, and warnings without a handler do
+    not appear. So this wraps the factory of records, and keeps no record, since that would keep its arguments alive.
+    """
+
+    def __init__(self) -> None:
+        self._ring: deque[tuple[int, float, str, str, str]] = deque(maxlen=LINES)
+        self._lock = renewed(threading.Lock())  # guards _make
+        self._make: Callable[..., logging.LogRecord] | None = None  # the program's own factory
+        self._numbers = itertools.count(1)
+
+    def lines(self, now: float) -> list[LogLine]:
+        """Return the latest lines, oldest first; those before the first call were not recorded."""
+        with self._lock:
+            # In this order: `_noted` reads `_make` without the lock as soon as it is installed.
+            if self._make is None:
+                self._make = logging.getLogRecordFactory()
+                logging.setLogRecordFactory(self._noted)
+        return [
+            LogLine(number=number, age=max(0.0, now - when), level=level, logger=name, text=text)
+            for number, when, level, name, text in self._ring.copy()
+        ]
+
+    def _noted(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        assert self._make is not None
+        record = self._make(*args, **kwargs)
+        with contextlib.suppress(Exception):  # such as a text that cannot be formatted, which its handler reports
+            if record.levelno >= logging.WARNING:
+                # Cut before the search, which would take long in a text of megabytes, and again after it. The first cut
+                # leaves more, so that it does not cut a secret that is shown.
+                text = SECRET.sub(r"\1\2***", record.getMessage()[: 2 * LONGEST_LINE])
+                if len(text) > LONGEST_LINE:
+                    text = f"{text[:LONGEST_LINE]}..."
+                self._ring.append((next(self._numbers), record.created, record.levelname, record.name, text))
+        return record
+
+
+recorder = Recorder()
+log_lines = RecordedLog()
+in_child(recorder.forget)
