@@ -184,7 +184,7 @@ class Conductor:
         if profiling.enabled():
             self._parts.attend(driven.context, driven.outcome)
         elif not driven.outcome.done():
-            self._agent.wait_for(driven.outcome, senders=driven.workers - {self.name})
+            self._agent.wait_for(driven.outcome, senders=driven.workers - {self._agent.name})
         driven.outcome.wait()
         if self._agent.streams.used:
             self._agent.streams.join()

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.unpacking import as_views_of_shared
 from telegrad.autograd.gradients import Gradients
-from telegrad.autograd.guard import install
+from telegrad.autograd.guard import GuardedEngine, install
 from telegrad.autograd.passes import PassSpec, Task
 from telegrad.autograd.send_recv import UNKNOWN, Origin, Send, edge_of, receive, receiving
 from telegrad.errors import (
@@ -129,6 +130,8 @@ class AutogradContext:
 
     def __init__(self, id_: int, numbers: Iterator[int]) -> None:
         """`numbers` yields the numbers of recorded messages, which are unique on this worker."""
+        if type(Variable._execution_engine) is not GuardedEngine:
+            install()
         self.id = id_
         self.owner = id_ >> OWNER_SHIFT  # the rank of the worker that began the context
         self.gradients = Gradients()
@@ -294,7 +297,6 @@ class Contexts:
 
     def begin(self) -> AutogradContext:
         """Create a context that this worker owns."""
-        install()
         context = AutogradContext(
             self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
         )
@@ -339,7 +341,6 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is not None:
             return context
-        install()
         made = AutogradContext(id_, self._numbers)
         with self._lock:
             # Again, now under the lock: since the look above, `release` may have ended the context, or another thread

@@ -236,14 +236,13 @@ take_callback: Callable[[Any], bool] | None = None
 
 def install() -> None:
     """Replace torch's engine in this process by one that checks its arguments."""
-    if type(Variable._execution_engine) is not _GuardedEngine:
-        Variable._execution_engine = _GuardedEngine()
-        torch._C._will_engine_execute_node = _will_run
+    Variable._execution_engine = GuardedEngine()
+    torch._C._will_engine_execute_node = _will_run
 
 
 def installed() -> bool:
     """Return True if this process has taken part in a context."""
-    return type(Variable._execution_engine) is _GuardedEngine
+    return type(Variable._execution_engine) is GuardedEngine
 
 
 def runs_pass() -> bool:
@@ -254,7 +253,7 @@ def runs_pass() -> bool:
     return threading.get_ident() in running or (is_of_engine and bool(running))
 
 
-class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
+class GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
     """Torch's engine with checks, as Python code calls it."""
 
     def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
