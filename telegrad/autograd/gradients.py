@@ -50,20 +50,6 @@ from telegrad.errors import UsageError
 
 Node = Any
 
-# Guards the set below. A test for emptiness is atomic, and goes without the lock.
-_lock = renewed(threading.Lock())
-_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all modules that exist
-
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by reducers; only added to; see `_outlive`
-
-# Guards the `.grad` of leaves while it holds a gradient of a context, for a hook or FSDP. These read it there, so they
-# run under the lock. It is reentrant, because a hook may cause another one to run.
-showing = renewed(threading.RLock())
-
-# Locks for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
-# all groups, ranks whose contexts reduce in different orders would deadlock.
-_turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
 
 # Sums
 
@@ -192,6 +178,20 @@ def total(one: Tensor, other: Tensor) -> Tensor:
 
 # DistributedDataParallel
 
+# Guards the set below. A test for emptiness is atomic, and goes without the lock.
+_lock = renewed(threading.Lock())
+_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all modules that exist
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by reducers; only added to; see `_outlive`
+
+# Guards the `.grad` of leaves while it holds a gradient of a context, for a hook or FSDP. These read it there, so they
+# run under the lock. It is reentrant, because a hook may cause another one to run.
+showing = renewed(threading.RLock())
+
+# Locks for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
+# all groups, ranks whose contexts reduce in different orders would deadlock.
+_turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
 
 @functools.cache
 def watch() -> None:
@@ -307,6 +307,12 @@ def sharded_modules() -> list[ShardedModule]:
 def unsharded_ids(modules: Iterable[ShardedModule]) -> set[int]:
     """Return the ids of the parameters whose gradients go to FSDP."""
     return {id(leaf) for module in modules for leaf in module.unsharded}
+
+
+def averaged_ids() -> set[int]:
+    """Return the ids of all parameters whose gradients several ranks average."""
+    modules = sharded_modules()
+    return replicated() | unsharded_ids(modules) if modules else replicated()
 
 
 class ShardedPart:
