@@ -43,7 +43,7 @@ def mark_all(worker: str) -> None:
     """Patch all measured functions of this process."""
     from telegrad._core.agent import call_server, incoming, pending_call
     from telegrad._core.transport.link import Link
-    from telegrad.autograd import contexts, engine, pass_parts, record
+    from telegrad.autograd import contexts, engine, pass_parts
 
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),
@@ -52,7 +52,7 @@ def mark_all(worker: str) -> None:
         (incoming.Layers, "take_tensors", "takes tensors out of a message"),
         (call_server.Server, "_run", "begins the call"),
         (incoming.Answers, "made_of", "has run the function"),
-        (record, "receive", "gives tensors a history", "has given"),
+        (contexts, "receive", "gives tensors a history", "has given"),
         (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
         (pass_parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),
         (contexts.Contexts, "release", "releases the context", "has released it"),

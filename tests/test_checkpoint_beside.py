@@ -21,8 +21,7 @@ import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
-from telegrad.checkpoint import Saver, folders
-from telegrad.checkpoint.background import Copies, HostMemoryPool
+from telegrad.checkpoint import Copies, HostMemoryPool, Saver, folders
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
 from tests.cluster import PATIENCE, agents_here, group, in_background, pause, wait_until

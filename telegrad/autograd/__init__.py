@@ -17,10 +17,9 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.contexts import AutogradContext, Contexts, entered, entered_id
 from telegrad.autograd.guard import Capture, installed, look_for_gradients, seeds_of, tensors_of
 from telegrad.autograd.passes import FusedStep
-from telegrad.autograd.record import AutogradContext, entered, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
 __all__ = ["backward", "backward_async", "context", "get_gradients", "grad"]

@@ -33,11 +33,10 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd import guard
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.contexts import AutogradContext, Contexts, entered_id, read_id
 from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
 from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, PassReport, PassSpec, Task
-from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
 ask_whether_recorded(lambda: entered_id() is not None and torch.is_grad_enabled())
@@ -185,7 +184,7 @@ class Conductor:
         if profiling.enabled():
             self._parts.attend(driven.context, driven.outcome)
         elif not driven.outcome.done():
-            self._agent.wait_for(driven.outcome, senders=driven.workers - {self.name})
+            self._agent.wait_for(driven.outcome, senders=driven.workers - {self._agent.name})
         driven.outcome.wait()
         if self._agent.streams.used:
             self._agent.streams.join()

@@ -1,4 +1,6 @@
-"""The contexts of one worker: how they begin, and how each worker learns of their ends.
+"""The contexts of one worker: their records, how they begin, and how each worker learns of their ends.
+
+An `AutogradContext` keeps the `Send`s of this worker, and by them the graph, until the context ends.
 
 A context ends when its owner releases it. Each worker forwards the release to all workers that it knows to take part. A
 release may be lost, in ways that its receiver cannot notice. So a worker that has held contexts of another worker for
@@ -16,22 +18,239 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import secrets
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-from telegrad._core.agent.agent import Agent
-from telegrad._core.membership.members import Identity
-from telegrad.autograd.guard import install
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
-from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 
+from telegrad._core.agent.agent import Agent
+from telegrad._core.forks import in_child
+from telegrad._core.membership.members import Identity
+from telegrad._core.wire.unpacking import as_views_of_shared
+from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.guard import GuardedEngine, install
+from telegrad.autograd.passes import PassSpec, Task
+from telegrad.autograd.send_recv import UNKNOWN, Origin, Send, edge_of, receive, receiving
+from telegrad.errors import (
+    ContextEnded,
+    ContextLost,
+    LimitReached,
+    PeerError,
+    PeerLost,
+    TelegradError,
+    UnknownWorker,
+    UsageError,
+)
+
+OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random
 # The first two limit the state that one worker can make another one keep.
 MOST_OPEN = 1 << 14  # contexts of one other worker
 MOST_PASSES = 1 << 16  # backward passes in all contexts of one worker
 REMEMBERED = 1 << 16  # ended contexts, for messages that come late
 ASK_EVERY = 2.0  # seconds between questions about long-lived contexts
+
+# Appended to a message's body: the context, and the message's number; then the indices of the recorded slots, four
+# bytes each.
+_HEAD = struct.Struct("<QQ")
+read_id = struct.Struct("<Q").unpack_from  # of the context
+
+entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
+entered_id = entered.get  # of this thread's context, or None
+in_child(lambda: entered.set(None))  # the context belongs to a worker of the parent process
+
+
+class Inside:
+    """A context manager: code that this thread runs inside belongs to the context with that id; None: to none."""
+
+    __slots__ = ("_id", "_token")
+
+    def __init__(self, id_: int | None) -> None:
+        self._id = id_
+        self._token: Token[int | None] | None = None  # None unless entered
+
+    def __enter__(self) -> None:
+        self._token = entered.set(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        entered.reset(self._token)
+
+
+class Mailbox:
+    """The tasks of one context. One thread at a time runs them; a thread that adds one to an idle mailbox starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all fields below
+        self._tasks: list[Task] = []
+        self.busy = False  # a thread runs the tasks; may be read without the lock
+        self._calls: queue.SimpleQueue[bool] | None = None  # see `call`
+
+    def put(self, task: Task, here: bool) -> bool:
+        """Add a task. Return True if the caller must start a thread for it, or with `here` run it itself."""
+        with self._lock:
+            self._tasks.append(task)
+            if self.busy:
+                return False
+            self.busy = True
+            if self._calls is None or here:
+                return True
+            self._calls.put(True)
+            return False
+
+    def take(self) -> list[Task]:
+        """Remove and return all tasks. If there are none, the calling thread is no longer responsible."""
+        # Both in one step under the lock: a task that `put` added between them would find the mailbox busy, and no
+        # thread would ever run it.
+        with self._lock:
+            tasks, self._tasks = self._tasks, []
+            self.busy = bool(tasks)
+            return tasks
+
+    def put_back(self, tasks: list[Task]) -> None:
+        """Put tasks that were taken and not done before those that were added since."""
+        # The mailbox stays busy, so no thread begins at it until the caller has found one.
+        with self._lock:
+            self._tasks[:0] = tasks
+
+    def call(self, calls: queue.SimpleQueue[bool] | None) -> None:
+        """From now on wake the thread that waits on `calls`, by True, to run tasks. None ends this."""
+        with self._lock:
+            self._calls = calls
+
+
+class AutogradContext:
+    """One worker's records of one forward and backward pass."""
+
+    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
+        """`numbers` yields the numbers of recorded messages, which are unique on this worker."""
+        if type(Variable._execution_engine) is not GuardedEngine:
+            install()
+        self.id = id_
+        self.owner = id_ >> OWNER_SHIFT  # the rank of the worker that began the context
+        self.gradients = Gradients()
+        self.autocast = b""  # in which passes of this worker run here only, see `Settings.sends_modes`
+        self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
+        # A pass, which has `ship`; set by the thread that runs the graph, one at a time. A `Recv` finds the pass by its
+        # context and not by the current thread: the engine may run it on the thread of an accelerator.
+        self.running: Any = None
+        self.tasks = Mailbox()
+        # This worker's parts in passes, and tasks of passes whose roots are not available yet. No lock: each use is one
+        # atomic operation of a dict. None: the pass has failed, and its messages are dropped.
+        self.parts: dict[PassSpec, Any] = {}
+        self.early: dict[PassSpec, list[Task]] = {}
+        self._numbers = numbers
+        # Guards changes of all fields below, and iteration over them. Reads without the lock are single dict
+        # operations, and so atomic (`get`, `len`, `copy`), or read a flag that is set once.
+        self._lock = threading.Lock()
+        self.ended = False
+        self._sends: dict[int, Send] = {}  # by message numbers
+        self._last = 0  # the highest of these numbers; a read without the lock may return the previous one
+        self._known: dict[str, Identity] = {}  # workers known to take part
+
+    def __repr__(self) -> str:
+        state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
+        known = ", ".join(self._known.copy()) or "no other worker"
+        return (
+            f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
+            f"{len(self.gradients)} leaves, {state}; known to {known}>"
+        )
+
+    # The default argument keeps the set reachable while the interpreter ends, when globals may be gone.
+    def __del__(self, receiving: set[int] = receiving) -> None:
+        receiving.discard(id(self))
+
+    @property
+    def sends(self) -> dict[int, Send]:
+        """The sends until now, by message numbers."""
+        with self._lock:
+            return self._sends.copy()
+
+    @property
+    def known(self) -> list[Identity]:
+        """The workers that take part, as far as this one knows; it must forward the end of the context to them."""
+        with self._lock:
+            return list(self._known.values())
+
+    def entered(self) -> Inside:
+        """Return a context manager: code that this thread runs inside belongs to this context."""
+        return Inside(self.id)
+
+    def meet(self, who: Identity) -> None:
+        """Record that a worker takes part, and must be notified of the end."""
+        if self._known.get(who.name) != who:
+            with self._lock:
+                self._known[who.name] = who
+
+    def met(self, name: str) -> Identity | None:
+        """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
+        return self._known.get(name)
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
+        # Without `graph` the call runs under no_grad, and a tensor may have a graph all the same. Its slot is sent with
+        # the number UNKNOWN: the receiver makes a `Recv` for it, which raises at the first gradient. As a plain leaf it
+        # would take the gradient in silence.
+        slots: list[int] = []
+        edges: list[GradientEdge | Tensor] = []
+        for slot, tensor in enumerate(tensors):
+            if tensor.requires_grad and (graph or tensor.grad_fn is not None):
+                if tensor.is_nested:
+                    raise UsageError(
+                        "a nested tensor that requires a gradient cannot be sent in an autograd context: send the list "
+                        "of its parts, tensor.unbind(), or tensor.detach()"
+                    )
+                slots.append(slot)
+                if graph:
+                    edges.append(tensor if tensor.is_leaf else edge_of(tensor))
+        number = UNKNOWN
+        self.meet(to)
+        if edges:
+            number = next(self._numbers)
+            kept = Send(edges, to.name, what)
+            with self._lock:
+                if not self.ended:  # else the graph would never be released
+                    self._sends[number] = kept
+                    self._last = max(self._last, number)
+        return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
+
+    def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
+        """Replace received tensors that were recorded, as the message says, by tensors with a history."""
+        self.meet(sender)
+        _, number = _HEAD.unpack_from(said)
+        slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
+        if slots:
+            receiving.add(id(self))
+            # `unpack` returns a plain list if no memory can overlap, as in nearly all messages, and a subclass
+            # otherwise.
+            if type(tensors) is not list:
+                tensors = as_views_of_shared(tensors)
+            # `_last` is read without the lock. Every message on which this one depends was recorded before it was sent,
+            # so its number is seen; a concurrent send of another thread may be missed, since no gradient leads to it.
+            recorded = [tensors[slot].requires_grad_(False) for slot in slots]
+            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
+                tensors[slot] = tensor
+        return tensors
+
+    def close(self) -> None:
+        """Mark the context as ended, and release all records."""
+        with self._lock:
+            self.ended = True
+            sends, self._sends = self._sends, {}
+        sends.clear()  # not under the lock: graphs may hold user objects, whose finalizers run user code
+        self.drop_parts()
+        self.gradients.clear()
+
+    def drop_parts(self) -> None:
+        """Release the parts in passes: they refer to the graph, and to this context."""
+        self.parts.clear()
+        self.early.clear()
 
 
 class Release(NamedTuple):
@@ -78,7 +297,6 @@ class Contexts:
 
     def begin(self) -> AutogradContext:
         """Create a context that this worker owns."""
-        install()
         context = AutogradContext(
             self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
         )
@@ -123,7 +341,6 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is not None:
             return context
-        install()
         made = AutogradContext(id_, self._numbers)
         with self._lock:
             # Again, now under the lock: since the look above, `release` may have ended the context, or another thread

@@ -36,13 +36,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
-from telegrad.autograd import guard, node_calls, replicas
-from telegrad.autograd.gradients import edge_of, expected_at, run_backward, total
+from telegrad.autograd import guard, node_calls
+from telegrad.autograd.contexts import AutogradContext
+from telegrad.autograd.gradients import ShardedPart, averaged, replicated, sharded_modules, total, unsharded_ids
 from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
-from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
-from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Kinds, Node
+from telegrad.autograd.send_recv import UNKNOWN, Origin, Outbox, RecvNode, edge_of, expected_at, run_backward
 from telegrad.errors import UsageError
 
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles
@@ -100,10 +100,10 @@ class EngineRunner:
         self._outbox = outbox
         self._capture = capture
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
-        self._replicated = set() if spec.captures else replicas.replicated()
+        self._replicated = set() if spec.captures else replicated()
         # `guard` refuses sharded modules in other passes
-        modules = [] if spec.captures or spec.create else replicas.sharded_modules()
-        self._unsharded = replicas.unsharded_ids(modules) if modules else set()
+        modules = [] if spec.captures or spec.create else sharded_modules()
+        self._unsharded = unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends  # a copy: later sends take no part in this pass
         # The edges at which the gradients of each entry come in. A leaf that may take its gradient in parts has none.
@@ -128,7 +128,7 @@ class EngineRunner:
         # A bound method of the runner would make a reference cycle, and keep the graph alive until garbage collection.
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
-        self._sharded = replicas.ShardedPart(modules, nodes) if modules else None
+        self._sharded = ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only marked sends may still receive, on all workers
@@ -225,7 +225,7 @@ class EngineRunner:
         leaves = [node for node, kind in schedule.kind.items() if kind == LEAF]
         if all(schedule.settled(leaf) for leaf in leaves if id(leaf.variable) in self._replicated):
             unreduced, self._unreduced = self._unreduced, {}
-            for node, gradient in replicas.reduce(unreduced).items():
+            for node, gradient in averaged(unreduced).items():
                 self._context.gradients.add(node.variable, gradient, self._spec.create)
 
     # Running

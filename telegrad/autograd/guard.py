@@ -15,7 +15,7 @@ one that checks the graph first.
 
 The module checks the engine's callbacks as well. A wrapper such as FSDP queues one in a hook, and expects the gradients
 of its parameters in `.grad` when it is called. A pass accumulates gradients elsewhere, so the callback would find none,
-unless `replicas` handles it.
+unless `gradients` handles it.
 
 A hook on several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
 for one part of the graph after another, so a node outside of the current part may be in a later one.
@@ -40,9 +40,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from telegrad._core import checks
 from telegrad._core.forks import in_child
 from telegrad._core.texts import hint
-from telegrad.autograd.gradients import edge_of, nodes_behind
-from telegrad.autograd.record import UNKNOWN, AutogradContext, RecvNode, receiving
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node
+from telegrad.autograd.send_recv import UNKNOWN, RecvNode, edge_of, nodes_behind, receiving
 from telegrad.errors import UsageError
 
 CheckpointNode: Any = CheckpointFunction._backward_cls
@@ -162,9 +161,7 @@ def _check_hooks(received: set[Node]) -> None:
 class CaptureKinds:
     """The kinds of one worker's nodes, as in `Kinds`, in a pass that returns the gradients of some inputs."""
 
-    def __init__(
-        self, context: AutogradContext, entries: Mapping[int, Sequence[GradientEdge]], capture: Capture | None
-    ) -> None:
+    def __init__(self, context: Any, entries: Mapping[int, Sequence[GradientEdge]], capture: Capture | None) -> None:
         """Only the driver has a `capture`."""
         places = set() if capture is None else capture.places
         starts = [edge.node for edges in entries.values() for edge in edges]
@@ -233,20 +230,19 @@ _NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")
 # new threads may get the same ids.
 running: set[int] = set()
 in_child(running.clear)
-# Returns True for a callback that the running pass will call itself. Guarded by `replicas.showing`.
+# Returns True for a callback that the running pass will call itself. Guarded by `gradients.showing`.
 take_callback: Callable[[Any], bool] | None = None
 
 
 def install() -> None:
     """Replace torch's engine in this process by one that checks its arguments."""
-    if type(Variable._execution_engine) is not _GuardedEngine:
-        Variable._execution_engine = _GuardedEngine()
-        torch._C._will_engine_execute_node = _will_run
+    Variable._execution_engine = GuardedEngine()
+    torch._C._will_engine_execute_node = _will_run
 
 
 def installed() -> bool:
     """Return True if this process has taken part in a context."""
-    return type(Variable._execution_engine) is _GuardedEngine
+    return type(Variable._execution_engine) is GuardedEngine
 
 
 def runs_pass() -> bool:
@@ -257,7 +253,7 @@ def runs_pass() -> bool:
     return threading.get_ident() in running or (is_of_engine and bool(running))
 
 
-class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
+class GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
     """Torch's engine with checks, as Python code calls it."""
 
     def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
@@ -270,7 +266,7 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         # A callback outside of passes is torch's business. In a pass it would be called at the end of one of several
-        # calls of the engine: only FSDP's can be postponed (`replicas`), and those that only note the end do no harm.
+        # calls of the engine: only FSDP's can be postponed (`gradients`), and those that only note the end do no harm.
         if not runs_pass():
             super().queue_callback(callback)
         elif take_callback is None or not take_callback(callback):

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad.autograd.gradients import edge_of, expected_at, nodes_behind, run_backward
+from telegrad.autograd.gradients import showing
 from telegrad.autograd.guard import CheckpointNode
 from telegrad.autograd.passes import PassSpec
-from telegrad.autograd.record import RecvNode
-from telegrad.autograd.replicas import showing
+from telegrad.autograd.send_recv import RecvNode, edge_of, expected_at, nodes_behind, run_backward
 from telegrad.errors import UsageError
 
 Node = Any

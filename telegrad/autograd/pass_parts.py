@@ -1,7 +1,7 @@
 """This worker's parts in backward passes: threads, messages, and handling of failures.
 
-Tasks of all passes of one context are in one mailbox (`record.Mailbox`), and one thread at a time runs them. So a part
-and its `EngineRunner` need no locks, and contexts do not wait for each other. Which thread it is changes with each
+Tasks of all passes of one context are in one mailbox (`contexts.Mailbox`), and one thread at a time runs them. So a
+part and its `EngineRunner` need no locks, and contexts do not wait for each other. Which thread it is changes with each
 batch of tasks: the caller of `backward` that begins or waits, the reader thread if the last tasks were short, or
 another thread of the reactor.
 
@@ -39,10 +39,9 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, rebuild
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.contexts import AutogradContext, Contexts, Inside, entered
 from telegrad.autograd.engine import EngineRunner
 from telegrad.autograd.guard import Capture
-from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import (
     NAMED,
     Abandon,
@@ -56,7 +55,7 @@ from telegrad.autograd.passes import (
     Start,
     Task,
 )
-from telegrad.autograd.record import AutogradContext, Inside, entered
+from telegrad.autograd.send_recv import Outbox
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.

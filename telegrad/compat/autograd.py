@@ -12,8 +12,8 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad._core.host.resources import instances
 from telegrad._core.worker import current
-from telegrad.autograd.gradients import edge_of
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
+from telegrad.autograd.contexts import OWNER_SHIFT, AutogradContext, entered_id
+from telegrad.autograd.send_recv import RecvNode, Send, edge_of
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]

@@ -27,8 +27,8 @@ from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
 from telegrad._core.worker import current
+from telegrad.autograd.contexts import Inside
 from telegrad.autograd.passes import FusedStep, StepResults
-from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, may_ride
 from telegrad.optim.owner import (

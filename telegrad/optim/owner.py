@@ -38,8 +38,8 @@ from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import FifoLock
 from telegrad.autograd import OWNED
+from telegrad.autograd.contexts import AutogradContext
 from telegrad.autograd.gradients import Gradients, total
-from telegrad.autograd.record import AutogradContext
 from telegrad.errors import InvalidArgument, UsageError
 
 TRACER = "torch._dynamo"

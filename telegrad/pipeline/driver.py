@@ -104,6 +104,9 @@ class PipelineDriver:
             *((self.pipeline, number), oldest, (agent.name, agent.incarnation), schedule, self.stations_of),
             *(self.workers, self.tied, batches, trains, *((ride.rider, ride.request) if ride is not None else ())),
         )
+        limit = agent.timeout * batches * (1 + trains)
+        asked = "Pipeline.forward_backward" if trains else "Pipeline.forward"
+        calls: list[Future[BatchResult]] = []
         errors: list[Exception] = []
 
         def look(future: torch.futures.Future[Any]) -> None:
@@ -117,7 +120,10 @@ class PipelineDriver:
 
         # The first error that arrives is raised, and stops the batch. Later ones are mostly its consequences.
         try:
-            calls = [self._begin(spec, given, at) for at in range(len(self.stations))]
+            for at, station in enumerate(self.stations):
+                own = given if at == self.stations_of[-1] else BatchInputs()
+                own = own._replace(inputs=given.inputs if at == self.stations_of[0] else ())
+                calls.append(station._call_async("run", limit, (spec,), own._asdict(), asked))
             for future in calls:
                 future.add_done_callback(look)
             with contextlib.ExitStack() as stack:
@@ -136,14 +142,6 @@ class PipelineDriver:
         if errors:
             raise errors[0]
         return [future.wait() for future in calls]
-
-    def _begin(self, spec: BatchSpec, given: BatchInputs, at: int) -> Future[BatchResult]:
-        own = given if at == self.stations_of[-1] else BatchInputs()
-        own = own._replace(inputs=given.inputs if at == self.stations_of[0] else ())
-        limit = current.agent().timeout * spec.batches * (1 + spec.trains)
-        asked = "Pipeline.forward_backward" if spec.trains else "Pipeline.forward"
-        call: Future[BatchResult] = self.stations[at]._call_async("run", limit, (spec,), own._asdict(), asked)
-        return call
 
     def _stop(self, number: int) -> None:
         """Stop a batch that one station cannot finish."""

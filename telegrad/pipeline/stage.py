@@ -233,7 +233,7 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
-    averaged = graphs.replicas.replicated() | graphs.replicas.unsharded_ids(graphs.replicas.sharded_modules())
+    averaged = graphs.replicas.averaged_ids()
     seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:

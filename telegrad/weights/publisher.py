@@ -19,7 +19,7 @@ from telegrad.ext.host import forks
 from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.weights.deltas import DeltaEncoder, Deltas
-from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.protocols import PublisherProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
 from telegrad.weights.weight_service import TICK, Closable, Endpoint, WeightsService

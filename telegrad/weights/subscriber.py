@@ -18,8 +18,8 @@ from telegrad.ext.host import forks
 from telegrad.ext.workers import Identity, WorkerInfo, current
 from telegrad.weights import transfer
 from telegrad.weights.deltas import apply_deltas, deltas_of
+from telegrad.weights.protocols import SubscriberProtocol
 from telegrad.weights.publisher import join, lost_error
-from telegrad.weights.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.tree_layout import Layout
 from telegrad.weights.weight_service import TICK, Closable, Endpoint, WeightsService

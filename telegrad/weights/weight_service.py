@@ -26,8 +26,7 @@ from telegrad.ext.feedback import Wait
 from telegrad.ext.host import forks
 from telegrad.ext.workers import Identity
 from telegrad.weights.deltas import DeltaCache
-from telegrad.weights.publisher_protocol import PublisherProtocol
-from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.protocols import PublisherProtocol, SubscriberProtocol
 from telegrad.weights.transfer import (
     Available,
     EndpointAddress,

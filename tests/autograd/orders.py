@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from telegrad.autograd.engine import ROOTS, EngineRunner
-from telegrad.autograd.record import RecvNode
+from telegrad.autograd.send_recv import RecvNode
 
 Node = Any
 Batch = list[tuple[int, list[Node]]]  # entries that close together, each with its reached nodes

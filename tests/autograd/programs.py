@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
-from telegrad.autograd.record import RecvNode
+from telegrad.autograd.send_recv import RecvNode
 from telegrad.errors import ContextEnded, UnusedSends
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
 from tests.autograd import orders

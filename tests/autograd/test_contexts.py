@@ -11,8 +11,7 @@ import torch
 
 from telegrad import autograd
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.contexts import MOST_PASSES, REMEMBERED, ContextQuestion, Contexts, Release
-from telegrad.autograd.record import OWNER_SHIFT
+from telegrad.autograd.contexts import MOST_PASSES, OWNER_SHIFT, REMEMBERED, ContextQuestion, Contexts, Release
 from telegrad.errors import ContextLost, LimitReached, PeerUnreachable, UsageError
 from tests.autograd.rivals import Rival
 

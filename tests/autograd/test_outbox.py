@@ -13,9 +13,9 @@ import torch
 from telegrad._core.agent import agent as agents
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY, Message
-from telegrad.autograd.outbox import MOST_CARRIED, Outbox
+from telegrad.autograd.contexts import AutogradContext, Mailbox
 from telegrad.autograd.passes import DeclareDead, Key, PackedShipment, PassReport, PassSpec
-from telegrad.autograd.record import AutogradContext, Mailbox
+from telegrad.autograd.send_recv import MOST_CARRIED, Outbox
 from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")

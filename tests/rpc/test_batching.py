@@ -14,7 +14,7 @@ import torch
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
-from telegrad.autograd.record import entered_id
+from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError
 from telegrad.rpc import RRef, functions, remote, rpc_async
 from tests.cluster import PATIENCE, in_threads, next_turn

@@ -14,7 +14,6 @@ import torch
 
 from telegrad._core.membership.members import Identity
 from telegrad.autograd import passes
-from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.pass_parts import LocalPart
 from telegrad.autograd.passes import (
     ENDED,
@@ -29,6 +28,7 @@ from telegrad.autograd.passes import (
     Start,
 )
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from telegrad.autograd.send_recv import Outbox
 from telegrad.errors import UnusedSends
 from tests.autograd.orders import reachable
 from tests.seeds import ONLY, by_day_and_night, run_each

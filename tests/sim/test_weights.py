@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from telegrad.weights.publisher_protocol import PATIENCE, PublisherProtocol
-from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.protocols import PATIENCE, PublisherProtocol, SubscriberProtocol
 from telegrad.weights.transfer import (
     Closed,
     EndpointAddress,

@@ -21,8 +21,8 @@ from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, ShutDown, UnknownPublisher, UsageError
 from telegrad.weights import Publisher, ShardedPublisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
+from telegrad.weights.protocols import WINDOW, SubscriberProtocol
 from telegrad.weights.subscriber import SubscriberEndpoint
-from telegrad.weights.subscriber_protocol import WINDOW, SubscriberProtocol
 from telegrad.weights.transfer import (
     Available,
     EndpointAddress,

@@ -29,7 +29,7 @@ from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
 from telegrad._core.worker import current
-from telegrad.autograd.record import entered_id
+from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError
 
 _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)

@@ -35,7 +35,7 @@ from telegrad._core.rpc.retry import ping
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder
-from telegrad.autograd.record import Inside
+from telegrad.autograd.contexts import Inside
 from telegrad.errors import (
     CannotRestore,
     ClaimLost,
