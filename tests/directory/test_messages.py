@@ -15,8 +15,7 @@ from telegrad._core.directory.requests import (
     write_reply,
     write_request,
 )
-from telegrad._core.security.encrypted_records import RECORD
-from telegrad._core.security.noise import TAG, Ciphers, CipherState, DecryptionFailed
+from telegrad._core.security.noise import RECORD, TAG, Ciphers, CipherState, DecryptionFailed
 from telegrad.errors import ProtocolViolation
 
 REVISIONS = st.integers(0, 2**63)

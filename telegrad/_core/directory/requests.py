@@ -7,7 +7,7 @@ All operations have the same layouts of requests and replies. A connection carri
     change    length of the key, length of the value, revision, created, lease; key; value
 
 After the handshake of a connection, each direction is a stream of encrypted records, with the messages in sequence. A
-message is its length in four bytes, and its content. Records (`encrypted_records.py`) split that stream anywhere: a
+message is its length in four bytes, and its content. Records (`security/noise.py`) split that stream anywhere: a
 message longer than a record is in several.
 """
 
@@ -23,8 +23,7 @@ from typing import NamedTuple
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
 from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Compacted, Entry, Event, Events, LeaseLost
-from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordWriter
-from telegrad._core.security.noise import TAG, Ciphers
+from telegrad._core.security.noise import LONGEST, RECORD, TAG, Ciphers, RecordWriter
 from telegrad.errors import InvalidArgument, LimitReached, ProtocolViolation, TelegradError
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations

@@ -20,8 +20,7 @@ from telegrad._core.memory import blobs
 from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
-from telegrad._core.security.noise import Ciphers, DecryptionFailed
+from telegrad._core.security.noise import Ciphers, DecryptionFailed, RecordReader, RecordWriter, not_authentic
 from telegrad._core.sockets import NOT_NOW, process_at, shut
 from telegrad._core.transport.connect import LoopEnd, OpenedChannel, broken, departed_error, lost
 from telegrad._core.transport.poller import Poller, Waker, wait_readable

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.memory.blobs import Chunk
-from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordWriter
+from telegrad._core.security.noise import JOINED, RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 
 _new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
