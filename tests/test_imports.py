@@ -20,7 +20,6 @@ ROOT = pathlib.Path(telegrad.__file__).parent
 ORDER = [
     "errors",
     "_core",
-    "_core/host",
     "_core/wire",
     "_core/pickling",
     "_core/devices",
@@ -63,7 +62,6 @@ PURE = [
     "_core/wire/messages.py",
     "_core/security/handshake.py",
     "_core/security/noise.py",
-    "_core/security/encrypted_records.py",
     "_core/transport/reading.py",
     "_core/transport/silence.py",
     "_core/directory/directory.py",

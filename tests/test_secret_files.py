@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.host import secret_files
-from telegrad._core.host.private_files import UnsafePath
-from telegrad._core.host.secret_files import _others, read_secret
+from telegrad._core import secret_files
+from telegrad._core.private_files import UnsafePath
+from telegrad._core.secret_files import _others, read_secret
 
 ME, EVE = 1000, 1001
 LOCAL, SERVER = "passwd: files [NOTFOUND=return] systemd\ngroup: files  # all\nhosts: dns\n", "passwd: files sss\n"

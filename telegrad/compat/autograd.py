@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad._core.host.resources import instances
+from telegrad._core.processes import instances
 from telegrad._core.worker import current
 from telegrad.autograd.gradients import edge_of
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id

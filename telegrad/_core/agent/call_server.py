@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad._core import events
+from telegrad._core import events, processes
 from telegrad._core.agent.backlog import FEW, BackPressure
 from telegrad._core.agent.incoming import Answers, Caller, CallScheduler, Handlers, Incoming, Refused, its_future
 from telegrad._core.calls import profiling
@@ -32,7 +32,6 @@ from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import NO_TURN, Streams
 from telegrad._core.events import RAN
-from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
@@ -445,7 +444,7 @@ class Server:
             awaitable.close()
             call.on_end = on_end
             what = f"worker {self.name!r} could not begin {user_name(function)}", TelegradError
-            with resources.translate_error(*what):
+            with processes.translate_error(*what):
                 raise
 
     def _answer(self, call: Incoming, result: Any, function: Any) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
-from telegrad._core import events, forks
+from telegrad._core import events, forks, processes
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.health import Health
 from telegrad._core.agent.incoming import Caller
@@ -21,7 +21,6 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity, Member, map_errors
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
@@ -89,7 +88,7 @@ class Connections:
         self._service = service
         self.complete = complete
         self._arena = ReceiveBufferPool(settings.shared_memory)
-        self._heap = resources.Heap()
+        self._heap = processes.Heap()
         self.staging = Staging(streams)
         # Guards _peers, _gone, _accepted, _cut, _warned, _departed, `closed`, _left, and the replacement of `names`;
         # single reads do not need it.
@@ -236,7 +235,7 @@ class Connections:
 
     def _reach(self, target: Target) -> OpenedChannel:
         settings, keys, claim = self.settings, self.joined.keys, self._claim_to(target.name)
-        with resources.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
+        with processes.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(target, keys, claim, settings.tls, settings.transport, CONNECT_WITHIN, settings.silence)
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:

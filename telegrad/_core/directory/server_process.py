@@ -20,7 +20,7 @@ from time import monotonic
 
 from telegrad._core.directory.directory_server import BACKLOG, remove_all
 from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits
-from telegrad._core.host.private_files import open_regular, private_folder, replacing
+from telegrad._core.private_files import open_regular, private_folder, replacing
 from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import family_of, socket_address

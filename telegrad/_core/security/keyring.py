@@ -32,8 +32,8 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 
-from telegrad._core.host.private_files import create_once, reason, state_folder
-from telegrad._core.host.secret_files import read_secret
+from telegrad._core.private_files import create_once, reason, state_folder
+from telegrad._core.secret_files import read_secret
 from telegrad.errors import UsageError
 
 log = logging.getLogger("telegrad")

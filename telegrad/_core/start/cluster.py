@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from telegrad._core import processes
 from telegrad._core.calls.settings import Settings
-from telegrad._core.host import resources
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.join import find_place, is_alive, join
@@ -72,7 +72,7 @@ def start(
     with contextlib.ExitStack() as undo:
         extensions = WorkerExtensions(name or role)
         undo.callback(extensions.each, lambda extension: extension.close())
-        resources.check_open_files()
+        processes.check_open_files()
         own: dict[str, Any] = {each: getattr(options, each) for each in Settings._fields if hasattr(options, each)}
         own |= {"devices": options.published(), "sends_modes": kind._sends_modes}
         meeting = meet(timeout)

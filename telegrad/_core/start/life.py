@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from telegrad._core import checks
+from telegrad._core import checks, processes
 from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.unretrieved import log_held
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host import resources
 from telegrad._core.interrupts import install
 from telegrad._core.joining.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
@@ -131,7 +130,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     main_program.check_not_imported("init_rpc")
     own_scope()  # before calls change the globals: it notes their first values
     what = "this worker could not join", RendezvousError
-    with _lock, resources.translate_error(*what):
+    with _lock, processes.translate_error(*what):
         check_free()
         current.ended_by = None
         worker = current.worker = begin()

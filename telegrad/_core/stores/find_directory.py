@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Directory, DirectoryLost
-from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
+from telegrad._core.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait, poll_intervals
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import bracketed

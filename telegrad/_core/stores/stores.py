@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 import torch.distributed as dist
 
 from telegrad._core.directory.directory import Directory
-from telegrad._core.host.private_files import resolved
+from telegrad._core.private_files import resolved
 from telegrad._core.progress import Wait, poll_intervals, report_in_background
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import Spot, await_name, far_host, is_here, knock, split, spot_of

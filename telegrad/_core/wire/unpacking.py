@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from telegrad._core.host import resources
+from telegrad._core import processes
 from telegrad._core.wire.packing import SMALL, extent_of, joined, pack
 from telegrad._core.wire.tensors import (
     CONJ,
@@ -61,7 +61,7 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
     except Exception as error:
         raise CannotDecode(
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
-            f"{resources.advice(error, 'use the same version of torch on all workers')}"
+            f"{processes.advice(error, 'use the same version of torch on all workers')}"
         ) from error
 
 

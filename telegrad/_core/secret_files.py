@@ -17,7 +17,7 @@ import stat
 import struct
 import sys
 
-from telegrad._core.host.private_files import UnsafePath, open_regular, resolved
+from telegrad._core.private_files import UnsafePath, open_regular, resolved
 
 _POSIX = hasattr(os, "geteuid")
 _ACL = "system.posix_acl_access"  # the extended attribute that holds the access control list on Linux
