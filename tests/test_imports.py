@@ -22,7 +22,6 @@ ORDER = [
     "_core",
     "_core/wire",
     "_core/pickling",
-    "_core/devices",
     "_core/security",
     "_core/memory",
     "_core/transport",

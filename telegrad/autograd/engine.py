@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad._core.calls import profiling
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import Streams
 from telegrad.autograd import guard, node_calls, replicas
 from telegrad.autograd.gradients import edge_of, expected_at, run_backward, total
 from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode

@@ -30,9 +30,9 @@ from telegrad._core.calls.call_names import NAMED, NEXT_ITEMS, RUNS, shown_names
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import NO_TURN, Streams
 from telegrad._core.events import RAN
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import NO_TURN, Streams
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode

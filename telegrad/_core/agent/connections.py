@@ -19,12 +19,12 @@ from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
 from telegrad._core.membership.members import Identity, Member, map_errors
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.memory.extra_streams import LANES
+from telegrad._core.memory.staging import Staging
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.reactor import Reactor

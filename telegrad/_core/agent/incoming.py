@@ -23,8 +23,8 @@ from telegrad._core.calls.attachments import Attachments, Destination, GraphCont
 from telegrad._core.calls.call_context import CallContext, Hops, hops_of, setting
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import Served, finishes
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import first_line

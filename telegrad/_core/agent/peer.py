@@ -18,9 +18,9 @@ from telegrad._core import events
 from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import set_apart
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
 from telegrad._core.membership.members import Identity, Member
+from telegrad._core.memory.device_streams import set_apart
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from telegrad._core.devices.device_streams import wait_for_arrivals
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import wait_for_arrivals
 from telegrad._core.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, Unreceived, split
 from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import LimitReached, PeerError

@@ -28,9 +28,9 @@ import torch
 
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import GraphContext
-from telegrad._core.devices import device_streams as streams
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.forks import in_child
+from telegrad._core.memory import device_streams as streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.tensors import DTYPES, NAMES
 from telegrad.errors import CallTimeout

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from telegrad._core import processes
-from telegrad._core.devices.device_streams import Arrived, Streams
-from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
+from telegrad._core.memory.device_streams import Arrived, Streams
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.lending import SharedLender
+from telegrad._core.memory.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.memory.warm_memory import SHARE_FROM, Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from telegrad._core import processes
-from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.memory.lending import Lender, SharedLender
+from telegrad._core.memory.staging import DeviceBlock, sharer
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, memory, of_buffer
 

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from telegrad._core import processes
-from telegrad._core.devices.device_streams import copied
+from telegrad._core.memory.device_streams import copied
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId

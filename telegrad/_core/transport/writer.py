@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
-from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.memory.blobs import Chunk
+from telegrad._core.memory.staging import StagedCopy, Staging
 from telegrad._core.security.noise import JOINED, RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 

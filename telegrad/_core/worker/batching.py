@@ -13,7 +13,7 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.calls.call_context import Modes, in_setting
 from telegrad._core.calls.cancelling import serving
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.texts import plural

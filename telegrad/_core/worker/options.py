@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from telegrad._core import checks, processes
-from telegrad._core.devices import device_streams
 from telegrad._core.membership.members import Devices
+from telegrad._core.memory import device_streams
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.security.keyring import Key, check_key
 from telegrad._core.security.tls import TlsFiles
