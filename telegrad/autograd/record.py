@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
-from telegrad._core.wire.unpacking import as_views_of_shared
+from telegrad._core.wire.tensors import as_views_of_shared
 from telegrad.autograd.gradients import Gradients, edge_of
 from telegrad.autograd.passes import PassSpec, Task
 from telegrad.errors import UsageError

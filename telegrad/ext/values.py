@@ -4,8 +4,19 @@ from telegrad._core.pickling.exceptions import describe, fresh, rebuild, without
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
-from telegrad._core.wire.packing import extent_of, joined, pack
-from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, Strides, contiguous_strides, distinct, memory, repeats
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import (
+    CONJ,
+    DTYPES,
+    NEG,
+    Strides,
+    contiguous_strides,
+    distinct,
+    extent_of,
+    joined,
+    memory,
+    repeats,
+)
 
 __all__ = [
     "CONJ", "DTYPES", "INFERENCE", "NEG", "NO_GRAD", "Strides", "contiguous_strides", "decode", "describe",

@@ -10,8 +10,7 @@ import torch
 from telegrad import errors, rpc
 from telegrad._core.membership.members import Devices, map_errors
 from telegrad._core.start.cluster import start
-from telegrad._core.wire.packing import for_answers, for_calls, for_gradients
-from telegrad._core.wire.tensors import HOST
+from telegrad._core.wire.tensors import HOST, for_answers, for_calls, for_gradients
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions, TensorPipeRpcBackendOptions
 from tests.accelerator.apart import apart

@@ -19,7 +19,7 @@ INSTRUMENTED = [
     "telegrad._core.security.noise",
     "telegrad._core.stores.sealed_store",
     "telegrad._core.stores.raw_stores",
-    "telegrad._core.wire.unpacking",
+    "telegrad._core.wire.packing",
 ]
 MEGABYTES = 512  # of memory: a target that needs more has failed
 NAMES = ["frames", "handshake", "records", "store", "decoders"]

@@ -43,7 +43,7 @@ from telegrad._core.wire.messages import (
     Message,
     split,
 )
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import unpack
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.weights import Publisher, Subscriber

@@ -36,7 +36,7 @@ from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, con
 from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
-from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
+from telegrad._core.wire.tensors import DeviceRoutes, for_calls, for_gradients
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake

@@ -43,8 +43,8 @@ from telegrad._core.wire.messages import (
     append,
     split,
 )
-from telegrad._core.wire.packing import for_answers, pack
-from telegrad._core.wire.tensors import Blob
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import Blob, for_answers
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 
 _NOTHING = encode(None, False)

@@ -42,8 +42,8 @@ from telegrad._core.wire.messages import (
     Message,
     append,
 )
-from telegrad._core.wire.packing import DeviceMapping, pack
-from telegrad._core.wire.tensors import Blob
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import Blob, DeviceMapping
 from telegrad.errors import CannotEncode
 
 COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more

@@ -28,7 +28,7 @@ from telegrad._core.threads import run_in_thread
 from telegrad._core.transport.connect import advised, part
 from telegrad._core.transport.link import AnyLink, Link
 from telegrad._core.wire.messages import ANSWERS, CANCEL, HAS_REFERENCES, RESULT, Message, unknown
-from telegrad._core.wire.packing import DeviceRoutes
+from telegrad._core.wire.tensors import DeviceRoutes
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable, ProtocolViolation
 
 CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad._core.membership.members import Identity
 from telegrad._core.memory.device_streams import wait_for_arrivals
 from telegrad._core.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, Unreceived, split
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import unpack
 from telegrad.errors import LimitReached, PeerError
 
 

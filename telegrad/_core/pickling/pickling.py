@@ -46,8 +46,8 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import cause_of, import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
 from telegrad._core.pickling.remote_text import fold, safe_text_of
-from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
-from telegrad._core.wire.tensors import held, of_buffer, to_text
+from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter, to_text
+from telegrad._core.wire.tensors import held, of_buffer
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 
 if TYPE_CHECKING:
