@@ -17,7 +17,7 @@ HERE = pathlib.Path(__file__).parent
 # Besides tests that have the name of their file.
 ALSO = {"flow", "frames", "live", "maps", "records", "redis_replies", "redis_settings"}
 ALSO |= {"refusals", "roles", "seconds", "surroundings", "watches", "why"}
-WITHOUT = {"launchers", "supervised", "dynamic"}  # which start processes, or take minutes
+WITHOUT = {"launchers", "dynamic"}  # which start processes, or take minutes
 
 
 def tests() -> list[str]:

@@ -14,7 +14,8 @@ from telegrad._core.security.keyring import (
     user_keys,
 )
 from telegrad._core.security.tls import load_own
-from telegrad._core.stores import find_directory, supervised
+from telegrad._core.stores import find_directory
+from telegrad._core.stores import launchers as supervised
 from telegrad._core.stores.find_directory import DirectoryMonitor, connect
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, SealRenewal
 

@@ -1,1 +1,1 @@
-"""Joining a group: launchers, rendezvous of fixed groups, generations of elastic ones."""
+"""Joining a group: rendezvous of fixed groups, generations of elastic ones."""

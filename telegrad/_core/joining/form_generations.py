@@ -50,7 +50,7 @@ from telegrad._core.progress import Wait
 from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
-from telegrad._core.stores.address import host_identity, is_here
+from telegrad._core.sockets import host_identity, is_here
 from telegrad._core.stores.find_directory import (
     DirectoryMonitor,
     Found,

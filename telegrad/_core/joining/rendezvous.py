@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from telegrad._core.membership.members import Member, Members, listed, named
 from telegrad._core.progress import Times, Wait, poll_intervals
-from telegrad._core.stores.address import means_loopback, split
+from telegrad._core.sockets import means_loopback, split
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
 from telegrad._core.texts import plural
 from telegrad.errors import (

@@ -25,8 +25,8 @@ from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.conversion import several
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import Elastic, Generation, limits_of, start
+from telegrad._core.stores.launchers import own_name
 from telegrad._core.stores.stores import RendezvousStore
-from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
 from telegrad._core.worker.options import BackendType, RpcBackendOptions, TelegradOptions

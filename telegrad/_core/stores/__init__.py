@@ -1,1 +1,1 @@
-"""Rendezvous stores: torch's stores, sealed with the group's key; addresses; and finding a directory."""
+"""Rendezvous stores: torch's stores, sealed with the group's key; finding a store and a directory."""
