@@ -19,8 +19,19 @@ from telegrad._core.processes import (
     stopped,
     translate_error,
 )
-from telegrad._core.sockets import HAS_UNIX, bracketed, credentials, family_of, shut, socket_address, tune_tcp
-from telegrad._core.stores.address import is_address, knock, listening_address, loopback
+from telegrad._core.sockets import (
+    HAS_UNIX,
+    bracketed,
+    credentials,
+    family_of,
+    is_address,
+    knock,
+    listening_address,
+    loopback,
+    shut,
+    socket_address,
+    tune_tcp,
+)
 from telegrad._core.threads import Background, Thread, end_threads, run_in_thread
 
 __all__ = [

@@ -25,8 +25,8 @@ from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Formed
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.sockets import host_identity
 from telegrad._core.stores import find_directory as finding
-from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Found, Pointer, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.worker import current

@@ -26,8 +26,8 @@ from telegrad._core.joining import form_generations
 from telegrad._core.joining.form_generations import DirectoryLease
 from telegrad._core.joining.quorum import COME, GENERATION
 from telegrad._core.modules.module_tree import branches
+from telegrad._core.sockets import knock
 from telegrad._core.stores import sealed_store
-from telegrad._core.stores.address import knock
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad.nn import RemoteModule

@@ -35,7 +35,7 @@ from telegrad._core.membership.members import Member, Members, check_name, check
 from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.security.keyring import find_keys
-from telegrad._core.stores.address import host_identity, own_address
+from telegrad._core.sockets import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
 from telegrad._core.wire.messages import MOVED
