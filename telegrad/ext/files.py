@@ -14,7 +14,7 @@ from telegrad._core.private_files import (
     replacing,
     resolved,
 )
-from telegrad._core.secret_files import read_secret
+from telegrad._core.security.keyring import read_secret
 
 __all__ = [
     "Folder", "UnsafePath", "create", "create_once", "make_folder", "open_folder", "open_regular", "opened",
