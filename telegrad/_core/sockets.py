@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from telegrad._core.progress import Wait, report_in_background
+from telegrad._core.texts import Wait, report_in_background
 from telegrad.errors import UsageError
 
 HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with abstract names, which are on no file system

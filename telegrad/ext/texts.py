@@ -1,8 +1,16 @@
 """Messages to users: long waits, hints, and sanitized texts of other processes."""
 
-from telegrad._core import progress
-from telegrad._core.progress import Wait, clear_line, format_duration, report_in_background
-from telegrad._core.texts import did_you_mean, hint, plural, safe
+from telegrad._core import texts as progress
+from telegrad._core.texts import (
+    Wait,
+    clear_line,
+    did_you_mean,
+    format_duration,
+    hint,
+    plural,
+    report_in_background,
+    safe,
+)
 
 __all__ = [
     "Wait", "clear_line", "did_you_mean", "format_duration", "hint", "plural", "progress", "report_in_background",

@@ -26,9 +26,9 @@ from telegrad._core.joining.quorum import (
     look,
 )
 from telegrad._core.membership.members import Member
-from telegrad._core.progress import under_way
 from telegrad._core.stores.find_directory import Found
 from telegrad._core.stores.stores import RendezvousStore
+from telegrad._core.texts import under_way
 from tests.cluster import KEYS, PATIENCE, sealed, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 

@@ -46,7 +46,6 @@ from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.membership.suspects import remember
-from telegrad._core.progress import Wait
 from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
@@ -61,6 +60,7 @@ from telegrad._core.stores.find_directory import (
 )
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
+from telegrad._core.texts import Wait
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
 from telegrad._core.transport.connect import Target, connect, one_sided
 from telegrad._core.transport.listener import Listener

@@ -21,7 +21,7 @@ from telegrad._core.joining.quorum import Before, Formed, IsAlive, arrivals_in, 
 from telegrad._core.membership.generation_steps import FINISH, GenerationBarrier, Letter, Message
 from telegrad._core.membership.leaving import MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.progress import Wait
+from telegrad._core.texts import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown
 

@@ -32,7 +32,6 @@ from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.private_files import create_once, state_folder
-from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Key, Keyring, find_keys, given_keys, new_key
 from telegrad._core.sockets import knock
 from telegrad._core.stores.find_directory import (
@@ -49,6 +48,7 @@ from telegrad._core.stores.find_directory import (
 from telegrad._core.stores.launchers import STORE, detect_launcher, one_of_several
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedDirectory, SealedStore, read_server_mark
 from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_store, serve_or_join
+from telegrad._core.texts import Wait
 from telegrad._core.threads import Thread
 from telegrad.errors import RendezvousError, StoreLost, StoreUnreachable, TelegradError, UsageError
 

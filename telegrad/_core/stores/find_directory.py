@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Directory, DirectoryLost
 from telegrad._core.private_files import open_regular, private_folder, reason, replacing
-from telegrad._core.progress import Wait, poll_intervals
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import bracketed, host_identity, knock, listening_address
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark, short
+from telegrad._core.texts import Wait, poll_intervals
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 

@@ -40,8 +40,8 @@ from telegrad._core.directory.directory import (
     Listing,
     Swap,
 )
-from telegrad._core.progress import poll_intervals
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.texts import poll_intervals
 from telegrad._core.threads import Background, wait_for_torch
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
