@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 
 from telegrad._core.directory.directory import ABSENT, Directory, Swap
-from telegrad._core.joining.quorum import (
+from telegrad._core.joining.generation_monitor import arrivals_in, gone_on, is_wanted
+from telegrad._core.joining.generations import (
     COME,
     GENERATION,
     NONE,
@@ -15,10 +16,7 @@ from telegrad._core.joining.quorum import (
     Formed,
     GroupSize,
     Quorum,
-    arrivals_in,
     end,
-    gone_on,
-    is_wanted,
     lives_in,
     look,
 )

@@ -1,4 +1,4 @@
-"""Forms the generations of an elastic group, one after the other, in its directory: the I/O of `quorum.py`.
+"""Forms the generations of an elastic group, one after the other, in its directory: the I/O of `Quorum`.
 
 The worker that came first decides, or the next if that one has died. A worker that finds itself among the members of a
 generation is in it; all others wait for the next one. If a member dies before it has found that, the generation has
@@ -28,7 +28,7 @@ from telegrad._core.directory.directory import (
     Lease,
     LeaseLost,
 )
-from telegrad._core.joining.quorum import (
+from telegrad._core.joining.generations import (
     COME,
     GENERATION,
     PREFIX,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
-from telegrad._core.joining.quorum import Formed, lives_in
+from telegrad._core.joining.generations import Formed, lives_in
 from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
 from telegrad._core.membership.members import Member, Members
