@@ -27,8 +27,7 @@ from time import monotonic
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import Event, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
-from telegrad._core.directory.requests import Channel, Request
-from telegrad._core.directory.watches import Watches
+from telegrad._core.directory.requests import Channel, Request, Watches
 from telegrad._core.private_files import open_regular, private_folder
 from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
