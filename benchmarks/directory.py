@@ -17,7 +17,7 @@ from collections.abc import Callable
 from time import perf_counter, sleep
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.directory.directory_server import ServerProcess
 from telegrad._core.security.keyring import Keyring, new_key
 
 TTL, PATIENCE = 600.0, 120.0

@@ -10,9 +10,8 @@ import time
 
 from telegrad._core.directory import directory_server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.directory_server import DirectoryServer
+from telegrad._core.directory.directory_server import DirectoryServer, ServerProcess
 from telegrad._core.directory.lease_table import Limits
-from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import shut
 from tests.cluster import KEYS

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import ABSENT, Compacted, Events, LeaseLost
-from telegrad._core.directory.directory_server import do
 from telegrad._core.directory.lease_table import LeaseTable, Limits
-from telegrad._core.directory.requests import EACH, LONGEST_GATHERING, Reply, Request, Watches, read_reply
+from telegrad._core.directory.requests import EACH, LONGEST_GATHERING, Reply, Request, Watches, do, read_reply
 from telegrad.errors import InvalidArgument, LimitReached
 
 PREFIXES = ["", "a", "a/", "b"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.directory import Directory
-from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.directory.directory_server import ServerProcess
 from telegrad._core.joining import join as joining
 from telegrad._core.joining.generations import COME, GENERATION, Arrival, Formed
 from telegrad._core.joining.join import _directory_is_used

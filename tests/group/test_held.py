@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
-from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.directory.directory_server import ServerProcess
 from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
 from telegrad._core.joining.generations import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
 from telegrad._core.joining.join import join

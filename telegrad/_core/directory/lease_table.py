@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import json
 import os
 import secrets
 import sqlite3
@@ -28,6 +29,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
+from telegrad._core.private_files import open_regular, private_folder
 from telegrad.errors import LimitReached, UsageError
 
 OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text
@@ -325,6 +327,16 @@ def remove(path: str) -> None:
     for suffix in SUFFIXES:
         with contextlib.suppress(OSError):
             os.unlink(path + suffix)
+
+
+def remove_all(path: str) -> None:
+    """Remove the files of a directory that is over, and the notes by which workers find it (`find_directory.py`)."""
+    with contextlib.suppress(OSError), private_folder("directory", stays=True) as folder:
+        for name in (each for each in folder.names() if "." not in each):  # others are files of directories
+            with contextlib.suppress(OSError), open_regular(folder.path / name) as file:
+                if json.dumps(path).encode() in file.read():
+                    folder.remove(name)
+    remove(path)
 
 
 def _size(key: str, value: bytes | None) -> int:

@@ -1,4 +1,4 @@
-"""The requests of clients to the server of the embedded directory: as bytes, and those that wait for a change.
+"""The requests of clients to the server of the embedded directory: as bytes, carried out, or waiting.
 
 All operations have the same layouts of requests and replies. A connection carries one request at a time.
 
@@ -29,7 +29,18 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 # Otherwise imported at the first connection, by many forked processes that connect at the same moment.
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
-from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Compacted, Entry, Event, Events, LeaseLost
+from telegrad._core.directory.directory import (
+    KEY_BYTES,
+    VALUE_BYTES,
+    Compacted,
+    Entry,
+    Event,
+    Events,
+    LeaseLost,
+    check_key,
+    check_ttl,
+    check_value,
+)
 from telegrad._core.security.noise import LONGEST, RECORD, TAG, Ciphers, RecordWriter
 from telegrad.errors import InvalidArgument, LimitReached, ProtocolViolation, TelegradError
 
@@ -190,6 +201,34 @@ def _split(data: bytearray, what: str, least: int, most: int) -> Iterator[bytes]
         yield bytes(data[start + _HEAD : end])
         start = end
     del data[:start]
+
+
+# Requests that do not wait
+
+
+def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
+    """Carry out a request that does not wait, and return its reply."""
+    operation, key, value, revision, lease, seconds = request
+    if operation == SWAP:
+        check_key(key)
+        check_value(key, value or b"")
+        done, entry = table.swap(key, value, revision, lease, client)
+        changes = [Event(entry.revision, key, entry)] if entry else []
+        return write_reply(DONE if done else NOT_DONE, 0, changes)
+    if operation == LIST:
+        revision, entries = table.list(key)
+        return write_reply(DONE, revision, [Event(each.revision, each.key, each) for each in entries])
+    granted = 0
+    if operation == GRANT:
+        check_ttl(seconds)
+        granted = table.grant(seconds, now)
+    elif operation == RENEW:
+        table.renew(lease, now)
+    elif operation == REVOKE:
+        table.revoke(lease)
+    else:
+        raise InvalidArgument(f"this directory has no operation {operation}: install the same version on all hosts")
+    return write_reply(DONE, granted)
 
 
 # Watches: requests that wait
