@@ -1,7 +1,7 @@
 """How processes find a group, without torch: keys, stores, directories, names. `starting` has the rest."""
 
-from telegrad._core.joining.rendezvous import call_off
 from telegrad._core.membership.members import check_name, check_role
+from telegrad._core.membership.rendezvous import call_off
 from telegrad._core.pickling import main_program
 from telegrad._core.security.keyring import (
     FILE,

@@ -1,8 +1,8 @@
 """How a worker starts: stores of torch, joining, entering a group."""
 
-from telegrad._core.joining import join
-from telegrad._core.joining.join import shows_life
+from telegrad._core.membership import join
 from telegrad._core.membership.dynamic import ttl_of
+from telegrad._core.membership.join import shows_life
 from telegrad._core.start.life import check_free, enter_group
 from telegrad._core.stores import stores
 from telegrad._core.stores.raw_stores import reach_tcp, serve_on, serve_tcp

@@ -9,7 +9,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.joining import form_generations
+from telegrad._core.membership import form_generations
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, in_background, opened, processes, run_all, wait_until

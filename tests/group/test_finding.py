@@ -19,9 +19,9 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.directory import Directory
 from telegrad._core.directory.directory_server import ServerProcess
-from telegrad._core.joining import join as joining
-from telegrad._core.joining.generations import COME, GENERATION, Arrival, Formed
-from telegrad._core.joining.join import _directory_is_used
+from telegrad._core.membership import join as joining
+from telegrad._core.membership.generations import COME, GENERATION, Arrival, Formed
+from telegrad._core.membership.join import _directory_is_used
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key

@@ -12,9 +12,9 @@ import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.directory.directory_server import ServerProcess
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.generations import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
-from telegrad._core.joining.join import join
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generations import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
+from telegrad._core.membership.join import join
 from telegrad._core.membership.members import Member
 from telegrad._core.sockets import is_here
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.joining import join
+from telegrad._core.membership import join
 from telegrad._core.start import cluster
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.stores import open_store

@@ -18,8 +18,8 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core import sockets
 from telegrad._core.directory.directory import Lease
-from telegrad._core.joining import join
-from telegrad._core.joining.join import open_meeting
+from telegrad._core.membership import join
+from telegrad._core.membership.join import open_meeting
 from telegrad._core.membership.registry import Registry
 from telegrad._core.sockets import await_name
 from telegrad._core.start.life import init_rpc

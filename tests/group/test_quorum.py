@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 
 from telegrad._core.directory.directory import ABSENT, Directory, Swap
-from telegrad._core.joining.generation_monitor import arrivals_in, gone_on, is_wanted
-from telegrad._core.joining.generations import (
+from telegrad._core.membership.generation_monitor import arrivals_in, gone_on, is_wanted
+from telegrad._core.membership.generations import (
     COME,
     GENERATION,
     NONE,

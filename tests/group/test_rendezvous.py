@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad._core import texts
-from telegrad._core.joining.rendezvous import RankTable, StaticJoin
 from telegrad._core.membership.members import Member
+from telegrad._core.membership.rendezvous import RankTable, StaticJoin
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
 from tests.cluster import PATIENCE, opened, processes, run_all, sealed, wait_until

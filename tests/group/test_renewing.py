@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.directory.directory import Directory
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.generations import Before, GroupSize
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generations import Before, GroupSize
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store

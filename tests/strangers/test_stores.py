@@ -18,9 +18,9 @@ import telegrad
 import telegrad.rpc
 from telegrad import errors
 from telegrad._core import sockets
-from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.rendezvous import StaticJoin
 from telegrad._core.security.handshake import PURPOSE
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.start.cluster import start

@@ -22,7 +22,7 @@ import torch
 
 from telegrad import autograd, errors, rpc
 from telegrad._core.agent.agent import Agent
-from telegrad._core.joining.generations import Arrival, Before, Formed
+from telegrad._core.membership.generations import Arrival, Before, Formed
 from telegrad._core.membership.members import Devices, Member
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.function_names import resolve

@@ -25,11 +25,11 @@ import torch
 
 from telegrad._core import processes
 from telegrad._core.calls.settings import Settings
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.generation_monitor import GenerationMonitor
-from telegrad._core.joining.generations import FINISH, HERE, LEAVING, SERVING, STAY, Before, GroupSize
-from telegrad._core.joining.join import find_place, is_alive, join
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generation_monitor import GenerationMonitor
+from telegrad._core.membership.generations import FINISH, HERE, LEAVING, SERVING, STAY, Before, GroupSize
+from telegrad._core.membership.join import find_place, is_alive, join
 from telegrad._core.membership.members import Member, Members, check_name, check_role, map_errors
 from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef

@@ -17,7 +17,7 @@ from telegrad._core.calls.settings import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.unretrieved import log_held
 from telegrad._core.forks import in_child, renewed
 from telegrad._core.interrupts import install
-from telegrad._core.joining.join import open_meeting
+from telegrad._core.membership.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
 from telegrad._core.pickling.main_modules import own_scope

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
-from telegrad._core.joining.generations import Formed, lives_in
-from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest, Prober
+from telegrad._core.membership.generations import Formed, lives_in
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.private_files import create_once, state_folder
 from telegrad._core.security.keyring import Key, Keyring, find_keys, given_keys, new_key

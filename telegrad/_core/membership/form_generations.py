@@ -28,7 +28,8 @@ from telegrad._core.directory.directory import (
     Lease,
     LeaseLost,
 )
-from telegrad._core.joining.generations import (
+from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
+from telegrad._core.membership.generations import (
     COME,
     GENERATION,
     PREFIX,
@@ -42,7 +43,6 @@ from telegrad._core.joining.generations import (
     end,
     look,
 )
-from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.membership.suspects import remember

@@ -17,8 +17,8 @@ from time import monotonic
 from typing import get_args
 
 from telegrad._core.directory.directory import Directory
-from telegrad._core.joining.form_generations import DirectoryLease
-from telegrad._core.joining.generations import (
+from telegrad._core.membership.form_generations import DirectoryLease
+from telegrad._core.membership.generations import (
     COME,
     FINISH,
     Arrival,

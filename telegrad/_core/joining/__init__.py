@@ -1,1 +1,0 @@
-"""Joining a group: rendezvous of fixed groups, generations of elastic ones."""
