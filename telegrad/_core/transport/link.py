@@ -64,8 +64,7 @@ class Link:
         self.peer = peer
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
-        self._sock = sock
-        self.fileno = sock.fileno
+        self._sock, self.fileno = sock, sock.fileno
         self._tls = isinstance(sock, ssl.SSLSocket)
         # OpenSSL keeps one state for both directions of a connection, and two threads may use them at once: the thread
         # that reads does not hold `_lock`.
@@ -157,14 +156,17 @@ class Link:
                 self.sent += len(data)
                 if self._maps.released:
                     self._queue_release()
-                if self._is_plain and not (later or self._outbox):
+                if later:
+                    self._outbox.append(tuple.__new__(Chunk, (data, (), None)))
+                    return False
+                if self._is_plain and not self._outbox:
                     try:
                         data = data[self._sock.send(data) :]
                         if not data:
                             return True
                     except OSError:
                         pass  # the writer gets the same error
-                return self._writer.send(data, later)
+                return self._writer.send(data)
         except PeerError:
             raise
         except BaseException as error:
