@@ -100,7 +100,7 @@ def test_files_of_the_package_do_not_create_files_by_themselves() -> None:
 
 
 READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command line
-    *("directories/on_redis.py", "_core/directory/lease_table.py", "_core/sockets.py"),
+    *("directories/on_redis.py", "_core/stores/lease_table.py", "_core/sockets.py"),
     *("_core/processes.py", "insight/collect.py", "insight/seen_groups.py", "insight/web.py"),
     *("launch/run_command.py", "_core/processes.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),

@@ -1,7 +1,6 @@
 """The protocol that a directory engine implements, and the functions for its clients."""
 
-from telegrad._core.directory.client import EmbeddedDirectory, Result, Sessions, SocketSession, Unanswered, Unsent, left
-from telegrad._core.directory.directory import (
+from telegrad._core.stores.directory import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -17,6 +16,15 @@ from telegrad._core.directory.directory import (
     check_key,
     check_ttl,
     check_value,
+)
+from telegrad._core.stores.directory_client import (
+    EmbeddedDirectory,
+    Result,
+    Sessions,
+    SocketSession,
+    Unanswered,
+    Unsent,
+    left,
 )
 
 __all__ = [

@@ -17,12 +17,12 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core import sockets
-from telegrad._core.directory.directory import Lease
 from telegrad._core.membership import join
 from telegrad._core.membership.join import open_meeting
 from telegrad._core.membership.registry import Registry
 from telegrad._core.sockets import await_name
 from telegrad._core.start.life import init_rpc
+from telegrad._core.stores.directory import Lease
 from tests.cluster import free_port, processes, run_all
 from tests.group.test_surroundings import BATCH, KUBERNETES, LONE, MPICH, OPEN_MPI, SLURM, SUBMITIT
 

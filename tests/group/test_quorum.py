@@ -5,7 +5,6 @@ from typing import cast
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Directory, Swap
 from telegrad._core.membership.generation_monitor import arrivals_in, gone_on, is_wanted
 from telegrad._core.membership.generations import (
     COME,
@@ -21,6 +20,7 @@ from telegrad._core.membership.generations import (
     look,
 )
 from telegrad._core.membership.members import Member
+from telegrad._core.stores.directory import ABSENT, Directory, Swap
 from tests.directory.naive import Naive
 
 ANY = GroupSize(1)

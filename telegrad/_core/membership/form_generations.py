@@ -19,15 +19,6 @@ from math import inf
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from telegrad._core.directory.directory import (
-    ABSENT,
-    Compacted,
-    Directory,
-    DirectoryLost,
-    DirectoryReset,
-    Lease,
-    LeaseLost,
-)
 from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.generations import (
     COME,
@@ -50,6 +41,15 @@ from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.sockets import host_identity, is_here
+from telegrad._core.stores.directory import (
+    ABSENT,
+    Compacted,
+    Directory,
+    DirectoryLost,
+    DirectoryReset,
+    Lease,
+    LeaseLost,
+)
 from telegrad._core.stores.find_directory import (
     DirectoryMonitor,
     Found,

@@ -16,7 +16,6 @@ from math import inf
 from time import monotonic
 from typing import get_args
 
-from telegrad._core.directory.directory import Directory
 from telegrad._core.membership.form_generations import DirectoryLease
 from telegrad._core.membership.generations import (
     COME,
@@ -31,6 +30,7 @@ from telegrad._core.membership.generations import (
 )
 from telegrad._core.membership.leaving import MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
+from telegrad._core.stores.directory import Directory
 from telegrad._core.texts import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown

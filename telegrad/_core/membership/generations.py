@@ -44,8 +44,8 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.directory import ABSENT, Directory
 from telegrad._core.membership.members import Member, listed, named
+from telegrad._core.stores.directory import ABSENT, Directory
 from telegrad._core.texts import plural
 
 PREFIX = "elastic/"

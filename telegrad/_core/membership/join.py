@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
 from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest, Prober
 from telegrad._core.membership.generations import Formed, lives_in
@@ -34,6 +33,7 @@ from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.private_files import create_once, state_folder
 from telegrad._core.security.keyring import Key, Keyring, find_keys, given_keys, new_key
 from telegrad._core.sockets import knock
+from telegrad._core.stores.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.stores.find_directory import (
     POINTER,
     DirectoryMonitor,

@@ -9,7 +9,7 @@ The keeper owns the listening socket, and passes it to each process that it star
 same, and clients that connect while no server runs wait in the socket's queue. The directory's state is in a file
 (`lease_table.py`).
 
-`python -m telegrad._core.directory.directory_server FD` serves the directory that the pipe FD describes. When the
+`python -m telegrad._core.stores.directory_server FD` serves the directory that the pipe FD describes. When the
 keeper ends, the pipe is closed. The server then runs until no lease is left, and removes the file and the notes that
 name it. A server that cannot use its file writes the reason to its output and ends.
 """
@@ -30,15 +30,15 @@ import threading
 from functools import partial
 from time import monotonic
 
-from telegrad._core.directory import requests
-from telegrad._core.directory.lease_table import DEFAULT, LOG, LeaseTable, Limits, remove_all
-from telegrad._core.directory.requests import Channel, Watches
 from telegrad._core.private_files import open_regular, private_folder, replacing
 from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.handshake import Acceptor, Hello, Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, family_of, socket_address, tune_tcp
+from telegrad._core.stores import directory_requests as requests
+from telegrad._core.stores.directory_requests import Channel, Watches
+from telegrad._core.stores.lease_table import DEFAULT, LOG, LeaseTable, Limits, remove_all
 from telegrad._core.threads import run_in_thread
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, TelegradError
 
@@ -421,7 +421,7 @@ class ServerProcess:
         # output. Its output pipe carries the reason of its end, because a log on a full disk would be empty.
         with replacing(self.path + LOG) as output:
             process = subprocess.Popen(
-                [sys.executable, *SAFE_PATH, "-m", "telegrad._core.directory.directory_server", "0"],
+                [sys.executable, *SAFE_PATH, "-m", "telegrad._core.stores.directory_server", "0"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -7,7 +7,7 @@ its whole ttl again, which is never too short.
 The file has a write-ahead log and is not flushed to the disk: committed data survives any end of the process, but
 perhaps not that of the host. Then revisions would decrease, and two owners could have the same token. Therefore the
 file stores the boot id of the host, and is removed after another boot: the directory begins with a new identity, which
-clients of the old one refuse (`client.py`).
+clients of the old one refuse (`directory_client.py`).
 
 The file is locked while a server uses it: a second server on the same file cannot start.
 
@@ -28,8 +28,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
 from telegrad._core.private_files import open_regular, private_folder
+from telegrad._core.stores.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
 from telegrad.errors import LimitReached, UsageError
 
 OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 # Otherwise imported at the first connection, by many forked processes that connect at the same moment.
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
-from telegrad._core.directory.directory import (
+from telegrad._core.security.noise import LONGEST, RECORD, TAG, Ciphers, RecordWriter
+from telegrad._core.stores.directory import (
     KEY_BYTES,
     VALUE_BYTES,
     Compacted,
@@ -41,11 +42,10 @@ from telegrad._core.directory.directory import (
     check_ttl,
     check_value,
 )
-from telegrad._core.security.noise import LONGEST, RECORD, TAG, Ciphers, RecordWriter
 from telegrad.errors import InvalidArgument, LimitReached, ProtocolViolation, TelegradError
 
 if TYPE_CHECKING:
-    from telegrad._core.directory.lease_table import LeaseTable
+    from telegrad._core.stores.lease_table import LeaseTable
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations
 DONE, NOT_DONE, LEASE_LOST, COMPACTED, FULL, REFUSED = range(1, 7)  # outcomes
