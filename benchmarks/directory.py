@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from time import perf_counter, sleep
 
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.stores.directory_client import EmbeddedDirectory
+from telegrad._core.stores.directory_server import ServerProcess
 
 TTL, PATIENCE = 600.0, 120.0
 MEMBERS = (8, 64, 512)

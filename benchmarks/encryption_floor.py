@@ -25,7 +25,7 @@ from benchmarks.processes import Child, answer_all
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 PATIENCE = 120.0
-RECORD, TAG = 1 << 19, 16  # bytes; RECORD as in telegrad._core.security.encrypted_records
+RECORD, TAG = 1 << 19, 16  # bytes; RECORD as in telegrad._core.security.noise
 ECHOES = {60: 2000, 1 << 10: 1000, 64 << 10: 200, MB: 40, 16 * MB: 4, 64 * MB: 2}  # per turn, by size
 
 

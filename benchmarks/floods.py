@@ -26,7 +26,7 @@ from benchmarks.command import run
 from benchmarks.groups import join
 from benchmarks.measuring import MB, TELEGRAD
 from benchmarks.processes import Child, answer_all, children_killed, free_port
-from telegrad._core.host import resources as descriptors
+from telegrad._core import processes as descriptors
 from telegrad._core.sockets import NOT_NOW
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.transport.link import Link

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.stores.directory_client import EmbeddedDirectory
 
 COUNTS = (8, 64, 256, 512)
 KINDS = ("dynamic", "fixed", "torch")

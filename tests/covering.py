@@ -16,8 +16,8 @@ LEAST = 95.0  # percent of a file's statements and branches
 HERE = pathlib.Path(__file__).parent
 # Besides tests that have the name of their file.
 ALSO = {"flow", "frames", "live", "maps", "records", "redis_replies", "redis_settings"}
-ALSO |= {"refusals", "roles", "surroundings", "watches", "why"}
-WITHOUT = {"launchers", "supervised", "dynamic"}  # which start processes, or take minutes
+ALSO |= {"quorum", "refusals", "roles", "surroundings", "watches", "why"}
+WITHOUT = {"launchers", "dynamic"}  # which start processes, or take minutes
 
 
 def tests() -> list[str]:

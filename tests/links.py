@@ -11,9 +11,9 @@ import pytest
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Caller, Incoming
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.device_streams import Streams
+from telegrad._core.memory.staging import Staging
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.security.noise import Ciphers
 from telegrad._core.transport.link import Link, LinkHandlers

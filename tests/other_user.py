@@ -83,7 +83,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
         if is_root():
             as_nobody(act)
             return
-        from telegrad._core.host import private_files
+        from telegrad._core import private_files
 
         planted = os.lstat(act())
         owner, key = private_files._owner, (planted.st_dev, planted.st_ino)

@@ -12,7 +12,7 @@ import torch
 
 import telegrad
 from telegrad import errors, rpc
-from telegrad._core.host import resources
+from telegrad._core import processes as limits
 from tests.cluster import PATIENCE, Process, free_port, init, processes, run_all, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
@@ -23,7 +23,7 @@ def limit(left: int) -> None:
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    used = {int(name) for name in os.listdir(resources.FOLDER) if os.path.exists(f"{resources.FOLDER}/{name}")}
+    used = {int(name) for name in os.listdir(limits.FOLDER) if os.path.exists(f"{limits.FOLDER}/{name}")}
     free = (number for number in itertools.count() if number not in used)
     first_refused = next(itertools.islice(free, left, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (first_refused, most))
@@ -52,11 +52,11 @@ def error_of_joining(left: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("left", [2, 6, 10, resources.TO_JOIN - 1])
+@pytest.mark.parametrize("left", [2, 6, 10, limits.TO_JOIN - 1])
 def test_joining_with_few_descriptors_says_how_many_are_needed(two: list[Process], left: int) -> None:
     said = two[0].run(error_of_joining, left)
     assert "ulimit -n" in said
-    assert f"needs {resources.TO_JOIN} descriptors" in said
+    assert f"needs {limits.TO_JOIN} descriptors" in said
 
 
 def error_of_starting(left: int) -> str:
@@ -157,7 +157,7 @@ def test_calls_of_a_worker_with_few_descriptors_blame_no_other_worker(two: list[
 
 def test_other_errors_are_not_changed() -> None:
     error = PermissionError(errno.EACCES, "no")
-    assert resources.error_text(error) == str(error)
-    with pytest.raises(PermissionError) as caught, resources.translate_error("it", errors.RendezvousError):
+    assert limits.error_text(error) == str(error)
+    with pytest.raises(PermissionError) as caught, limits.translate_error("it", errors.RendezvousError):
         raise error
     assert caught.value is error

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from telegrad._core.joining.quorum import look
+from telegrad._core.membership.generations import look
 from telegrad._core.security.keyring import user_keys
 from telegrad._core.stores.find_directory import POINTER, Pointer, connect
 from telegrad._core.stores.sealed_store import KeyValueStore

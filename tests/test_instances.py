@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad._core.host.resources import instances
+from telegrad._core.processes import instances
 from tests.cluster import in_background
 
 

@@ -694,13 +694,13 @@ def test_a_stopped_worker_ends_with_its_killed_program(workers: int, tmp_path: p
 STOPPED_OR_SLOW = """
 import atexit, logging, os, signal, time, telegrad
 from telegrad import rpc
-from telegrad._core import progress
+from telegrad._core import texts
 
 def be_slow():
     atexit.register(time.sleep, 60)
 
 if __name__ == "__main__":
-    progress.FIRST = 0.1
+    texts.FIRST = 0.1
     logging.basicConfig(level=logging.INFO)
     group = telegrad.local(["stopped", "slow"])
     rpc.rpc_sync("slow", be_slow)

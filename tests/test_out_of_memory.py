@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad._core.host import resources
+from telegrad._core import processes
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad.rpc import TelegradOptions
 from tests.cluster import Process, group, init
@@ -121,18 +121,18 @@ def test_the_error_for_missing_memory_does_not_mention_versions() -> None:
     ],
 )
 def test_errors_of_missing_memory_are_recognized(error: Exception) -> None:
-    assert resources.out_of_memory(error)
+    assert processes.out_of_memory(error)
     said = "^w1 was not called: this process has no memory left"
     with (
         pytest.raises(errors.PeerUnreachable, match=said),
-        resources.translate_error("w1 was not called", errors.PeerUnreachable),
+        processes.translate_error("w1 was not called", errors.PeerUnreachable),
     ):
         raise error
 
 
 @pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), errors.LimitReached("out of memory")])
 def test_other_errors_are_not_errors_of_missing_memory(error: Exception) -> None:
-    assert not resources.out_of_memory(error)
+    assert not processes.out_of_memory(error)
 
 
 # The memory that a process may use, by files as in a container
@@ -143,9 +143,9 @@ MACHINE = 64 << 30
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(resources, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(resources, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(resources, "_of_machine", lambda: MACHINE)
+    monkeypatch.setattr(processes, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(processes, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(processes, "_of_machine", lambda: MACHINE)
     return tmp_path
 
 
@@ -155,7 +155,7 @@ def put(path: Path, text: str) -> None:
 
 
 def test_without_control_groups_the_limit_is_the_memory_of_the_machine(groups: Path) -> None:
-    assert resources.usable_memory() == MACHINE
+    assert processes.usable_memory() == MACHINE
     assert TelegradOptions().shared_memory == MACHINE // 2
     assert TelegradOptions(shared_memory=7).shared_memory == 7
 
@@ -163,9 +163,9 @@ def test_without_control_groups_the_limit_is_the_memory_of_the_machine(groups: P
 def test_the_smallest_limit_of_all_parent_groups_counts(groups: Path) -> None:
     put(groups / "own", "0::/system/job\n")
     put(groups / "groups" / "system" / "job" / "memory.max", "max\n")
-    assert resources.usable_memory() == MACHINE
+    assert processes.usable_memory() == MACHINE
     put(groups / "groups" / "system" / "memory.max", f"{8 << 30}\n")
-    assert resources.usable_memory() == 8 << 30
+    assert processes.usable_memory() == 8 << 30
     put(groups / "groups" / "memory.max", f"{6 << 30}\n")
     assert TelegradOptions().shared_memory == 3 << 30
 
@@ -174,10 +174,10 @@ def test_control_groups_of_version_1(groups: Path) -> None:
     put(groups / "own", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
     put(groups / "groups" / "memory" / "job" / "memory.limit_in_bytes", "9223372036854771712\n")
     put(groups / "groups" / "memory" / "memory.limit_in_bytes", f"{2 << 30}\n")
-    assert resources.usable_memory() == 2 << 30
+    assert processes.usable_memory() == 2 << 30
     put(groups / "own", "what is this\n")
-    assert resources.usable_memory() == MACHINE
+    assert processes.usable_memory() == MACHINE
 
 
 def test_this_machine_has_memory() -> None:
-    assert resources._of_machine() > 1 << 20
+    assert processes._of_machine() > 1 << 20

@@ -18,8 +18,8 @@ from unittest.mock import Mock
 import pytest
 
 import telegrad
-from telegrad._core.host import private_files
-from telegrad._core.host.private_files import (
+from telegrad._core import private_files
+from telegrad._core.private_files import (
     UnsafePath,
     create,
     create_once,
@@ -96,12 +96,12 @@ def test_files_of_the_package_do_not_create_files_by_themselves() -> None:
         writes = name == "open" and any(re.fullmatch("[rbtwax+]*[wax+][rbtwax+]*", text) for text in texts)
         if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
             found.add((file, name))
-    assert {each for each in found if each[0] != "_core/host/private_files.py"} == ELSEWHERE
+    assert {each for each in found if each[0] != "_core/private_files.py"} == ELSEWHERE
 
 
 READ_ELSEWHERE = {  # files of the kernel, of the package, and of the command line
-    *("directories/on_redis.py", "_core/directory/lease_table.py", "_core/stores/address.py"),
-    *("_core/host/resources.py", "insight/collect.py", "insight/seen_groups.py", "insight/web.py"),
+    *("directories/on_redis.py", "_core/stores/lease_table.py", "_core/sockets.py"),
+    *("_core/processes.py", "insight/collect.py", "insight/seen_groups.py", "insight/web.py"),
     *("launch/supervisor.py", "_core/processes.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/process_state.py"),
 }
@@ -114,7 +114,7 @@ def test_files_of_the_package_do_not_open_foreign_files_by_themselves() -> None:
         for file, node in calls_in_the_package()
         if ast.unparse(node.func) in opens or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
     }
-    assert found - {"_core/host/private_files.py"} == READ_ELSEWHERE
+    assert found - {"_core/private_files.py"} == READ_ELSEWHERE
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])

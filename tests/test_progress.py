@@ -15,8 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from telegrad._core import progress
-from telegrad._core.progress import Times, Wait, format_duration, report_in_background, under_way
+from telegrad._core import texts
+from telegrad._core.texts import Times, Wait, format_duration, report_in_background, under_way
 from tests.cluster import PATIENCE, free_port
 
 # Times of reports
@@ -40,9 +40,9 @@ def test_seconds_without_a_look_are_skipped() -> None:
 
 def test_without_a_line_only_the_log_has_times() -> None:
     times = Times(0.0, lined=False)
-    assert times.left(1.0) == progress.FIRST - 1.0
-    assert times.due(progress.FIRST) == (False, True)
-    assert times.left(progress.FIRST) == progress.FIRST * (progress.RARER - 1)
+    assert times.left(1.0) == texts.FIRST - 1.0
+    assert times.due(texts.FIRST) == (False, True)
+    assert times.left(texts.FIRST) == texts.FIRST * (texts.RARER - 1)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_texts_of_durations(seconds: float, text: str) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    monkeypatch.setattr(texts, "monotonic", lambda: now[0])
     return now
 
 
@@ -79,7 +79,7 @@ def test_messages_are_logged_after_5_50_and_500_seconds(caplog: pytest.LogCaptur
 def test_a_variable_lowers_the_level_of_messages(
     caplog: pytest.LogCaptureFixture, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(progress.VARIABLE, "0")
+    monkeypatch.setenv(texts.VARIABLE, "0")
     assert told(caplog, clock) == [(logging.INFO, seconds) for seconds in (5, 50, 500, 5000)]
 
 
@@ -208,15 +208,15 @@ class Screen:
 PRELUDE = """
 import os, sys, logging
 os.open(os.ttyname(0), os.O_RDWR)  # its terminal from now on
-from telegrad._core import progress
-from telegrad._core.progress import Wait, report_in_background
+from telegrad._core import texts
+from telegrad._core.texts import Wait, report_in_background
 now = [0.0]
 def look(wait, at):
     now[0] = at
     wait.look()
     print(end="\\a", flush=True)
 """
-FAKE_CLOCK = "progress.monotonic = lambda: now[0]\n"
+FAKE_CLOCK = "texts.monotonic = lambda: now[0]\n"
 
 
 @contextlib.contextmanager
@@ -324,7 +324,7 @@ print("done")
 
 def test_a_line_is_cut_to_the_width_of_the_terminal() -> None:
     (line,) = shown('with Wait("shutdown", lambda: 100 * "x") as wait: look(wait, 1)').pictures[0]
-    assert len(line) == progress.COLUMNS - 1
+    assert len(line) == texts.COLUMNS - 1
     assert line.endswith("x...")
 
 
@@ -364,7 +364,7 @@ def test_there_is_no_line_without_a_person(first: str, environment: dict[str, st
 def test_a_thread_updates_the_line_of_a_blocking_wait() -> None:
     screen = Screen()
     program = """
-progress.LINE = 0.01
+texts.LINE = 0.01
 with report_in_background(Wait("telegrad.local", lambda: "for Godot")):
     sys.stdin.readline()
 print("done")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.host import secret_files
-from telegrad._core.host.private_files import UnsafePath
-from telegrad._core.host.secret_files import _others, read_secret
+from telegrad._core.private_files import UnsafePath
+from telegrad._core.security import keyring
+from telegrad._core.security.keyring import _others, read_secret
 
 ME, EVE = 1000, 1001
 LOCAL, SERVER = "passwd: files [NOTFOUND=return] systemd\ngroup: files  # all\nhosts: dns\n", "passwd: files sss\n"
@@ -30,7 +30,7 @@ class Host:
         self._databases = path / "nsswitch.conf"
         self.use(LOCAL)
         monkeypatch.setattr(os, "geteuid", lambda: ME)
-        monkeypatch.setattr(secret_files, "_DATABASES", str(self._databases))
+        monkeypatch.setattr(keyring, "_DATABASES", str(self._databases))
         monkeypatch.setattr(pwd, "getpwall", lambda: [self._user(each) for each in self.users])
         monkeypatch.setattr(pwd, "getpwuid", lambda uid: self._user({each[1]: each for each in self.users}[uid]))
         monkeypatch.setattr(grp, "getgrall", lambda: [self._group(each) for each in self.groups])

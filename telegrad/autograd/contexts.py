@@ -33,7 +33,7 @@ from torch.autograd.variable import Variable
 from telegrad._core.agent.agent import Agent
 from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
-from telegrad._core.wire.unpacking import as_views_of_shared
+from telegrad._core.wire.tensors import as_views_of_shared
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.guard import GuardedEngine, install
 from telegrad.autograd.passes import PassSpec, Task

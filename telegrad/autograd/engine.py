@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad._core.calls import profiling
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import Streams
 from telegrad.autograd import guard, node_calls
 from telegrad.autograd.contexts import AutogradContext
 from telegrad.autograd.gradients import ShardedPart, averaged, replicated, sharded_modules, total, unsharded_ids

@@ -43,7 +43,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad._core.forks import renewed
-from telegrad._core.host.resources import instances
+from telegrad._core.processes import instances
 from telegrad.autograd import guard
 from telegrad.autograd.send_recv import nodes_behind
 from telegrad.errors import UsageError

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad.autograd.gradients import showing
 from telegrad.autograd.guard import CheckpointNode
 from telegrad.autograd.passes import PassSpec

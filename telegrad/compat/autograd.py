@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad._core.host.resources import instances
+from telegrad._core.processes import instances
 from telegrad._core.worker import current
 from telegrad.autograd.contexts import OWNER_SHIFT, AutogradContext, entered_id
 from telegrad.autograd.send_recv import RecvNode, Send, edge_of

@@ -9,7 +9,7 @@ not support users named by a client certificate. It also takes no second message
 so a silent watch is reopened. Reconsider if an etcd drops the gateway, or if the gateway's requests cost a group more
 than its writes.
 
-Rules of this engine, in addition to `telegrad/_core/directory/directory.py`:
+Rules of this engine, in addition to `telegrad/_core/stores/directory.py`:
 
 - Revisions are etcd's revisions, which other users of the same cluster increase too. All keys of one lease are deleted
   at one revision.

@@ -245,7 +245,7 @@ def connect(url: str, patience: float = 10.0) -> RedisDirectory:
 
 
 class RedisDirectory:
-    """A client of a directory on a Redis server. `telegrad/_core/directory/directory.py` documents its methods."""
+    """A client of a directory on a Redis server. `telegrad/_core/stores/directory.py` documents its methods."""
 
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server. Groups of different names are isolated from each other. An operation waits

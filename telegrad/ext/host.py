@@ -3,7 +3,8 @@ read the files."""
 
 from telegrad._core import forks, interrupts
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host.private_files import (
+from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
+from telegrad._core.private_files import (
     Folder,
     UnsafePath,
     create,
@@ -17,13 +18,13 @@ from telegrad._core.host.private_files import (
     replacing,
     resolved,
 )
-from telegrad._core.host.resources import check_open_files, error_text, instances, translate_error
-from telegrad._core.host.secret_files import read_secret
-from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
 from telegrad._core.processes import (
     SAFE_PATH,
     STOPPED,
+    check_open_files,
     describe_exit,
+    error_text,
+    instances,
     name_process,
     new_session_options,
     quoted,
@@ -31,9 +32,22 @@ from telegrad._core.processes import (
     signal_at_parents_end,
     state_of,
     stopped,
+    translate_error,
 )
-from telegrad._core.sockets import HAS_UNIX, bracketed, credentials, family_of, shut, socket_address, tune_tcp
-from telegrad._core.stores.address import is_address, knock, listening_address, loopback
+from telegrad._core.security.keyring import read_secret
+from telegrad._core.sockets import (
+    HAS_UNIX,
+    bracketed,
+    credentials,
+    family_of,
+    is_address,
+    knock,
+    listening_address,
+    loopback,
+    shut,
+    socket_address,
+    tune_tcp,
+)
 from telegrad._core.threads import Background, Thread, end_threads, run_in_thread
 
 __all__ = [

@@ -9,8 +9,19 @@ from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.rpc.restorable import RestorableRRef, Restore, check_restore, wait_for
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
-from telegrad._core.wire.packing import extent_of, joined, pack
-from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, Strides, contiguous_strides, distinct, memory, repeats
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import (
+    CONJ,
+    DTYPES,
+    NEG,
+    Strides,
+    contiguous_strides,
+    distinct,
+    extent_of,
+    joined,
+    memory,
+    repeats,
+)
 from telegrad._core.worker.value_access import EACH, Proxy, created, fetch, methods
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The worker of this process, how it starts, the members of its group, and the hooks of extensions in each worker."""
 
-from telegrad._core.joining import join
-from telegrad._core.joining.join import shows_life
+from telegrad._core.membership import join
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup, ttl_of
+from telegrad._core.membership.join import shows_life
 from telegrad._core.membership.leaving import Leaving
 from telegrad._core.membership.members import Identity, Member, View, WorkerInfo, listed
 from telegrad._core.membership.membership import Membership

@@ -43,7 +43,7 @@ from telegrad.ext.host import (
     shared_cores,
     socket_address,
 )
-from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
+from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, launchers, new_key, user_keys
 from telegrad.launch.children import STREAMS, Child, LineBuffer, Output
 from telegrad.launch.policy import (
     POLICIES,
@@ -128,7 +128,7 @@ class Supervisor:
                 self._begin_storekeeper()
                 counts = Counter(slot.role.name for slot in self._seats.values())
                 roles = ", ".join(f"{count} {role}" for role, count in counts.items())
-                place = supervised.place(self._host, self._port)
+                place = launchers.place(self._host, self._port)
                 self._output.say(f"starting {roles}; the group meets at {place}, its logs are in {self._output.folder}")
                 self._policy.begin(monotonic())
                 while (code := self._policy.code) is None:
@@ -222,7 +222,7 @@ class Supervisor:
     def _environment(self, slot: WorkerSlot, restarts: int) -> Mapping[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         own = {key: slot.filled_in(value) for key, value in slot.role.env.items()}
-        named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
+        named_so = launchers.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         # Later variables take precedence. The worker's own name and place replace inherited ones, which this process
         # has if it is itself a worker of a `telegrad run`. The role's `env` can replace all.
         given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}

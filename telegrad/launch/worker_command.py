@@ -37,7 +37,7 @@ from telegrad.ext.host import (
     renewed,
     signal_at_parents_end,
 )
-from telegrad.ext.joining import supervised
+from telegrad.ext.joining import launchers
 
 ENDED, WRONG, JOINED_NOT, LOST, INTERRUPTED = 0, 2, 3, 4, 130
 # Seconds for a worker to leave normally after its parent has ended. `launch/local.py` waits longer than this before it
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.forks:
         given = parser.parse_args(_fork_workers(given.forks, socket.socket(fileno=_take_input())))
-    if given.name is None and not given.role and supervised.NAME not in os.environ:
+    if given.name is None and not given.role and launchers.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
     try:  # the options whose parameters have other names
         checks.count("--threads", given.threads)

@@ -24,7 +24,7 @@ import torch
 from telegrad import reporting as states
 from telegrad.ext.calls import Incoming, PendingCall, futures, inspection, user_name
 from telegrad.ext.events import MADE
-from telegrad.ext.feedback import plural, progress
+from telegrad.ext.feedback import Wait, plural, under_way
 from telegrad.ext.graphs import Conductor
 from telegrad.ext.values import ValueSlot
 from telegrad.ext.workers import Leaving, Member, Membership, Worker, stores
@@ -68,9 +68,9 @@ class Observer:
         self.gone: dict[str, str] = {}  # the latest reason, by name
         self._processes: dict[str, int] = {}  # of members on this host that are present or gone, by name
 
-    def _joining(self) -> list[progress.Wait]:
+    def _joining(self) -> list[Wait]:
         """Return the waits of this process that may be those of this worker, which is joining."""
-        return [wait for wait in progress.under_way() if wait.what in states.JOINS and wait.worker in ("", self.name)]
+        return [wait for wait in under_way() if wait.what in states.JOINS and wait.worker in ("", self.name)]
 
     def watch(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Begin to observe a worker that was created and is about to join."""
@@ -234,7 +234,7 @@ class Observer:
     def _thread(
         self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands
     ) -> ThreadState | None:
-        # A wait is known from two sources. `progress` has the announced ones (`told`), whatever function the thread is
+        # A wait is known from two sources. `under_way` has the announced ones (`told`), whatever function the thread is
         # in. The stack shows the others. For MEETINGS the announced one is better: it names the missing workers, while
         # the stack shows a plain call or future.
         told = wait_of(thread.ident)
@@ -341,7 +341,7 @@ def wait_on(frames: Sequence[FrameType], missing: Missing) -> WaitState | None:
 
 def wait_of(thread: int | None) -> WaitState | None:
     """Return the wait of that thread that is announced to users, whatever function it is in."""
-    told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
+    told = next((each for each in reversed(under_way()) if each.thread == thread), None)
     if told is None:
         return None
     text = told.text()

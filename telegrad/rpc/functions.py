@@ -17,7 +17,7 @@ from telegrad._core import checks
 from telegrad._core.agent.call_server import ASYNC_MARK
 from telegrad._core.calls.call_context import Modes, in_setting
 from telegrad._core.calls.cancelling import finishing, serving
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.pickling.function_names import home_of_script
 from telegrad._core.pickling.global_names import lookups_of

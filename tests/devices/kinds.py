@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.devices import staging
+from telegrad._core.memory import staging
 from telegrad._core.worker.current import Worker
 from tests import accelerator
 from tests.accelerator.apart import apart

@@ -8,7 +8,7 @@ from torch import nn
 
 import telegrad.autograd as autograd
 from telegrad import rpc
-from telegrad._core.devices.device_streams import on
+from telegrad._core.memory.device_streams import on
 from telegrad._core.worker import current
 from tests.autograd import programs
 from tests.devices.kinds import group, on_devices, places

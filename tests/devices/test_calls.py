@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from telegrad import errors, rpc
-from telegrad._core.devices.device_streams import on
+from telegrad._core.memory.device_streams import on
 from telegrad.rpc.functions import async_execution
 from tests import accelerator
 from tests.devices.kinds import group, on_devices, places

@@ -11,8 +11,7 @@ from telegrad import errors, rpc
 from telegrad._core.calls.settings import TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad._core.membership.members import Devices, map_errors
 from telegrad._core.rpc.cluster import start
-from telegrad._core.wire.packing import for_answers, for_calls, for_gradients
-from telegrad._core.wire.tensors import HOST
+from telegrad._core.wire.tensors import HOST, for_answers, for_calls, for_gradients
 from telegrad._core.worker import current
 from tests.accelerator.apart import apart
 from tests.cluster import agents, in_threads, opened

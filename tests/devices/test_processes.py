@@ -7,7 +7,7 @@ import torch
 
 import telegrad.autograd as autograd
 from telegrad import rpc
-from telegrad._core.devices import staging
+from telegrad._core.memory import staging
 from telegrad._core.worker import current
 from tests import accelerator
 from tests.cluster import free_port, init, processes, run_all

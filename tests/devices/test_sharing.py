@@ -12,9 +12,9 @@ from torch.storage import UntypedStorage
 
 from benchmarks.cuda import bandwidth
 from telegrad import errors, rpc
-from telegrad._core.devices import staging
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
+from telegrad._core.memory import staging
+from telegrad._core.memory.device_streams import Streams
+from telegrad._core.memory.staging import Staging
 from telegrad._core.memory.warm_memory import KEEP, MOST_LENT, SharedBlockPool
 from telegrad._core.wire.tensors import DeviceBlob
 from tests import accelerator

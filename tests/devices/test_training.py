@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad import rpc
-from telegrad._core.devices.device_streams import on
+from telegrad._core.memory.device_streams import on
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.nn import Pipeline, RemoteModule

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.directory import (
+from telegrad._core.stores.directory import (
     ABSENT,
     KEY_BYTES,
     LONGEST_TTL,

@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 
-from telegrad._core.directory import directory_server
-from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.directory_server import DirectoryServer
-from telegrad._core.directory.lease_table import Limits
-from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import shut
+from telegrad._core.stores import directory_server
+from telegrad._core.stores.directory_client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.stores.directory_server import DirectoryServer, ServerProcess
+from telegrad._core.stores.lease_table import Limits
 from tests.cluster import KEYS
 from tests.directory.harness import PATIENCE, written
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Directory, DirectoryLost, Event
+from telegrad._core.stores.directory import ABSENT, Directory, DirectoryLost, Event
 from tests.cluster import takes_less_than
 from tests.directory.harness import (
     LONG,

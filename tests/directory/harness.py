@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 from hypothesis import strategies as st
 
-from telegrad._core.directory.directory import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
+from telegrad._core.stores.directory import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
 from telegrad.errors import NotInitialized
 
 SOON = 1.0  # seconds in which an idle engine answers on a busy machine

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from telegrad._core.directory.directory import (
+from telegrad._core.stores.directory import (
     ABSENT,
     Compacted,
     DirectoryLost,

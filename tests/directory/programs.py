@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.directory import (
+from telegrad._core.stores.directory import (
     ABSENT,
     Directory,
     DirectoryLost,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Lease, LeaseLost, Swap
+from telegrad._core.stores.directory import DirectoryLost, DirectoryRefused, Lease, LeaseLost, Swap
 from telegrad.directories import on_redis
 from telegrad.errors import StoreUntrusted
 from tests.cluster import in_background, takes_less_than

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, Event, LeaseLost
+from telegrad._core.stores.directory import DirectoryLost, Event, LeaseLost
 from telegrad.directories import etcd
 from telegrad.directories.etcd import SILENCE, EtcdDirectory
 from telegrad.directories.etcd_messages import ends_live_leases

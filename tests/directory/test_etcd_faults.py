@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Event
+from telegrad._core.stores.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Event
 from telegrad.directories import etcd
 from telegrad.directories.etcd import EtcdDirectory
 from tests.cluster import in_background, takes_less_than, wait_until

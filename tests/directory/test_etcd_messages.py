@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad._core.directory.directory import DirectoryRefused, Entry, Event, Listing, Swap
+from telegrad._core.stores.directory import DirectoryRefused, Entry, Event, Listing, Swap
 from telegrad.directories import etcd, etcd_messages
 from telegrad.directories.etcd_messages import (
     Continuity,

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.directory import DirectoryLost, DirectoryReset, LeaseLost
-from telegrad._core.directory.lease_table import remove
-from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.stores.directory import DirectoryLost, DirectoryReset, LeaseLost
+from telegrad._core.stores.directory_client import EmbeddedDirectory
+from telegrad._core.stores.directory_server import ServerProcess
+from telegrad._core.stores.lease_table import remove
 from tests.cluster import KEYS, is_over, wait_until
 from tests.directory.harness import PATIENCE, is_gone, wait_for, written
 
@@ -136,7 +136,7 @@ def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess,
 
 PROGRAM = """
 import os, signal, sys
-from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.stores.directory_server import ServerProcess
 from telegrad._core.security.keyring import Keyring
 keeper = ServerProcess(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too

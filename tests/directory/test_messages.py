@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event
-from telegrad._core.directory.requests import (
+from telegrad._core.security.noise import RECORD, TAG, Ciphers, CipherState, DecryptionFailed
+from telegrad._core.stores.directory import KEY_BYTES, VALUE_BYTES, Entry, Event
+from telegrad._core.stores.directory_requests import (
     LONGEST_REQUEST,
     Channel,
     Reply,
@@ -15,8 +16,6 @@ from telegrad._core.directory.requests import (
     write_reply,
     write_request,
 )
-from telegrad._core.security.encrypted_records import RECORD
-from telegrad._core.security.noise import TAG, Ciphers, CipherState, DecryptionFailed
 from telegrad.errors import ProtocolViolation
 
 REVISIONS = st.integers(0, 2**63)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
+from telegrad._core.stores.directory import DirectoryLost, DirectoryRefused
 from telegrad.directories.on_redis import RedisDirectory
 from telegrad.directories.redis_messages import RIGHTS
 from telegrad.errors import UsageError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad._core.directory.directory import Entry, Event
+from telegrad._core.stores.directory import Entry, Event
 from telegrad.directories.redis_messages import (
     DURABLE,
     Address,

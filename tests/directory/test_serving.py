@@ -11,13 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from telegrad._core.directory import directory_server
-from telegrad._core.directory import requests as messages
-from telegrad._core.directory.client import KEPT, EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
-from telegrad._core.directory.directory_server import DirectoryServer
-from telegrad._core.directory.requests import Request, write_request
 from telegrad._core.security.keyring import Keyring, open_ring
+from telegrad._core.stores import directory_requests as messages
+from telegrad._core.stores import directory_server
+from telegrad._core.stores.directory import Directory, DirectoryLost, LeaseLost
+from telegrad._core.stores.directory_client import KEPT, EmbeddedDirectory, EmbeddedSession
+from telegrad._core.stores.directory_requests import Request, write_request
+from telegrad._core.stores.directory_server import DirectoryServer
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
 from tests.cluster import KEYS, in_background, wait_until
 from tests.directory.engines import Middleman, ThreadEngine

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory import client
-from telegrad._core.directory.client import Sessions, Unanswered, Unsent
-from telegrad._core.directory.directory import DirectoryLost
+from telegrad._core.stores import directory_client as client
+from telegrad._core.stores.directory import DirectoryLost
+from telegrad._core.stores.directory_client import Sessions, Unanswered, Unsent
 from telegrad.errors import StoreUntrusted
 from tests.cluster import wait_until
 from tests.directory.harness import LONG, SOON

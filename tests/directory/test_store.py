@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.directory import lease_table as table
-from telegrad._core.directory.lease_table import LeaseTable, Limits, remove
+from telegrad._core.stores import lease_table as table
+from telegrad._core.stores.lease_table import LeaseTable, Limits, remove
 from telegrad.errors import UsageError
 
 

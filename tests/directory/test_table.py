@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from telegrad._core.directory.directory import ABSENT, Compacted, Event, LeaseLost, Swap
-from telegrad._core.directory.lease_table import DEFAULT, OVERHEAD, LeaseTable, Limits
+from telegrad._core.stores.directory import ABSENT, Compacted, Event, LeaseLost, Swap
+from telegrad._core.stores.lease_table import DEFAULT, OVERHEAD, LeaseTable, Limits
 from telegrad.errors import LimitReached
 from tests.directory.naive import Naive
 

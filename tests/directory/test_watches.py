@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.directory import requests
-from telegrad._core.directory.directory import ABSENT, Compacted, Events, LeaseLost
-from telegrad._core.directory.directory_server import do
-from telegrad._core.directory.lease_table import LeaseTable, Limits
-from telegrad._core.directory.requests import Reply, Request, read_reply
-from telegrad._core.directory.watches import EACH, LONGEST_GATHERING, Watches
+from telegrad._core.stores import directory_requests as requests
+from telegrad._core.stores.directory import ABSENT, Compacted, Events, LeaseLost
+from telegrad._core.stores.directory_requests import EACH, LONGEST_GATHERING, Reply, Request, Watches, do, read_reply
+from telegrad._core.stores.lease_table import LeaseTable, Limits
 from telegrad.errors import InvalidArgument, LimitReached
 
 PREFIXES = ["", "a", "a/", "b"]

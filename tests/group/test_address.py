@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.stores import address
-from telegrad._core.stores.address import (
+from telegrad._core import sockets
+from telegrad._core.sockets import (
     ADDRESS_VARIABLE,
     ELSEWHERE,
     host_identity,
@@ -63,8 +63,8 @@ def test_a_host_named_as_loopback_publishes_an_address_of_use_to_others(
     monkeypatch: pytest.MonkeyPatch, route: str | None, published: str
 ) -> None:
     names(monkeypatch, node0="127.0.1.1", localhost="127.0.0.1")
-    real = address._source
-    monkeypatch.setattr(address, "_source", lambda family, to: route if to[0] == ELSEWHERE else real(family, to))
+    real = sockets._source
+    monkeypatch.setattr(sockets, "_source", lambda family, to: route if to[0] == ELSEWHERE else real(family, to))
     assert own_address(None, "node0") == published
     assert own_address(None, "localhost") == "127.0.0.1"
 
@@ -106,24 +106,24 @@ def test_each_address_of_this_host_is_taken(wanted: str) -> None:
 @pytest.mark.parametrize("host", NO_HOST[:6])
 def test_a_name_that_no_resolver_takes_is_no_host_of_a_store(host: str) -> None:
     with pytest.raises(errors.UsageError, match="cannot be resolved"):
-        address.check_resolves(host)
-    assert address.listening_address(host) in ("0.0.0.0", "::")
+        sockets.check_resolves(host)
+    assert sockets.listening_address(host) in ("0.0.0.0", "::")
 
 
 @pytest.mark.parametrize("host", ["224.0.0.1", "ff02::1", "255.255.255.255"])
 def test_an_address_of_several_hosts_is_no_host_of_a_store(host: str) -> None:
     with pytest.raises(errors.UsageError, match=f"'{host}' is a multicast or broadcast address.*MASTER_ADDR"):
-        address.check_resolves(host)
+        sockets.check_resolves(host)
 
 
 def test_a_link_local_address_needs_its_interface() -> None:
     with pytest.raises(errors.UsageError, match="write fe80::1%eth0"):
-        address.check_resolves("fe80::1")
-    address.check_resolves(f"fe80::1%{socket.if_indextoname(1)}")
+        sockets.check_resolves("fe80::1")
+    sockets.check_resolves(f"fe80::1%{socket.if_indextoname(1)}")
 
 
 def test_a_host_without_proc_has_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "open", Mock(side_effect=FileNotFoundError), raising=False)
+    monkeypatch.setattr(sockets, "open", Mock(side_effect=FileNotFoundError), raising=False)
     assert host_identity() == host_identity()
     assert socket.gethostname() in host_identity()
 

@@ -11,11 +11,11 @@ from unittest.mock import Mock
 import pytest
 
 from telegrad import errors
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Lease, LeaseLost
 from telegrad._core.membership import dynamic
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LEFT, LOST, Change, Ended, MemberGone, MemberJoined
+from telegrad._core.stores.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Lease, LeaseLost
 from tests.cluster import takes_less_than, wait_until
 from tests.directory.harness import SOON
 from tests.directory.naive import NaiveEngine

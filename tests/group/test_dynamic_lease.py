@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, DirectoryLost, Events, Lease, LeaseLost, Swap, check_ttl
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
 from telegrad._core.membership.registry import LOST, Change, LifeOver, MemberGone
+from telegrad._core.stores.directory import ABSENT, DirectoryLost, Events, Lease, LeaseLost, Swap, check_ttl
 from tests.cluster import PATIENCE, agents, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 from tests.group.members import alive, member

@@ -10,7 +10,7 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.joining import form_generations
+from telegrad._core.membership import form_generations
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, free_port, in_background, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server

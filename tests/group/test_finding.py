@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.directory import Directory
-from telegrad._core.directory.server_process import ServerProcess
-from telegrad._core.joining import join as joining
-from telegrad._core.joining.join import _directory_is_used
-from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Formed
+from telegrad._core.membership import join as joining
+from telegrad._core.membership.generations import COME, GENERATION, Arrival, Formed
+from telegrad._core.membership.join import _directory_is_used
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.sockets import host_identity
 from telegrad._core.stores import find_directory as finding
-from telegrad._core.stores.address import host_identity
+from telegrad._core.stores.directory import Directory
+from telegrad._core.stores.directory_server import ServerProcess
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Found, Pointer, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.worker import current

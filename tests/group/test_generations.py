@@ -9,26 +9,15 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
-from telegrad._core.joining import form_generations
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
-from telegrad._core.joining.generation_monitor import GenerationMonitor
-from telegrad._core.joining.quorum import (
-    COME,
-    GENERATION,
-    Arrival,
-    Before,
-    Formed,
-    GroupSize,
-    arrivals_in,
-    end,
-    is_wanted,
-    look,
-)
+from telegrad._core.membership import form_generations
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest, Prober
+from telegrad._core.membership.generation_monitor import GenerationMonitor, arrivals_in, is_wanted
+from telegrad._core.membership.generations import COME, GENERATION, Arrival, Before, Formed, GroupSize, end, look
 from telegrad._core.membership.members import Member
-from telegrad._core.progress import under_way
+from telegrad._core.stores.directory import ABSENT, DirectoryLost, Swap
 from telegrad._core.stores.find_directory import Found
 from telegrad._core.stores.stores import RendezvousStore
+from telegrad._core.texts import under_way
 from tests.cluster import KEYS, PATIENCE, sealed, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 

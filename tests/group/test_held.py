@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 
-from telegrad._core.directory.directory import DirectoryLost
-from telegrad._core.directory.server_process import ServerProcess
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.join import join
-from telegrad._core.joining.quorum import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generations import COME, GENERATION, Arrival, Before, Formed, GroupSize, look
+from telegrad._core.membership.join import join
 from telegrad._core.membership.members import Member
-from telegrad._core.stores.address import is_here
+from telegrad._core.sockets import is_here
+from telegrad._core.stores.directory import DirectoryLost
+from telegrad._core.stores.directory_server import ServerProcess
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
 from telegrad._core.stores.sealed_store import KeyValueStore
 from telegrad._core.stores.stores import RendezvousStore, join_store

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.joining import join
+from telegrad._core.membership import join
 from telegrad._core.rpc import cluster
 from telegrad._core.stores import find_directory
+from telegrad._core.stores.directory_client import EmbeddedDirectory
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker

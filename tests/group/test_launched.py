@@ -16,13 +16,13 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.directory import Lease
-from telegrad._core.joining import join
-from telegrad._core.joining.join import open_meeting
+from telegrad._core import sockets
+from telegrad._core.membership import join
+from telegrad._core.membership.join import open_meeting
 from telegrad._core.membership.registry import Registry
 from telegrad._core.rpc.life import init_rpc
-from telegrad._core.stores import address
-from telegrad._core.stores.address import await_name
+from telegrad._core.sockets import await_name
+from telegrad._core.stores.directory import Lease
 from tests.cluster import free_port, processes, run_all
 from tests.group.test_surroundings import BATCH, KUBERNETES, LONE, MPICH, OPEN_MPI, SLURM, SUBMITIT
 
@@ -125,7 +125,7 @@ def test_the_name_of_a_pod_that_starts_later_is_waited_for(monkeypatch: pytest.M
         return resolve("127.0.0.1", *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", late)
-    monkeypatch.setattr(address, "ASK_AGAIN", 0.01)
+    monkeypatch.setattr(sockets, "ASK_AGAIN", 0.01)
     with pytest.raises(errors.UsageError, match="cannot be resolved"):
         await_name("hello-0.hello", 30)  # outside of a pod, an unknown name is an error
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.joining.rendezvous import MOST_ASKED, ArrivalTable
 from telegrad._core.membership.members import (
     LONGEST_NAME,
     LONGEST_ROLE,
@@ -24,6 +23,7 @@ from telegrad._core.membership.members import (
     named,
     unknown,
 )
+from telegrad._core.membership.rendezvous import MOST_ASKED, ArrivalTable
 
 
 def member(name: str, id_: int, address: str = "127.0.0.1") -> Member:

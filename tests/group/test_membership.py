@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import pytest
 
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.leaving import MessageQueue
 from telegrad._core.membership.members import Identity
 from telegrad._core.membership.membership import CallbackThread
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.membership.suspects import Suspect
 from telegrad._core.rpc import cluster
+from telegrad._core.stores.directory import DirectoryLost
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, PeerLost, PeerSilent, TelegradError

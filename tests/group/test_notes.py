@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import telegrad.rpc as rpc
+from telegrad._core.sockets import host_identity
 from telegrad._core.stores import find_directory
-from telegrad._core.stores.address import host_identity
 from telegrad._core.stores.find_directory import Pointer
 from tests.cluster import PATIENCE, free_port, processes, wait_until
 from tests.group.test_finding import Finder, finder, has_started, hold, kept, pointer_in_note, values

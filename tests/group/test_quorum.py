@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Directory, Swap
-from telegrad._core.joining.quorum import (
+from telegrad._core.membership.generation_monitor import arrivals_in, gone_on, is_wanted
+from telegrad._core.membership.generations import (
     COME,
     GENERATION,
     NONE,
@@ -15,14 +15,12 @@ from telegrad._core.joining.quorum import (
     Formed,
     GroupSize,
     Quorum,
-    arrivals_in,
     end,
-    gone_on,
-    is_wanted,
     lives_in,
     look,
 )
 from telegrad._core.membership.members import Member
+from telegrad._core.stores.directory import ABSENT, Directory, Swap
 from tests.directory.naive import Naive
 
 ANY = GroupSize(1)

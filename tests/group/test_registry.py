@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from telegrad._core.directory.directory import Directory, DirectoryLost, Lease, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import (
@@ -22,6 +21,7 @@ from telegrad._core.membership.registry import (
     Registered,
     Registry,
 )
+from telegrad._core.stores.directory import Directory, DirectoryLost, Lease, LeaseLost
 from telegrad.errors import InvalidArgument
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine

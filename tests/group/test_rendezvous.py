@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad._core import progress
-from telegrad._core.joining.rendezvous import RankTable, StaticJoin
+from telegrad._core import texts
 from telegrad._core.membership.members import Member
+from telegrad._core.membership.rendezvous import RankTable, StaticJoin
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.sealed_store import REFUSED, KeyValueStore, SealedStore
 from tests.cluster import PATIENCE, opened, processes, run_all, sealed, wait_until
@@ -86,7 +86,7 @@ def test_a_worker_with_another_key_is_refused_and_reported_to_others() -> None:
 def test_the_wait_reports_that_a_worker_came_with_another_key(
     spoiled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.1)
+    monkeypatch.setattr(texts, "FIRST", 0.1)
     store = dist.HashStore()
     KeyValueStore(sealed(store)).add_hint(REFUSED)
     if spoiled:  # a spoiled hint must not end the wait
@@ -132,7 +132,7 @@ def test_two_workers_that_serve_the_store_both_get_an_error(tcp: str) -> None:
 def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
     rank: int, place: str, reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.05)
+    monkeypatch.setattr(texts, "FIRST", 0.05)
     with pytest.raises(errors.GroupIncomplete), caplog.at_level(logging.INFO, "telegrad"):
         StaticJoin(sealed(dist.HashStore()), member("a", rank), 2, 0.2, place=place).join()
     assert f"at {place}" in caplog.text
@@ -140,23 +140,23 @@ def test_rank_0_reports_that_other_hosts_cannot_reach_its_store(
 
 
 def test_other_threads_see_who_is_missing_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LINE", 0.01)
+    monkeypatch.setattr(texts, "LINE", 0.01)
     joins = crowd(sealed(dist.HashStore()), 3)
 
     def await_missing(names: list[str]) -> None:
-        wait_until(lambda: names in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"])
+        wait_until(lambda: names in [wait.missing() for wait in texts.under_way() if wait.worker == "w0"])
 
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(StaticJoin(*joins[0], lambda _: True, "host:1").join)
         await_missing(["rank 1", "rank 2"])
-        (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
+        (wait,) = (wait for wait in texts.under_way() if wait.worker == "w0")
         assert (wait.what, wait.place) == ("init_rpc", "host:1")
         assert wait.text() == "ranks 1, 2 did not join ('w0' joins a group of 3 at host:1)"
         second = pool.submit(StaticJoin(*joins[1]).join)
         await_missing(["rank 2"])
         third = pool.submit(StaticJoin(*joins[2]).join)
         assert len({future.result(PATIENCE).group for future in (first, second, third)}) == 1
-    assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
+    assert not [wait for wait in texts.under_way() if wait.worker in ("w0", "w1", "w2")]
 
 
 def test_different_sizes_are_an_error_for_all() -> None:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.directory.directory import Directory
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.quorum import Before, GroupSize
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generations import Before, GroupSize
 from telegrad._core.rpc.cluster import start
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.stores import sealed_store
+from telegrad._core.stores.directory import Directory
 from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore, Sealer, SealRenewal
 from telegrad._core.stores.stores import RendezvousStore, join_store, open_store

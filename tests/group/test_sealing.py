@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.directory.directory import Directory, Event
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import sealed_store
+from telegrad._core.stores.directory import Directory, Event
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedDirectory, Sealer
 from tests.cluster import KEYS, sealed
 from tests.directory.harness import written

@@ -5,9 +5,20 @@ import re
 
 import pytest
 
-import telegrad._core.joining.launchers
-from telegrad._core.joining.launchers import FIRST_PORT, PAIRS, PORT, PORTS, LauncherInfo, detect_launcher, first_host
-from telegrad._core.stores.supervised import STORE, is_supervised, own_name, variables
+import telegrad._core.stores.launchers
+from telegrad._core.stores.launchers import (
+    FIRST_PORT,
+    PAIRS,
+    PORT,
+    PORTS,
+    STORE,
+    LauncherInfo,
+    detect_launcher,
+    first_host,
+    is_supervised,
+    own_name,
+    variables,
+)
 from telegrad.errors import UsageError
 
 PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -203,7 +214,7 @@ def test_each_variable_of_the_page_is_read_by_the_package() -> None:
     page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
     told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
-    looked_at = pathlib.Path(telegrad._core.joining.launchers.__file__).read_text()
+    looked_at = pathlib.Path(telegrad._core.stores.launchers.__file__).read_text()
     assert len(told) > 12
     assert {name for name in told if not re.search(rf"\b{name}\b", looked_at)} == set()
 

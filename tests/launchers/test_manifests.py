@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.joining.launchers import detect_launcher
+from telegrad._core.stores.launchers import detect_launcher
 from telegrad.directories import etcd_messages
 from telegrad.launch import worker_command
 

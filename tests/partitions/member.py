@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 import telegrad.rpc as rpc
-from telegrad._core.directory.directory import ABSENT, DirectoryLost, Entry, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.stores.directory import ABSENT, DirectoryLost, Entry, LeaseLost
 from telegrad._core.worker import current
 from telegrad.errors import TelegradError
 from tests import hosts

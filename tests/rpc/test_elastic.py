@@ -21,14 +21,14 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import autograd, checkpoint, errors, optim
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.directory import Swap
-from telegrad._core.joining import form_generations
-from telegrad._core.joining.form_generations import DirectoryLease
-from telegrad._core.joining.quorum import COME, GENERATION
+from telegrad._core.membership import form_generations
+from telegrad._core.membership.form_generations import DirectoryLease
+from telegrad._core.membership.generations import COME, GENERATION
 from telegrad._core.modules.module_tree import branches
+from telegrad._core.sockets import knock
 from telegrad._core.stores import sealed_store
-from telegrad._core.stores.address import knock
+from telegrad._core.stores.directory import Swap
+from telegrad._core.stores.directory_client import EmbeddedDirectory
 from telegrad._core.worker import current
 from telegrad.nn import RemoteModule
 from telegrad.reporting.introspection import introspection_of

@@ -9,7 +9,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.joining.quorum import COME, Arrival
+from telegrad._core.membership.generations import COME, Arrival
 from telegrad._core.worker import current
 from tests.cluster import free_port, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server

@@ -15,7 +15,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core import progress
+from telegrad._core import texts
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.worker.current import Worker
 from telegrad.errors import WorkersFailed
@@ -230,7 +230,7 @@ def wait_until_it_may_end() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.1)
+    monkeypatch.setattr(texts, "FIRST", 0.1)
     caplog.set_level(logging.INFO, "telegrad")
 
 
@@ -286,7 +286,7 @@ def test_a_wait_in_shutdown_reports_the_missing_worker_on_request() -> None:
         for worker in made[:2]:
             wait_until(partial(misses, worker, "w2"))
             assert worker.parting.awaited().startswith("'w2' did not call shutdown")
-        assert {wait.worker for wait in progress.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
+        assert {wait.worker for wait in texts.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
         leaving[2].start()
         for thread in leaving:
             thread.join(PATIENCE)
@@ -311,13 +311,13 @@ def work(number: int) -> int:
 def test_the_progress_of_slow_calls_to_several_workers_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.05)
+    monkeypatch.setattr(texts, "FIRST", 0.05)
     may_end.clear()
-    seen: list[progress.Wait] = []
+    seen: list[texts.Wait] = []
 
     def look_on() -> None:
         wait_until(lambda: any("1 of 3" in line for line in caplog.messages))
-        seen[:] = [wait for wait in progress.under_way() if wait.what == "checkpoint.save"]
+        seen[:] = [wait for wait in texts.under_way() if wait.what == "checkpoint.save"]
         missing.extend(seen[0].missing())
         may_end.set()
 
@@ -330,7 +330,7 @@ def test_the_progress_of_slow_calls_to_several_workers_is_logged(
     assert missing == ["w2", "w3"]
     said = "checkpoint.save: writing: 1 of 3 workers are done, with 2.0 of 3.0 GB; waiting for 'w2', 'w3'"
     assert any(line.endswith(said) for line in caplog.messages)
-    assert seen[0] not in progress.under_way()
+    assert seen[0] not in texts.under_way()
 
 
 @pytest.mark.usefixtures("here")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad._core import progress
+from telegrad._core import texts
 from telegrad._core.membership import leaving as parting
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
 from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
 from telegrad._core.membership.suspects import Suspect
-from telegrad._core.progress import FIRST
+from telegrad._core.texts import FIRST
 from telegrad._core.worker.current import Worker
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown, TelegradError
 from tests.cluster import PATIENCE, agents, free_port, wait_until
@@ -109,7 +109,7 @@ def test_a_worker_asked_during_a_call_polls_until_the_call_ends(group: list[Work
 def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.5)
+    monkeypatch.setattr(texts, "FIRST", 0.5)
     caplog.set_level(logging.INFO, "telegrad")
     stop = threading.Event()
     begun.clear()

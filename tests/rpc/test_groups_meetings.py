@@ -21,7 +21,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core import progress
+from telegrad._core import texts
 from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
@@ -102,10 +102,10 @@ def wait_in_vain(members: rpc.Group) -> str:
 def test_workers_that_did_not_arrive_are_named(actors: rpc.Group) -> None:
     others = actors.without("w2")
     future = others.rpc_async(wait_in_vain, (actors,))
-    waits: list[progress.Wait] = []
+    waits: list[texts.Wait] = []
 
     def is_late() -> bool:
-        waits.extend(wait for wait in progress.under_way() if wait.what == "barrier" and wait.missing())
+        waits.extend(wait for wait in texts.under_way() if wait.what == "barrier" and wait.missing())
         return bool(waits)
 
     wait_until(is_late)

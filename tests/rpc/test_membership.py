@@ -19,7 +19,7 @@ from telegrad import errors
 from telegrad._core.calls.settings import TelegradOptions
 from telegrad._core.membership import membership
 from telegrad._core.security.keyring import user_keys
-from telegrad._core.stores import supervised
+from telegrad._core.stores import launchers
 from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
@@ -76,7 +76,7 @@ def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterato
             keeping = DirectoryMonitor(keys, "127.0.0.1")
             KeyValueStore(SealedStore(store, keys)).write(POINTER, keeping.pointer._replace(launched=True).to_json())
             KeyValueStore(SealedStore(store, keys)).write(SERVED, OPEN)
-            yield kept | {supervised.STORE: f"127.0.0.1:{store.port}"}
+            yield kept | {launchers.STORE: f"127.0.0.1:{store.port}"}
             keeping.close()
 
 

@@ -18,10 +18,10 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
-from telegrad._core.joining import form_generations
+from telegrad._core.membership import form_generations
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
+from telegrad._core.stores.directory import DirectoryLost, DirectoryRefused
 from telegrad._core.stores.find_directory import DirectoryMonitor
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker

@@ -15,11 +15,11 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.rpc.cluster import start
 from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores import find_directory
+from telegrad._core.stores.directory_client import EmbeddedDirectory
 from telegrad._core.stores.find_directory import Pointer
 from telegrad._core.stores.stores import open_store
 from telegrad._core.threads import run_in_thread

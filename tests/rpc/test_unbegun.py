@@ -15,7 +15,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.agent import call_server
 from telegrad._core.agent.incoming import Answers
-from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.rpc.idempotency import IdempotentCalls
 from telegrad._core.streams import producer
 from telegrad._core.worker.current import Worker

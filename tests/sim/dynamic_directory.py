@@ -7,9 +7,9 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from telegrad._core.directory.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
-from telegrad._core.directory.lease_table import LeaseTable, Limits
 from telegrad._core.membership.registry import Ended, _registered
+from telegrad._core.stores.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
+from telegrad._core.stores.lease_table import LeaseTable, Limits
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker

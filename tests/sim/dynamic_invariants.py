@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from telegrad._core.directory.directory import CLOCK_DRIFT, Entry
 from telegrad._core.membership.registry import MEMBERS, Ended, _registered
+from telegrad._core.stores.directory import CLOCK_DRIFT, Entry
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_directory import Server

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad._core.directory.directory import DirectoryLost, LeaseLost
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import Change, Claim, Ended, LifeOver
+from telegrad._core.stores.directory import DirectoryLost, LeaseLost
 from telegrad.errors import PeerError, PeerLost, ShutDown, WorkerTaken
 from tests.sim.dynamic_directory import Link
 from tests.sim.dynamic_invariants import TTL

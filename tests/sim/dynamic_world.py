@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from telegrad._core.directory.lease_table import Limits
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.membership.suspects import Suspect
+from telegrad._core.stores.lease_table import Limits
 from tests.sim.dynamic_directory import UP, Server
 from tests.sim.dynamic_invariants import DRIFT, TTL, Broken, Checked
 from tests.sim.dynamic_worker import Thread, Worker, fibers, run_here

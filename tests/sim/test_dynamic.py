@@ -28,10 +28,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Entry, Lease
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Change, Claim, Claimed, IsAlive, Registered, Registry
+from telegrad._core.stores.directory import ABSENT, Entry, Lease
 from telegrad.errors import WorkerTaken
 from tests.seeds import ONLY, tonight
 from tests.sim.dynamic_world import Kinds, run

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from telegrad._core.directory.directory import ABSENT, Events, Lease, Listing, Swap
-from telegrad._core.directory.lease_table import LeaseTable
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import NEAR, Registry
+from telegrad._core.stores.directory import ABSENT, Events, Lease, Listing, Swap
+from telegrad._core.stores.lease_table import LeaseTable
 from tests.sim.fibers import Fiber, Fibers
 
 TTL = 10.0

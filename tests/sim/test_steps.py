@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.membership.generation_steps import (
+from telegrad._core.membership.generations import (
     FINISH,
     HERE,
     LEAVING,

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from telegrad._core.security.encrypted_records import RecordReader, RecordWriter
-from telegrad._core.security.noise import KEY, CipherState, DecryptionFailed
+from telegrad._core.security.noise import KEY, CipherState, DecryptionFailed, RecordReader, RecordWriter
 from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, Sealer
 from telegrad._core.wire.messages import split, unpack_numbers
-from telegrad._core.wire.packing import pack
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import pack, unpack
 from telegrad.errors import CannotDecode, ProtocolViolation, StoreUntrusted
 from tests.cluster import KEYS
 from tests.strangers.adversary import CUT, DELIVER, FLIP, JOIN, RAW, RENAME, Move, Network, honest

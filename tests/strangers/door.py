@@ -7,8 +7,8 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
-from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.handshake import Hello, Initiator
+from telegrad._core.security.noise import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.worker.current import Worker
 from tests.cluster import PATIENCE
 

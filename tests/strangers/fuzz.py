@@ -16,10 +16,10 @@ import tempfile
 INSTRUMENTED = [
     "telegrad._core.wire.messages",
     "telegrad._core.security.handshake",
-    "telegrad._core.security.encrypted_records",
+    "telegrad._core.security.noise",
     "telegrad._core.stores.sealed_store",
     "telegrad._core.stores.raw_stores",
-    "telegrad._core.wire.unpacking",
+    "telegrad._core.wire.packing",
 ]
 MEGABYTES = 512  # of memory: a target that needs more has failed
 NAMES = ["frames", "handshake", "records", "store", "decoders"]

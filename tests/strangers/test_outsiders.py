@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
+from telegrad._core.membership.rendezvous import StaticJoin
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring, new_key
 from tests.cluster import agents, sealed, takes_less_than

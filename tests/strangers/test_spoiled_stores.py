@@ -11,9 +11,9 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.joining import rendezvous
-from telegrad._core.joining.rendezvous import RankTable, StaticJoin
+from telegrad._core.membership import rendezvous
 from telegrad._core.membership.members import Member
+from telegrad._core.membership.rendezvous import RankTable, StaticJoin
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedDirectory
 from telegrad._core.worker import current

@@ -17,14 +17,15 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc
 from telegrad import errors
+from telegrad._core import sockets
 from telegrad._core.calls.settings import TelegradOptions
-from telegrad._core.joining.rendezvous import StaticJoin
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.rendezvous import StaticJoin
 from telegrad._core.rpc.cluster import start
 from telegrad._core.security.handshake import PURPOSE
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores import address, raw_stores
+from telegrad._core.stores import raw_stores
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_store import SealedDirectory
 from telegrad._core.stores.stores import RendezvousStore
@@ -198,9 +199,9 @@ def test_a_host_name_that_resolves_to_loopback_is_served_on_all_interfaces(monke
         "getaddrinfo",
         lambda host, *rest, **named: real("127.0.1.1" if host == b"node7" else host, *rest, **named),
     )
-    assert address.listening_address("node7") == "0.0.0.0"
-    assert address.listening_address("localhost") == "127.0.0.1"
-    assert address.listening_address("192.0.2.1") == "0.0.0.0"  # an address of a NAT in front of this host
+    assert sockets.listening_address("node7") == "0.0.0.0"
+    assert sockets.listening_address("localhost") == "127.0.0.1"
+    assert sockets.listening_address("192.0.2.1") == "0.0.0.0"  # an address of a NAT in front of this host
 
 
 def test_the_key_of_a_local_group_is_hidden_from_other_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.security.encrypted_records import RECORD, RecordWriter
 from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.noise import Ciphers, CipherState
+from telegrad._core.security.noise import RECORD, Ciphers, CipherState, RecordWriter
 from telegrad._core.transport.connect import Target, connect
 from telegrad._core.transport.poller import wait_readable
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode

@@ -10,8 +10,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.memory.blobs import SharedMaps
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.worker import current

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from telegrad._core.host.resources import GROWN, LOOK, Heap, own_bytes, trimmer
+from telegrad._core.processes import GROWN, LOOK, Heap, own_bytes, trimmer
 
 MB = 1 << 20
 

@@ -18,9 +18,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.memory import lending, warm_memory
 from telegrad._core.memory.blobs import Outgoing, Prepared, SharedMaps
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.memory.lending import SharedLender
 from telegrad._core.memory.warm_memory import (
     KEEP,

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.security.encrypted_records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
-from telegrad._core.security.noise import KEY, TAG, CipherState
+from telegrad._core.security.noise import (
+    JOINED,
+    KEY,
+    LONGEST,
+    OVERHEAD,
+    RECORD,
+    TAG,
+    CipherState,
+    RecordReader,
+    RecordWriter,
+)
 from telegrad._core.wire.messages import SCRATCH
 from telegrad.errors import ProtocolViolation
 

@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import Chunk
-from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
-from telegrad._core.security.noise import KEY, CipherState
+from telegrad._core.memory.device_streams import Streams
+from telegrad._core.memory.staging import Staging
+from telegrad._core.security.noise import JOINED, KEY, RECORD, CipherState, RecordReader, RecordWriter
 from telegrad._core.transport import writer as writers
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer

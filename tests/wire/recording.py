@@ -22,7 +22,7 @@ import torch
 
 from telegrad import autograd, errors, rpc
 from telegrad._core.agent.agent import Agent
-from telegrad._core.joining.quorum import Arrival, Before, Formed
+from telegrad._core.membership.generations import Arrival, Before, Formed
 from telegrad._core.membership.members import Devices, Member
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.function_names import resolve
@@ -43,7 +43,7 @@ from telegrad._core.wire.messages import (
     Message,
     split,
 )
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import unpack
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.weights import Publisher, Subscriber

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad._core.pickling import reducers, segments
 from telegrad._core.pickling.pickling import MANY, _pieces, decode, encode
-from telegrad._core.wire.packing import pack
-from telegrad._core.wire.tensors import PIECE, address_of, copy_of
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.pickling.segments import PIECE
+from telegrad._core.wire.packing import pack, unpack
+from telegrad._core.wire.tensors import address_of, copy_of
 from telegrad.errors import CannotDecode, CannotEncode
 from tests.cluster import in_background, wait_until
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from telegrad._core.agent.agent import Agent
-from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.membership.generations import Arrival, Formed
 from telegrad._core.membership.members import Member
 from telegrad._core.security.handshake import PROTOCOL, Hello, Initiator, VersionRange
 from telegrad._core.wire.messages import FAILURE, PREFIX, Message

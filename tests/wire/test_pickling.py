@@ -37,8 +37,7 @@ from telegrad._core.pickling import by_value, function_names, main_modules, main
 from telegrad._core.pickling.main_modules import MainNamespace
 from telegrad._core.pickling.main_program import Program
 from telegrad._core.pickling.pickling import decode, encode
-from telegrad._core.wire.packing import pack
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import pack, unpack
 from tests.cluster import PATIENCE, in_threads
 from tests.naming import alike
 

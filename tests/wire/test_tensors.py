@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad import errors
-from telegrad._core.wire.packing import ROOM, SMALL, pack
+from telegrad._core.wire.packing import ROOM, SMALL, pack, unpack
 from telegrad._core.wire.tensors import memory
-from telegrad._core.wire.unpacking import unpack
 from tests.cluster import PATIENCE
 
 
@@ -396,7 +395,7 @@ WARNED = """
 import warnings
 import torch
 from telegrad._core.wire.packing import pack
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import unpack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad._core.host.private_files import Folder
+from telegrad._core.private_files import Folder
 from telegrad._core.sockets import HAS_UNIX
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker

@@ -25,10 +25,10 @@ from telegrad._core.agent.pending_call import PendingCall, PreparedCall, begin_c
 from telegrad._core.calls.call_context import GraphContext
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad._core.calls.settings import DEFAULT, Settings, limit_of
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.interrupts import uninterrupted
-from telegrad._core.joining.form_generations import Prober
+from telegrad._core.membership.form_generations import Prober
 from telegrad._core.membership.members import Identity, Member
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.pickling.exceptions import fresh, rebuild, refused
 from telegrad._core.pickling.function_names import name_of, program
 from telegrad._core.pickling.pickling import decode

@@ -27,7 +27,7 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.wire.messages import Message
-from telegrad._core.wire.packing import DeviceMapping
+from telegrad._core.wire.tensors import DeviceMapping
 
 COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad._core import events
+from telegrad._core import events, processes
 from telegrad._core.agent.backlog import FEW, BackPressure
 from telegrad._core.agent.incoming import (
     Answers,
@@ -38,10 +38,9 @@ from telegrad._core.calls.call_names import NAMED, NEXT_ITEMS, RUNS, shown_names
 from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad._core.calls.futures import Future, Signal, forget
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import NO_TURN, Streams
 from telegrad._core.events import RAN
-from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import NO_TURN, Streams
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
@@ -453,7 +452,7 @@ class Server:
             awaitable.close()
             call.on_end = on_end
             what = f"worker {self.name!r} could not begin {user_name(function)}", TelegradError
-            with resources.translate_error(*what):
+            with processes.translate_error(*what):
                 raise
 
     def _answer(self, call: Incoming, result: Any, function: Any) -> None:

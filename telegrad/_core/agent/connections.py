@@ -11,20 +11,19 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
-from telegrad._core import events, forks
+from telegrad._core import events, forks, processes
 from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.health import Health
 from telegrad._core.agent.incoming import Caller, Layers
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.staging import Staging
-from telegrad._core.host import resources
 from telegrad._core.membership.members import Identity, Member, map_errors
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.memory.extra_streams import LANES
+from telegrad._core.memory.staging import Staging
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.reactor import Reactor
@@ -36,7 +35,7 @@ from telegrad._core.transport.connect import LoopEnd, OpenedChannel, Target, con
 from telegrad._core.transport.link import AnyLink, Link, LinkHandlers
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.wire.messages import SILENT
-from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
+from telegrad._core.wire.tensors import DeviceRoutes, for_calls, for_gradients
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
@@ -88,7 +87,7 @@ class Connections:
         self._service = service
         self.complete = complete
         self._arena = ReceiveBufferPool(settings.shared_memory)
-        self._heap = resources.Heap()
+        self._heap = processes.Heap()
         self.staging = Staging(streams)
         # Guards _peers, _gone, _accepted, _cut, _warned, _departed, `closed`, _left, and the replacement of `names`;
         # single reads do not need it.
@@ -232,7 +231,7 @@ class Connections:
 
     def _reach(self, target: Target) -> OpenedChannel:
         settings, keys, claim = self.settings, self.joined.keys, self._claim_to(target.name)
-        with resources.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
+        with processes.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(target, keys, claim, settings.tls, settings.transport, CONNECT_WITHIN, settings.silence)
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from time import process_time
 
-from telegrad._core.host.resources import wake_ups
-from telegrad._core.processes import Stops, stopped
+from telegrad._core.processes import Stops, stopped, wake_ups
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.silence import Silence
 from telegrad.errors import PeerSilent

@@ -22,8 +22,8 @@ from torch import Tensor
 from telegrad._core.calls.call_context import CallContext, GraphContext, GraphLayer, Hops, hops_of, setting
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import Served, finishes
-from telegrad._core.devices.device_streams import Streams, wait_for_arrivals
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory.device_streams import Streams, wait_for_arrivals
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import first_line
@@ -43,9 +43,8 @@ from telegrad._core.wire.messages import (
     append,
     split,
 )
-from telegrad._core.wire.packing import for_answers, pack
-from telegrad._core.wire.tensors import Blob
-from telegrad._core.wire.unpacking import unpack
+from telegrad._core.wire.packing import pack, unpack
+from telegrad._core.wire.tensors import Blob, for_answers
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 
 _NOTHING = encode(None, False)

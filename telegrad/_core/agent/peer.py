@@ -18,9 +18,9 @@ from telegrad._core import events
 from telegrad._core.agent.incoming import Layers
 from telegrad._core.agent.pending_call import GAVE_UP, CallTable, PendingCall
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_streams import set_apart
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
 from telegrad._core.membership.members import Identity, Member
+from telegrad._core.memory.device_streams import set_apart
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
@@ -28,7 +28,7 @@ from telegrad._core.threads import run_in_thread
 from telegrad._core.transport.connect import advised, part
 from telegrad._core.transport.link import AnyLink, Link
 from telegrad._core.wire.messages import ANSWERS, CANCEL, HAS_REFERENCES, RESULT, Message, unknown
-from telegrad._core.wire.packing import DeviceRoutes
+from telegrad._core.wire.tensors import DeviceRoutes
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable, ProtocolViolation
 
 CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified

@@ -51,8 +51,8 @@ from telegrad._core.wire.messages import (
     Message,
     append,
 )
-from telegrad._core.wire.packing import SMALL, DeviceMapping, pack
-from telegrad._core.wire.tensors import Blob
+from telegrad._core.wire.packing import SMALL, pack
+from telegrad._core.wire.tensors import Blob, DeviceMapping
 from telegrad.errors import CallCancelled, CallTimeout, CannotEncode, PeerError, PeerLost
 
 _empty = torch.empty(0, device="cpu")

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from telegrad._core.calls import profiling
-from telegrad._core.devices import device_streams as streams
-from telegrad._core.devices.device_streams import Streams
 from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
+from telegrad._core.memory import device_streams as streams
+from telegrad._core.memory.device_streams import Streams
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.tensors import DTYPES, NAMES
 from telegrad.errors import CallTimeout, PeerError

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from telegrad._core import checks
-from telegrad._core.devices import device_streams
-from telegrad._core.host import resources
+from telegrad._core import checks, processes
 from telegrad._core.membership.members import Devices
+from telegrad._core.memory import device_streams
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.security.keyring import Key, check_key
 from telegrad._core.security.tls import TlsFiles
@@ -131,7 +130,7 @@ class TelegradOptions(RpcBackendOptions):
                 "leave key=False out; a group with TLS needs a key, too"
             )
         if shared_memory is None:
-            shared_memory = int(SHARED_MEMORY * resources.usable_memory())
+            shared_memory = int(SHARED_MEMORY * processes.usable_memory())
         self.shared_memory: int = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
         self.silence: float = float(checks.seconds("silence", silence, "0 for never"))
         self.heartbeat: float = float(checks.seconds("heartbeat", heartbeat, "0 for none"))

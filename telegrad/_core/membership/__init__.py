@@ -1,1 +1,1 @@
-"""The members of a group that has formed: leases, failure detection, the shutdown barrier, callbacks."""
+"""The members of a group: how they join, generations, leases, failure detection, the shutdown barrier, callbacks."""

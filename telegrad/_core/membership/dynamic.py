@@ -17,18 +17,6 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from telegrad._core.directory.directory import (
-    CLOCK_DRIFT,
-    LONGEST_TTL,
-    SHORTEST_TTL,
-    Compacted,
-    Directory,
-    DirectoryLost,
-    DirectoryRefused,
-    DirectoryReset,
-    Lease,
-    LeaseLost,
-)
 from telegrad._core.membership.members import Member, unknown
 from telegrad._core.membership.registry import (
     LOST,
@@ -43,6 +31,18 @@ from telegrad._core.membership.registry import (
     Registered,
     Registry,
     Roster,
+)
+from telegrad._core.stores.directory import (
+    CLOCK_DRIFT,
+    LONGEST_TTL,
+    SHORTEST_TTL,
+    Compacted,
+    Directory,
+    DirectoryLost,
+    DirectoryRefused,
+    DirectoryReset,
+    Lease,
+    LeaseLost,
 )
 from telegrad._core.stores.find_directory import DirectoryMonitor, remove_pointer
 from telegrad._core.stores.sealed_store import SealedStore

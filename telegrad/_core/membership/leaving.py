@@ -19,7 +19,7 @@ from telegrad._core.membership.members import Identity, Member, Members, listed
 from telegrad._core.membership.registry import LOST
 from telegrad._core.membership.shutdown_barrier import DONE, WAITING, Letter, Message, ShutdownBarrier
 from telegrad._core.membership.suspects import is_broken
-from telegrad._core.progress import Wait
+from telegrad._core.texts import Wait
 from telegrad._core.wire.messages import OVER
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
 

@@ -36,7 +36,7 @@ from telegrad._core.membership.members import (
 )
 from telegrad._core.membership.registry import LEFT, LOST, Change, MemberGone, MemberJoined
 from telegrad._core.membership.suspects import Probes, Suspect, is_broken, remember
-from telegrad._core.progress import Wait
+from telegrad._core.texts import Wait
 from telegrad._core.threads import Background, program_has_ended, results
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 

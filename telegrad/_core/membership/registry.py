@@ -29,8 +29,8 @@ from collections.abc import Callable, Collection
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad._core.directory.directory import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
 from telegrad._core.membership.members import Member
+from telegrad._core.stores.directory import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
 from telegrad.errors import RendezvousError, WorkerTaken
 
 WATCHED = "live/"

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._core.devices.device_streams import Arrived, Streams
-from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
-from telegrad._core.host import resources
+from telegrad._core import processes
+from telegrad._core.memory.device_streams import Arrived, Streams
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.lending import SharedLender
+from telegrad._core.memory.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.memory.warm_memory import SHARE_FROM, Block, LastingMaps, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
@@ -61,7 +61,7 @@ class SharedMaps:
         # Each mapping keeps a descriptor, so a peer could use up all descriptors of this process. A peer with the same
         # limit of open files has at most `files_to_lend` blocks. `_map_new` counts an exclusive block twice while a
         # tensor uses it: as mapped and as lent.
-        self._most = 2 * resources.files_to_lend() + MOST_UNNAMED
+        self._most = 2 * processes.files_to_lend() + MOST_UNNAMED
         self._bases: dict[int, memoryview] = {}
         self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
@@ -121,7 +121,7 @@ class SharedMaps:
             base = _map(fd, number, size)
             lasting = self.lasting.of(fd) if number & COMMON else None
         except (OSError, MemoryError) as error:
-            if resources.out_of_memory(error):
+            if processes.out_of_memory(error):
                 self.released.append(number)
                 if not number & COMMON:  # the peer passes the descriptor only once
                     self._unmapped[number] = fd
@@ -199,7 +199,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        if resources.out_of_files(error) or resources.out_of_memory(error):
+        if processes.out_of_files(error) or processes.out_of_memory(error):
             raise
         fault = f"it cannot be mapped: {error}"
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")
@@ -422,6 +422,6 @@ class IncomingBlob:
 
 def _unreceived(size: int, error: Exception) -> Unreceived:
     """Return the placeholder of a blob without memory. Re-raise `error` if it has another cause."""
-    if not resources.out_of_memory(error):
+    if not processes.out_of_memory(error):
         raise error
     return Unreceived(size, str(error) or type(error).__name__)

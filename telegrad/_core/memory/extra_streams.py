@@ -26,8 +26,7 @@ from typing import Any
 
 from telegrad._core.forks import renewed
 from telegrad._core.processes import processors
-from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
-from telegrad._core.security.noise import Ciphers, DecryptionFailed
+from telegrad._core.security.noise import RECORD, Ciphers, DecryptionFailed, RecordReader, RecordWriter, not_authentic
 from telegrad._core.sockets import shut
 from telegrad._core.threads import Thread
 from telegrad.errors import ProtocolViolation

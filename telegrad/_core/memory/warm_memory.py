@@ -36,9 +36,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from telegrad._core.devices.staging import DeviceBlock, sharer
-from telegrad._core.host import resources
+from telegrad._core import processes
 from telegrad._core.memory.lending import Lender, SharedLender
+from telegrad._core.memory.staging import DeviceBlock, sharer
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, address_of, advise_huge, copy, memory, of_buffer
 
@@ -184,7 +184,7 @@ class ReceiveBufferPool:
             self._collect()
             base = self._shelf.take(capacity)
             if base is None:
-                base = memoryview(resources.private_memory(capacity))
+                base = memoryview(processes.private_memory(capacity))
                 advise_huge(address_of(base), capacity)
             else:
                 self._kept -= capacity
@@ -226,7 +226,7 @@ class SharedBlockPool:
         self._made = 0  # the last number given to a block or loan
         self._warned = False  # that the limit was reached
         self._bytes: Counter[int] = Counter()  # by device
-        self.most_files, self._files = resources.files_to_lend(), 0  # memory files of the host
+        self.most_files, self._files = processes.files_to_lend(), 0  # memory files of the host
         self._shelf = _FreeBlocks()
         self._lent: dict[int, AnyBlock] = {}  # by number of the block, or of the loan of a common block
         self._common: dict[int, Block] = {}  # in use, by address

@@ -21,13 +21,12 @@ from telegrad._core.modules import module_host
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.pickling.remote_text import fold, folded
-from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references import Id
 from telegrad._core.rpc.conversion import as_dict
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.texts import hint
+from telegrad._core.texts import Wait, hint, report_in_background
 from telegrad._core.worker import current
 from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError

@@ -46,9 +46,8 @@ from telegrad._core.pickling.remote_text import (
     with_story,
     without_story,
 )
-from telegrad._core.wire.packing import pack
+from telegrad._core.wire.packing import pack, unpack
 from telegrad._core.wire.tensors import memory
-from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, CannotEncode, RemoteError, VersionMismatch
 
 UNREADABLE = "an exception was raised whose attributes cannot be read: its own code raises"

@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from telegrad._core.host.private_files import open_regular
+from telegrad._core.private_files import open_regular
 from telegrad.errors import UsageError
 
 MAIN = "__main__"

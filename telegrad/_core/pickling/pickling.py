@@ -41,14 +41,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._core import forks
-from telegrad._core.host import resources
+from telegrad._core import forks, processes
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.function_names import cause_of, import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
 from telegrad._core.pickling.remote_text import fold, safe_text_of
-from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
-from telegrad._core.wire.tensors import held, of_buffer, to_text
+from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter, to_text
+from telegrad._core.wire.tensors import held, of_buffer
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         advice = "use the same versions of its packages on all workers, or send the data that it is built from"
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}: {safe_text_of(error)}; "
-            f"{resources.advice(error, advice)}"
+            f"{processes.advice(error, advice)}"
         ) from error
 
 

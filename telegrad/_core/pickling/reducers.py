@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad._core.pickling.function_names import OPERATORS, name_of, resolve
-from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter, Texts, expect_texts
-from telegrad._core.wire.tensors import PIECE, GilYielder, copy_of, held, is_intercepted
+from telegrad._core.pickling.segments import OWN_FROM, PIECE, SegmentWriter, Texts, expect_texts
+from telegrad._core.wire.tensors import GilYielder, copy_of, held, is_intercepted
 from telegrad.errors import CannotEncode
 
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS

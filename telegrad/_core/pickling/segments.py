@@ -19,16 +19,20 @@ In one call of C, a value with 256 MB of bytes took 1.2 s and twice the memory a
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from telegrad._core.wire.tensors import (
     GilYielder,
     address_of,
+    at_address,
+    c_function,
     copy,
     copy_of,
     fill_new,
@@ -36,13 +40,20 @@ from telegrad._core.wire.tensors import (
     is_intercepted,
     memory,
     of_buffer,
-    of_text,
 )
 
 OWN_FROM = 1 << 18  # bytes, bytearrays and texts of this size are blobs; a frame has less than 1 << 17
 LONGEST_RUN = 1 << 18  # bytes of a run that is part of the body
+PIECE = 1 << 17  # bytes of text encoded or decoded at once: about 0.1 ms
+CHECKED = 1 << 23  # bytes checked at once, without the GIL
 MOST_BLOBS = 64  # of one value, because each may need a descriptor. Parts below 1/64 of the value are joined
 _STOP = ord(pickle.STOP)  # the last byte of a pickle
+
+_utf8_of = c_function("PyUnicode_AsUTF8AndSize", ctypes.c_void_p, ctypes.py_object, ctypes.POINTER(ctypes.c_ssize_t))
+_new_text = c_function("PyUnicode_New", ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_uint32)
+_append_text = c_function("PyUnicode_Append", None, ctypes.POINTER(ctypes.c_void_p), ctypes.py_object)
+_forget = c_function("Py_DecRef", None, ctypes.c_void_p)
+_remember = c_function("Py_IncRef", None, ctypes.py_object)
 
 
 class Texts:
@@ -217,3 +228,66 @@ class SegmentReader:
             if start < len(data):
                 return data[start : start + size]
         raise EOFError("a pickle ends too early")
+
+
+# Texts
+
+
+def of_text(text: str) -> Tensor:
+    """Return the UTF-8 of a text as a tensor; for ASCII, that is the text's own memory."""
+    if text.isascii():
+        size = ctypes.c_ssize_t()
+        return at_address(_utf8_of(text, ctypes.byref(size)), len(text), text)
+    turns, encoded = GilYielder(), bytearray()
+    for start in range(0, len(text), PIECE):
+        encoded += text[start : start + PIECE].encode("utf-8", "surrogatepass")
+        turns.give_way()
+    return of_buffer(memoryview(encoded))
+
+
+def to_text(encoded: Tensor) -> str:
+    """Decode UTF-8 without holding the GIL for long; raise UnicodeDecodeError if `encoded` is not UTF-8."""
+    # CPython decodes in one call, which holds the GIL. So the text is made as C code makes it: allocated, then filled,
+    # or extended piece by piece. That is permitted only while no other code has a reference to it.
+    made = ctypes.c_void_p()  # the only reference to the text until it is complete
+    try:
+        if _is_ascii(encoded):
+            made.value = _new_text(encoded.numel(), 127)
+            fill_new(_utf8_of(_object_at(made), None), encoded.data_ptr(), encoded.numel())
+        else:
+            _decode_into(made, encoded)
+        return _object_at(made)  # type: ignore[no-any-return]
+    finally:
+        if made.value is not None:
+            _forget(made)
+
+
+def _object_at(address: ctypes.c_void_p) -> Any:
+    return ctypes.cast(address, ctypes.py_object).value
+
+
+def _is_ascii(encoded: Tensor) -> bool:
+    if is_intercepted():
+        return False  # unknown
+    with torch.inference_mode(False), torch.no_grad():
+        signed = encoded.view(torch.int8)
+        return all(int(signed[at : at + CHECKED].min()) >= 0 for at in range(0, len(signed), CHECKED))
+
+
+def _decode_into(made: ctypes.c_void_p, encoded: Tensor) -> None:
+    turns, view = GilYielder(), memory(encoded)
+    start, size = 0, len(view)
+    while start < size:
+        end = min(start + PIECE, size)
+        while end < size and end > start and view[end] & 0xC0 == 0x80:  # inside a character
+            end -= 1
+        end = end if end > start else size
+        piece = str(view[start:end], "utf-8", "surrogatepass")
+        if made.value is None:
+            _remember(piece)
+            made.value = id(piece)
+            del piece
+        else:
+            _append_text(ctypes.byref(made), piece)  # in place, because this is the only reference
+        start = end
+        turns.give_way()

@@ -26,24 +26,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from telegrad._core import processes
 from telegrad._core.calls.settings import Settings, TelegradOptions
 from telegrad._core.calls.unretrieved import log_held
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.host import resources
 from telegrad._core.interrupts import install
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest
-from telegrad._core.joining.generation_monitor import GenerationMonitor
-from telegrad._core.joining.join import find_place, is_alive, join
-from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
-from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest
+from telegrad._core.membership.generation_monitor import GenerationMonitor
+from telegrad._core.membership.generations import FINISH, HERE, LEAVING, SERVING, STAY, Before, GroupSize
+from telegrad._core.membership.join import find_place, is_alive, join
 from telegrad._core.membership.members import Member, Members, check_name, check_role, map_errors
 from telegrad._core.pickling import main_program
 from telegrad._core.pickling.main_modules import own_scope
 from telegrad._core.rpc import joint_calls, retry
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.security.keyring import find_keys
-from telegrad._core.stores.address import host_identity, own_address
+from telegrad._core.sockets import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
 from telegrad._core.threads import Exclusive
@@ -87,7 +86,7 @@ def start(
     with contextlib.ExitStack() as undo:
         extensions = WorkerExtensions(name or role)
         undo.callback(extensions.each, lambda extension: extension.close())
-        resources.check_open_files()
+        processes.check_open_files()
         own: dict[str, Any] = {each: getattr(options, each) for each in Settings._fields if hasattr(options, each)}
         own |= {"devices": options.published(), "sends_modes": kind._sends_modes}
         meeting = meet(timeout)
@@ -304,7 +303,7 @@ def enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     main_program.check_not_imported("init_rpc")
     own_scope()  # before calls change the globals: it notes their first values
     what = "this worker could not join", RendezvousError
-    with _lock, resources.translate_error(*what):
+    with _lock, processes.translate_error(*what):
         check_free()
         current.ended_by = None
         worker = current.worker = begin()

@@ -24,10 +24,10 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.remote_text import safe_text_of
-from telegrad._core.progress import Wait
 from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.rref import RRef
+from telegrad._core.texts import Wait
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker

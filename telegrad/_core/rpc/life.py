@@ -18,13 +18,13 @@ from telegrad._core.calls.settings import (
     limit_of,
     options_of,
 )
-from telegrad._core.joining.join import open_meeting
+from telegrad._core.membership.join import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role, info
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.cluster import Elastic, Generation, enter, enter_group, limits_of, show
 from telegrad._core.rpc.conversion import several, target
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.stores.supervised import own_name
+from telegrad._core.stores.launchers import own_name
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import InvalidArgument, PeerLost, StoreUntrusted, UsageError

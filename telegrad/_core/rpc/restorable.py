@@ -27,12 +27,12 @@ from telegrad._core.forks import renewed
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.pickling.remote_text import remote_traceback_of
-from telegrad._core.progress import Wait
 from telegrad._core.references import Id
 from telegrad._core.references.handles import Handle, number
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.retry import ping
 from telegrad._core.rpc.rref import RRef
+from telegrad._core.texts import Wait
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder
 from telegrad.autograd.contexts import Inside

@@ -39,9 +39,9 @@ from telegrad._core.calls.futures import Future, Outcome, Signal
 from telegrad._core.calls.settings import limit_of
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.remote_text import folded
-from telegrad._core.progress import Wait
 from telegrad._core.rpc.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
 from telegrad._core.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
+from telegrad._core.texts import Wait
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError

@@ -9,8 +9,8 @@ import ssl
 from functools import partial
 from typing import NamedTuple, NoReturn
 
-from telegrad._core.host.private_files import open_regular, reason
-from telegrad._core.host.secret_files import read_secret
+from telegrad._core.private_files import open_regular, reason
+from telegrad._core.security.keyring import read_secret
 from telegrad.errors import UsageError
 
 # The fatal alert `inappropriate_fallback`: the reply of a worker without TLS. Workers use it for nothing else.

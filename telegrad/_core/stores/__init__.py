@@ -1,1 +1,4 @@
-"""Rendezvous stores: torch's stores, sealed with the group's key; addresses; and finding a directory."""
+"""Where workers meet: rendezvous stores, sealed with the group's key, and directories, which decide who is in a group.
+
+A directory has a protocol, an embedded engine with a client and a server, and an entry in the store that leads to it.
+"""

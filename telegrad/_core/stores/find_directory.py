@@ -1,7 +1,7 @@
 """How the members of a dynamic or elastic group find their directory.
 
 The store of such a group has one value, POINTER: the address of the group's directory. The first worker that is
-permitted to starts the directory in its own process (`_core/directory/server_process.py`), and writes the address
+permitted to starts the directory in its own process (`_core/stores/directory_server.py`), and writes the address
 there. All others read it, and do not need the store afterwards.
 
 The directory's process outlives the worker that started it: it ends once no member holds a lease. If it is killed, that
@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.directory import Directory, DirectoryLost
-from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
-from telegrad._core.progress import Wait, poll_intervals
+from telegrad._core.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.sockets import bracketed
-from telegrad._core.stores.address import host_identity, knock, listening_address
+from telegrad._core.sockets import bracketed, host_identity, knock, listening_address
+from telegrad._core.stores.directory import Directory, DirectoryLost
+from telegrad._core.stores.directory_client import EmbeddedDirectory
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark, short
+from telegrad._core.texts import Wait, poll_intervals
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 
@@ -46,7 +45,7 @@ END = 1.0  # seconds for the checking thread to end
 PATIENCE = 10.0  # seconds for an operation of a directory
 
 if TYPE_CHECKING:
-    from telegrad._core.directory.server_process import ServerProcess
+    from telegrad._core.stores.directory_server import ServerProcess
 
 log = logging.getLogger("telegrad")
 
@@ -130,7 +129,7 @@ class DirectoryMonitor:
             raise StoreUnreachable(f"the group's directory cannot be served at {self._host}: {short(error)}") from error
 
     def _process(self, port: int = 0, path: str = "") -> ServerProcess:
-        from telegrad._core.directory.server_process import ServerProcess  # with SQLite: few workers need it
+        from telegrad._core.stores.directory_server import ServerProcess  # with SQLite: few workers need it
 
         return ServerProcess(self._keys, self._host, port, path)
 

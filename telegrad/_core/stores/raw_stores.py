@@ -31,9 +31,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad._core.host.private_files import UnsafePath, refuse_foreign
-from telegrad._core.sockets import family_of, socket_address, text_of
-from telegrad._core.stores.address import is_address, listening_address, spelled
+from telegrad._core.private_files import UnsafePath, refuse_foreign
+from telegrad._core.sockets import family_of, is_address, listening_address, socket_address, spelled, text_of
 from telegrad._core.threads import wait_for_torch
 from telegrad.errors import StoreLost, StoreUnreachable, StoreUntrusted
 

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.directory import (
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.stores.directory import (
     ABSENT,
     Directory,
     DirectoryLost,
@@ -40,8 +41,7 @@ from telegrad._core.directory.directory import (
     Listing,
     Swap,
 )
-from telegrad._core.progress import poll_intervals
-from telegrad._core.security.keyring import Keyring
+from telegrad._core.texts import poll_intervals
 from telegrad._core.threads import Background, wait_for_torch
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 

@@ -22,11 +22,11 @@ from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
-from telegrad._core.directory.directory import Directory
-from telegrad._core.host.private_files import resolved
-from telegrad._core.progress import Wait, poll_intervals, report_in_background
+from telegrad._core.private_files import resolved
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.address import Spot, await_name, far_host, is_here, knock, split, spot_of
+from telegrad._core.sockets import Spot, await_name, far_host, is_here, knock, split, spot_of
+from telegrad._core.stores.directory import Directory
+from telegrad._core.stores.launchers import is_supervised, place
 from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, serve_tcp
 from telegrad._core.stores.sealed_store import (
     GONE,
@@ -40,7 +40,7 @@ from telegrad._core.stores.sealed_store import (
     read_server_mark,
     short,
 )
-from telegrad._core.stores.supervised import is_supervised, place
+from telegrad._core.texts import Wait, poll_intervals, report_in_background
 from telegrad.errors import StorePortTaken, StoreUnreachable, StoreUntrusted, TelegradError, UsageError
 
 LONGEST = 1800.0  # seconds, if a caller sets no limit

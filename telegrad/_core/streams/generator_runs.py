@@ -26,7 +26,7 @@ from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references.handles import Handle
 from telegrad._core.streams.producer import Feed, Reader, current_call, reader
-from telegrad._core.wire.unpacking import copied
+from telegrad._core.wire.packing import copied
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import GeneratorTurn, steps_of
 from telegrad._core.worker.value_access import Method, opened

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from telegrad._core.devices.device_streams import copied
-from telegrad._core.host import resources
+from telegrad._core import processes
+from telegrad._core.memory.device_streams import copied
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
@@ -321,15 +321,15 @@ def departed_error(peer: str, how: str) -> PeerError:
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
     """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
     cause = error.__cause__ or error
-    if resources.out_of_files(cause):
+    if processes.out_of_files(cause):
         lacks = "file descriptor"
-    elif resources.out_of_memory(cause):
+    elif processes.out_of_memory(cause):
         lacks = "memory"
     else:
         return lost(peer, why)
     return PeerLost(
         f"this process has no {lacks} left for the data of worker {peer!r}, and has closed the connection to it: "
-        f"{resources.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
+        f"{processes.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
         "have run"
     )
 

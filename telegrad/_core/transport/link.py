@@ -20,8 +20,7 @@ from telegrad._core.memory import blobs
 from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
-from telegrad._core.security.noise import Ciphers, DecryptionFailed
+from telegrad._core.security.noise import Ciphers, DecryptionFailed, RecordReader, RecordWriter, not_authentic
 from telegrad._core.sockets import NOT_NOW, process_at, shut
 from telegrad._core.transport.connect import LoopEnd, OpenedChannel, broken, departed_error, lost
 from telegrad._core.transport.poller import Poller, Waker, wait_readable
@@ -65,8 +64,7 @@ class Link:
         self.peer = peer
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
-        self._sock = sock
-        self.fileno = sock.fileno
+        self._sock, self.fileno = sock, sock.fileno
         self._tls = isinstance(sock, ssl.SSLSocket)
         # OpenSSL keeps one state for both directions of a connection, and two threads may use them at once: the thread
         # that reads does not hold `_lock`.
@@ -158,14 +156,17 @@ class Link:
                 self.sent += len(data)
                 if self._maps.released:
                     self._queue_release()
-                if self._is_plain and not (later or self._outbox):
+                if later:
+                    self._outbox.append(tuple.__new__(Chunk, (data, (), None)))
+                    return False
+                if self._is_plain and not self._outbox:
                     try:
                         data = data[self._sock.send(data) :]
                         if not data:
                             return True
                     except OSError:
                         pass  # the writer gets the same error
-                return self._writer.send(data, later)
+                return self._writer.send(data)
         except PeerError:
             raise
         except BaseException as error:

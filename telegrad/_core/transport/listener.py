@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad._core.host.resources import error_text
+from telegrad._core.processes import error_text
 from telegrad._core.security import handshake
 from telegrad._core.security.handshake import Refusals, host_of, to_give_way
 from telegrad._core.security.keyring import Keyring

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
-from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.memory.blobs import Chunk
-from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordWriter
+from telegrad._core.memory.staging import StagedCopy, Staging
+from telegrad._core.security.noise import JOINED, RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 
 _new = tuple.__new__  # takes half the time of a named tuple's own `__new__`
@@ -56,13 +56,13 @@ class Writer:
     def is_busy(self) -> bool:
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
-    def send(self, data: bytes, later: bool) -> bool:
+    def send(self, data: bytes) -> bool:
         """Send data that `Link.send` has not written directly, or queue it; return True if all was sent."""
         records = self._records
         try:
             # A record that was encrypted must be sent, and before any later one: its number is its nonce. So the rest
             # of a partial write is kept as ciphertext, and the plain outbox is not used for it.
-            if records is not None and not (self.outbox or later or records.unsent) and len(data) <= RECORD:
+            if records is not None and not (self.outbox or records.unsent) and len(data) <= RECORD:
                 record = records.encrypt(data)
                 sent = 0
                 try:
@@ -74,8 +74,7 @@ class Writer:
                     self.flush()
                 return sent == len(record)
             self.outbox.append(_new(Chunk, (data, (), None)))
-            if not later:
-                self.flush()
+            self.flush()
         except BaseException:
             self.end()
             raise

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from telegrad._core.host.resources import private_memory
+from telegrad._core.processes import private_memory
 from telegrad.errors import CannotDecode, ProtocolViolation
 
 # Kinds below RELEASE are never for the connection itself: `FrameReader.advance` relies on that.

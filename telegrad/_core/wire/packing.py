@@ -1,4 +1,4 @@
-"""Serialize tensors: a description, and the blobs to send with it.
+"""Serialize tensors as a description and the blobs to send with it, and rebuild them from these.
 
 The description is a pickle of plain tuples. Only the part of a storage that the tensors use is sent. Tensors whose
 parts overlap share one blob, and therefore one storage at the receiver. Small memory is part of the description.
@@ -13,16 +13,22 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Sequence
+from itertools import pairwise, repeat
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
+from telegrad._core import processes
 from telegrad._core.wire.tensors import (
     CONJ,
+    CPU,
+    DTYPES,
     GRAD,
     HOST,
     NAMES,
@@ -30,17 +36,24 @@ from telegrad._core.wire.tensors import (
     SPARSE,
     Blob,
     DeviceBlob,
+    DeviceMapping,
+    DeviceRoute,
     Memory,
     Spec,
+    bytes_of,
     contiguous_strides,
+    copy_of,
     distinct,
-    extent,
+    extent_of,
+    is_intercepted,
+    joined,
     keep_for,
+    memory,
     nothing,
     parts_of,
     repeats,
 )
-from telegrad.errors import CannotEncode, CodecError, DeviceError
+from telegrad.errors import CannotDecode, CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # smaller tensors are part of the description
 # Bytes of larger tensors in the description. The three copies of this way take 2 µs, within the processor's cache; a
@@ -52,6 +65,9 @@ ALIGNED = 16  # size of the largest element: shared parts begin at a multiple of
 # first.
 _LOW = 1 << 32
 
+# Types of less than a byte, which torch does not copy. Their bytes are copied like those of a larger tensor.
+_WITHOUT_COPIES = {dtype for name, dtype in DTYPES.items() if re.fullmatch("u?int[1-7]", name)}
+
 _STRIDED = torch.strided
 _level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
 _tracing: Any = torch._C._get_tracing_state  # of torch.jit.trace, on this thread
@@ -60,68 +76,6 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # included on a thread with mo
 _has_modes_before_dispatch: Any = torch._C._dispatch_tls_is_dispatch_key_included
 _mode_before_dispatch: Any = torch._ops._get_dispatch_mode_pre_dispatch
 _REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
-
-
-class DeviceMapping(Protocol):
-    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
-
-    keeps_host: bool  # tensors of the host arrive on the host
-
-    def __call__(self, device: torch.device) -> int:
-        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
-
-
-class DeviceRoute:
-    """Target devices for one direction between two workers."""
-
-    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
-        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
-        self._places = {here: HOST if there == "cpu" else torch.device(there).index for here, there in table.items()}
-        self._advice = advice
-        self._otherwise = otherwise
-        self.keeps_host = self._places.get("cpu", HOST) == HOST
-
-    def __call__(self, device: torch.device) -> int:
-        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
-        if place is None:
-            raise DeviceError(self._advice.format(device=device))
-        return place
-
-
-class DeviceRoutes(NamedTuple):
-    """Target devices on the receiver, by the kind of message."""
-
-    calls: DeviceMapping
-    gradients: DeviceMapping
-
-
-def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
-    return DeviceRoute(
-        map_,
-        "a tensor on {device} cannot be sent to worker "
-        f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
-        "no entry for {device}. Add one with `set_device_map` on `TensorPipeRpcBackendOptions`, such as "
-        f"options.set_device_map({to!r}, " + "{{'{device}': '{device}'}}), or send tensor.cpu()",
-    )
-
-
-def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
-    """Return the target devices of results: the inverse of the caller's map."""
-    return DeviceRoute(
-        _turned(map_),
-        "Response device mapping is not available for {device}: "
-        f"the device map of the caller, {to!r}, to this worker has no such target. Add one on worker {to!r} with "
-        "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
-    )
-
-
-def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceMapping:
-    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
-    return DeviceRoute({**map_, **_turned(theirs)}, "", otherwise=HOST)
-
-
-def _turned(map_: Mapping[str, str]) -> dict[str, str]:
-    return {target: source for source, target in map_.items()}
 
 
 _on_host = DeviceRoute(
@@ -212,18 +166,9 @@ def _pack_dense(tensors: Sequence[Tensor]) -> Packed | None:
         else:
             carried = _carry(tensor, address, size, blobs, HOST)
         specs.append((name, shape, int(tensor.requires_grad), carried))
-    if len(spans) > 1 and any_overlap(spans):
+    if len(spans) > 1 and any(start < end for (_, end), (start, _) in pairwise(sorted(spans))):
         return None
     return pickle.dumps(specs, 5), blobs, total
-
-
-def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
-    reach = 0
-    for start, end, *_ in sorted(spans):
-        if start < reach:
-            return True
-        reach = end
-    return False
 
 
 class _Leaves:
@@ -297,7 +242,7 @@ def _carry(leaf: Tensor, address: int, size: int, blobs: list[Blob], target: int
             _check_memory(leaf, size)
         return ctypes.string_at(address, size)
     _check_memory(leaf, size)
-    blob = _bytes_of(leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize, size)
+    blob = bytes_of(leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize, size)
     blobs.append(blob if on_host else DeviceBlob(blob, target))
     return len(blobs) - 1
 
@@ -309,10 +254,6 @@ def _check_memory(leaf: Tensor, size: int) -> None:
             f"a tensor of shape {tuple(leaf.shape)} cannot be sent: it has no memory, or its memory was freed; send it "
             "before its storage is resized"
         )
-
-
-def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
-    return nothing("uint8", storage.device).set_(storage, start, (size,), (1,))
 
 
 def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory, int | None, tuple[int, ...]]:
@@ -329,10 +270,6 @@ def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory
     raw.set_(leaf.untyped_storage(), leaf.storage_offset(), shape, stride)
     dense = raw.contiguous()
     return _carry(dense, dense.data_ptr(), used, blobs, target), None, stride
-
-
-def extent_of(leaf: Tensor) -> int:
-    return extent(leaf.shape, leaf.stride()) * leaf.itemsize
 
 
 def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:
@@ -354,7 +291,7 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             # multiple of ALIGNED in its storage: each leaf is then at a multiple of its own element size, as `_holder`
             # has checked.
             first = (start - base) // ALIGNED * ALIGNED
-            part = _bytes_of(storage, first, end - base - first)
+            part = bytes_of(storage, first, end - base - first)
             carried = _carry(part, part.data_ptr(), part.numel(), blobs, target)
             if isinstance(carried, bytes):
                 shared.append(carried)
@@ -363,19 +300,6 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
                 leaf = leaves.tensors[number]
                 parts[number] = carried, (leaf.data_ptr() - base - first) // leaf.itemsize
     return parts
-
-
-def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
-    """Return the beginning, the end and the numbers of each group of `(start, end, number)` that overlap."""
-    groups: list[tuple[int, int, list[int]]] = []
-    for start, end, number in sorted(spans):
-        if groups and start < groups[-1][1]:
-            first, reach, members = groups[-1]
-            members.append(number)
-            groups[-1] = first, max(reach, end), members
-        else:
-            groups.append((start, end, [number]))
-    return groups
 
 
 def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:
@@ -387,3 +311,157 @@ def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage
         if base <= start and end <= base + storage.nbytes() and aligned:
             return storage
     return None
+
+
+# Rebuilding
+
+
+class MayOverlap(list[Tensor]):
+    """Tensors of one message whose memory may overlap. Tensors in a plain list do not overlap."""
+
+
+def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that `pack` described, built on the memory of `blobs` without copies; raise CannotDecode if
+    this version of torch cannot build one of them."""
+    if torch.is_inference_mode_enabled():  # received tensors must be usable outside of inference mode
+        with torch.inference_mode(False):
+            return unpack(meta, blobs)
+    if torch._C._len_torch_dispatch_stack():  # `is_intercepted`: received tensors are real, even in such a mode
+        with _disable_current_modes():
+            return unpack(meta, blobs)
+    try:
+        described = pickle.loads(meta)
+        if type(described) is list:
+            return list(map(_leaf, described, repeat(blobs)))
+        specs, shared, plans = described
+        parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
+        leaves = [_leaf(spec, blobs, parts) for spec in specs]
+        return MayOverlap(leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans)
+    except Exception as error:
+        raise CannotDecode(
+            f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
+            f"{processes.advice(error, 'use the same version of torch on all workers')}"
+        ) from error
+
+
+class _Stays:
+    """Map each device to itself."""
+
+    keeps_host = True
+
+    def __call__(self, device: torch.device) -> int:
+        return HOST if device.type == "cpu" else device.index or 0
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors on their devices, with equal strides and shared memory, and without history.
+
+    Raise CannotEncode or CannotDecode if torch cannot serialize or rebuild a tensor of this kind.
+    """
+    if not tensors:
+        return []
+    if is_intercepted():  # otherwise a mode of fake tensors would have copies without memory
+        with _disable_current_modes():
+            return copied(tensors)
+    if len(tensors) == 1 and _is_small_and_dense(tensors[0]):  # the usual item of a stream, in a tenth of the time
+        return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
+    meta, blobs, _ = pack(tensors, _Stays())
+    with torch.inference_mode(False), torch.no_grad():
+        made = [each.blob.clone() if isinstance(each, DeviceBlob) else copy_of(memory(each)) for each in blobs]
+    return unpack(meta, made)
+
+
+def _is_small_and_dense(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and not tensor.is_complex()
+        and tensor.dtype not in _WITHOUT_COPIES
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+        and 0 < tensor.nbytes < SMALL
+        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
+
+
+def _leaf(spec: Spec, blobs: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> Tensor:
+    if len(spec) == 4:
+        name, shape, flags, carried = spec
+        if type(carried) is bytes:
+            if carried:
+                tensor = torch.frombuffer(bytearray(carried), dtype=DTYPES[name])
+                # `resize_` and not `view`: a received tensor must not be a view of another one. The bytes are copied
+                # into a bytearray because they must be writable.
+                if len(shape) != 1:
+                    tensor.resize_(shape)
+            else:
+                tensor = torch.empty(shape, dtype=DTYPES[name], device=CPU)
+        else:
+            tensor = _upon(blobs[carried], name, 0, shape, None)
+    else:
+        name, shape, flags, carried, offset, stride = spec
+        if carried is None:
+            tensor = torch.empty_strided(shape, stride, dtype=DTYPES[name], device="meta")
+        elif offset is None:
+            tensor = _spread(_carried(carried, blobs, shared), name, shape, stride)
+        else:
+            tensor = _upon(_carried(carried, blobs, shared), name, offset, shape, stride)
+    if flags:
+        if flags & (CONJ | NEG):
+            bits = {name: True for name, bit in (("conj", CONJ), ("neg", NEG)) if flags & bit}
+            torch._utils.set_tensor_metadata(tensor, bits)  # type: ignore[no-untyped-call]
+        if flags & GRAD:
+            tensor.requires_grad_()
+    return tensor
+
+
+def _carried(carried: Memory, blobs: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
+    if isinstance(carried, bytes):
+        return torch.frombuffer(bytearray(carried), dtype=torch.uint8) if carried else nothing("uint8")
+    return blobs[carried] if carried >= 0 else shared[~carried]
+
+
+def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Tensor:
+    """Return a tensor on the memory of a blob. It is no view: it can be modified and saved like any other tensor."""
+    tensor = nothing(name, blob.device)
+    start = blob.storage_offset()
+    if start:
+        if start % tensor.itemsize:
+            blob, start = blob.clone(), 0
+        offset += start // tensor.itemsize
+    place: Any = (shape,) if stride is None else (shape, stride)
+    return tensor.set_(blob.untyped_storage(), offset, *place)
+
+
+def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """Return a tensor with the original strides, filled with the elements of a dense blob."""
+    single = distinct(shape, stride)
+    # `single` has no repeated elements: torch refuses to write to a tensor whose elements share memory.
+    base = torch.empty_strided(single, stride, dtype=DTYPES[name], device=blob.device)
+    base.copy_(_upon(blob, name, 0, single, None))
+    tensor = nothing(name, blob.device)
+    return tensor.set_(base.untyped_storage(), 0, shape, stride)
+
+
+def _assemble(plan: Spec, leaves: list[Tensor]) -> Tensor:
+    kind, requires_grad, numbers, *rest = plan
+    parts = [leaves[number] for number in numbers]
+    options: Any = {"device": parts[0].device, "check_invariants": False}
+    if kind == "coo":
+        shape, coalesced = rest
+        tensor = torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=coalesced, **options)
+    elif kind == "compressed":
+        shape, layout = rest
+        layout = getattr(torch, layout)
+        tensor = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, **options)
+    elif kind == "mkldnn":
+        tensor = parts[0].to_mkldnn()
+    elif kind == "dense":
+        tensor = parts[0]
+    else:
+        tensor = torch.load(io.BytesIO(memory(parts[0])), weights_only=False)
+        if rest[0] != HOST:
+            tensor = tensor.to(rest[0])
+    return tensor.requires_grad_() if requires_grad else tensor

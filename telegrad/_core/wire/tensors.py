@@ -2,7 +2,7 @@
 
 Blobs are one-dimensional byte tensors that alias the source if possible, because large copies are expensive. Memory
 from or for an accelerator is always a blob, even if it is small, with its target device. `packing` splits tensors into
-these parts, `unpacking` combines them.
+these parts, and combines them. The device maps of two workers give the target devices (`DeviceRoutes`).
 
 The transport carries blobs only. The memory of other Python objects is viewed as a blob, so it is sent without a copy.
 Large copies release the GIL: a copy of 256 MB takes 0.1 s, and no other thread could run meanwhile.
@@ -19,17 +19,19 @@ import ctypes
 import functools
 import mmap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from telegrad.errors import DeviceError
+
 # torch warns about experimental kinds of tensors at the line that creates them. The program chooses to use them; the
 # lines here only rebuild received tensors.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\._core\.wire\.(tensors|packing|unpacking)$")
+warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\._core\.wire\.(tensors|packing)$")
 
 CPU = torch.device("cpu")
 HOST = -1  # instead of an accelerator's number
@@ -43,8 +45,6 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
-PIECE = 1 << 17  # bytes of text encoded or decoded at once: about 0.1 ms
-CHECKED = 1 << 23  # bytes checked at once, without the GIL
 HUGE_FROM = 1 << 22  # from this size on, huge pages take half the time of small ones to touch, and a tenth to free
 PARALLEL_FROM = 1 << 21  # below this, waking torch's other threads costs more than they save
 TURN = 2e-3  # seconds of work after which this thread releases the GIL
@@ -54,22 +54,17 @@ Spec = tuple[Any, ...]
 Memory = int | bytes
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+def c_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     # A separate prototype: setting the types on ctypes.pythonapi's function would change them for the whole process.
     made: Callable[..., Any] = ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
     return made
 
 
 _Buffer = ctypes.c_void_p * 11  # room for a Py_buffer, a struct of the stable ABI whose first field is the address
-_get_buffer = _function("PyObject_GetBuffer", ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-_release_buffer = _function("PyBuffer_Release", None, ctypes.c_void_p)
-_view = _function("PyMemoryView_FromMemory", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_get_buffer = c_function("PyObject_GetBuffer", ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_release_buffer = c_function("PyBuffer_Release", None, ctypes.c_void_p)
+_view = c_function("PyMemoryView_FromMemory", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200  # for `_view`
-_utf8_of = _function("PyUnicode_AsUTF8AndSize", ctypes.c_void_p, ctypes.py_object, ctypes.POINTER(ctypes.c_ssize_t))
-_new_text = _function("PyUnicode_New", ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_uint32)
-_append_text = _function("PyUnicode_Append", None, ctypes.POINTER(ctypes.c_void_p), ctypes.py_object)
-_forget = _function("Py_DecRef", None, ctypes.c_void_p)
-_remember = _function("Py_IncRef", None, ctypes.py_object)
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
@@ -166,20 +161,6 @@ def repeats(shape: Sequence[int], strides: Strides) -> bool:
     return False
 
 
-class GilYielder:
-    """Release the GIL regularly during long work in Python."""
-
-    __slots__ = ("_since",)
-
-    def __init__(self) -> None:
-        self._since = perf_counter()
-
-    def give_way(self) -> None:
-        if perf_counter() - self._since > TURN:
-            sleep(REST)
-            self._since = perf_counter()
-
-
 def at_address(address: int, size: int, keeper: Any) -> Tensor:
     """Return a tensor of the `size` bytes at `address`; it keeps `keeper`, their owner, alive."""
     # torch keeps the array alive, and the array keeps `keeper`: unlike a memoryview, an array of ctypes can have
@@ -255,64 +236,140 @@ def advise_huge(target: int, size: int) -> None:
         _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
 
 
-# Text
+# GIL
 
 
-def of_text(text: str) -> Tensor:
-    """Return the UTF-8 of a text as a tensor; for ASCII, that is the text's own memory."""
-    if text.isascii():
-        size = ctypes.c_ssize_t()
-        return at_address(_utf8_of(text, ctypes.byref(size)), len(text), text)
-    turns, encoded = GilYielder(), bytearray()
-    for start in range(0, len(text), PIECE):
-        encoded += text[start : start + PIECE].encode("utf-8", "surrogatepass")
-        turns.give_way()
-    return of_buffer(memoryview(encoded))
+class GilYielder:
+    """Release the GIL regularly during long work in Python."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        self._since = perf_counter()
+
+    def give_way(self) -> None:
+        if perf_counter() - self._since > TURN:
+            sleep(REST)
+            self._since = perf_counter()
 
 
-def to_text(encoded: Tensor) -> str:
-    """Decode UTF-8 without holding the GIL for long; raise UnicodeDecodeError if `encoded` is not UTF-8."""
-    # CPython decodes in one call, which holds the GIL. So the text is made as C code makes it: allocated, then filled,
-    # or extended piece by piece. That is permitted only while no other code has a reference to it.
-    made = ctypes.c_void_p()  # the only reference to the text until it is complete
-    try:
-        if _is_ascii(encoded):
-            made.value = _new_text(encoded.numel(), 127)
-            fill_new(_utf8_of(_object_at(made), None), encoded.data_ptr(), encoded.numel())
+# Overlaps
+
+
+def extent_of(leaf: Tensor) -> int:
+    return extent(leaf.shape, leaf.stride()) * leaf.itemsize
+
+
+def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Return the beginning, the end and the numbers of each group of `(start, end, number)` that overlap."""
+    groups: list[tuple[int, int, list[int]]] = []
+    for start, end, number in sorted(spans):
+        if groups and start < groups[-1][1]:
+            first, reach, members = groups[-1]
+            members.append(number)
+            groups[-1] = first, max(reach, end), members
         else:
-            _decode_into(made, encoded)
-        return _object_at(made)  # type: ignore[no-any-return]
-    finally:
-        if made.value is not None:
-            _forget(made)
+            groups.append((start, end, [number]))
+    return groups
 
 
-def _object_at(address: ctypes.c_void_p) -> Any:
-    return ctypes.cast(address, ctypes.py_object).value
+def bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
+    return nothing("uint8", storage.device).set_(storage, start, (size,), (1,))
 
 
-def _is_ascii(encoded: Tensor) -> bool:
-    if is_intercepted():
-        return False  # unknown
+def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, with those that share memory replaced by views of one tensor.
+
+    Autograd then detects writes through one of them when it uses another, and refuses writes that it cannot track.
+    """
+    spans = []
+    for number, each in enumerate(tensors):
+        if each.layout is torch.strided and not each.is_nested and not each.is_meta and each.numel():
+            spans.append((each.data_ptr(), each.data_ptr() + extent_of(each), number))
+    found = list(tensors)
+    bases: dict[int, Tensor] = {}  # by address of their storage
     with torch.inference_mode(False), torch.no_grad():
-        signed = encoded.view(torch.int8)
-        return all(int(signed[at : at + CHECKED].min()) >= 0 for at in range(0, len(signed), CHECKED))
+        for number in [number for *_, members in joined(spans) if len(members) > 1 for number in members]:
+            each = tensors[number]
+            storage = each.untyped_storage()
+            base = bases.get(storage.data_ptr())
+            if base is None:
+                base = bytes_of(storage, 0, storage.nbytes())
+                bases[storage.data_ptr()] = base
+            found[number] = _view_of(base, each)
+    return found
 
 
-def _decode_into(made: ctypes.c_void_p, encoded: Tensor) -> None:
-    turns, view = GilYielder(), memory(encoded)
-    start, size = 0, len(view)
-    while start < size:
-        end = min(start + PIECE, size)
-        while end < size and end > start and view[end] & 0xC0 == 0x80:  # inside a character
-            end -= 1
-        end = end if end > start else size
-        piece = str(view[start:end], "utf-8", "surrogatepass")
-        if made.value is None:
-            _remember(piece)
-            made.value = id(piece)
-            del piece
-        else:
-            _append_text(ctypes.byref(made), piece)  # in place, because this is the only reference
-        start = end
-        turns.give_way()
+def _view_of(base: Tensor, like: Tensor) -> Tensor:
+    """Return a view of the bytes `base` with the dtype, shape and strides of `like`; call this under `no_grad`."""
+    first = int(like.storage_offset()) * like.itemsize
+    view = base[first : first + extent_of(like)].view(like.dtype)
+    view = view.as_strided(like.shape, like.stride(), int(like.storage_offset()))
+    view = torch._neg_view(view) if like.is_neg() else view
+    view = view.conj() if like.is_complex() and like.is_conj() else view
+    return view.requires_grad_(like.requires_grad)
+
+
+# Devices
+
+
+class DeviceMapping(Protocol):
+    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
+
+    keeps_host: bool  # tensors of the host arrive on the host
+
+    def __call__(self, device: torch.device) -> int:
+        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
+
+
+class DeviceRoute:
+    """Target devices for one direction between two workers."""
+
+    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
+        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
+        self._places = {here: HOST if there == "cpu" else torch.device(there).index for here, there in table.items()}
+        self._advice = advice
+        self._otherwise = otherwise
+        self.keeps_host = self._places.get("cpu", HOST) == HOST
+
+    def __call__(self, device: torch.device) -> int:
+        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
+        if place is None:
+            raise DeviceError(self._advice.format(device=device))
+        return place
+
+
+class DeviceRoutes(NamedTuple):
+    """Target devices on the receiver, by the kind of message."""
+
+    calls: DeviceMapping
+    gradients: DeviceMapping
+
+
+def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
+    return DeviceRoute(
+        map_,
+        "a tensor on {device} cannot be sent to worker "
+        f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
+        "no entry for {device}. Add one with `set_device_map` on `TensorPipeRpcBackendOptions`, such as "
+        f"options.set_device_map({to!r}, " + "{{'{device}': '{device}'}}), or send tensor.cpu()",
+    )
+
+
+def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
+    """Return the target devices of results: the inverse of the caller's map."""
+    return DeviceRoute(
+        _turned(map_),
+        "Response device mapping is not available for {device}: "
+        f"the device map of the caller, {to!r}, to this worker has no such target. Add one on worker {to!r} with "
+        "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
+    )
+
+
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceMapping:
+    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
+    return DeviceRoute({**map_, **_turned(theirs)}, "", otherwise=HOST)
+
+
+def _turned(map_: Mapping[str, str]) -> dict[str, str]:
+    return {target: source for source, target in map_.items()}

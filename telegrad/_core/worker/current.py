@@ -16,9 +16,9 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import Settings
 from telegrad._core.interrupts import uninterrupted
-from telegrad._core.joining.generation_monitor import GenerationMonitor
-from telegrad._core.joining.join import Joined
 from telegrad._core.membership.dynamic import HAS_LEFT, DynamicGroup
+from telegrad._core.membership.generation_monitor import GenerationMonitor
+from telegrad._core.membership.join import Joined
 from telegrad._core.membership.leaving import Leaving, LeavingTogether
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.membership import Membership

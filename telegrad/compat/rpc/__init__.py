@@ -17,7 +17,7 @@ from telegrad._core.membership.members import check_name
 from telegrad._core.pickling.remote_text import folded
 from telegrad._core.rpc.cluster import check_free
 from telegrad._core.security.keyring import find_keys
-from telegrad._core.stores.address import split
+from telegrad._core.sockets import split
 from telegrad._core.stores.raw_stores import FileStore
 from telegrad._core.stores.stores import open_store
 from telegrad.compat import autograd as dist_autograd

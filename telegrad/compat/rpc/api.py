@@ -21,10 +21,9 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.forks import renewed
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.pickling.remote_text import folded
-from telegrad._core.progress import Wait
 from telegrad._core.rpc import life, rref
 from telegrad._core.rpc.life import get_worker_info
-from telegrad._core.texts import plural
+from telegrad._core.texts import Wait, plural
 from telegrad._core.worker import current
 from telegrad.compat.rpc import calls
 from telegrad.compat.rpc.backend_registry import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcAgent, TensorPipeAgent

@@ -15,10 +15,10 @@ from telegrad._core.calls.call_names import known_as, not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.profiling import event_name
 from telegrad._core.calls.settings import DEFAULT
-from telegrad._core.host.resources import instances
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.pickling.remote_text import folded
+from telegrad._core.processes import instances
 from telegrad._core.references import Id
 from telegrad._core.references.handles import DELETED
 from telegrad._core.rpc import rref as references

@@ -190,7 +190,7 @@ class Schedule:
             self._report.violations.append(f"telegrad run ended with {code}:\n{self._said()[-6000:]}")
         began = time.monotonic()
         while left := self._processes():
-            waits_for_leases = all("telegrad._core.directory.directory_server" in _command(pid) for pid in left)
+            waits_for_leases = all("telegrad._core.stores.directory_server" in _command(pid) for pid in left)
             if time.monotonic() > began + patience + (LEASES if waits_for_leases else 0):
                 break
             pause(GLANCE)

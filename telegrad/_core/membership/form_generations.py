@@ -1,4 +1,4 @@
-"""Forms the generations of an elastic group, one after the other, in its directory: the I/O of `quorum.py`.
+"""Forms the generations of an elastic group, one after the other, in its directory: the I/O of `Quorum`.
 
 The worker that came first decides, or the next if that one has died. A worker that finds itself among the members of a
 generation is in it; all others wait for the next one. If a member dies before it has found that, the generation has
@@ -19,16 +19,8 @@ from math import inf
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from telegrad._core.directory.directory import (
-    ABSENT,
-    Compacted,
-    Directory,
-    DirectoryLost,
-    DirectoryReset,
-    Lease,
-    LeaseLost,
-)
-from telegrad._core.joining.quorum import (
+from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
+from telegrad._core.membership.generations import (
     COME,
     GENERATION,
     PREFIX,
@@ -42,15 +34,22 @@ from telegrad._core.joining.quorum import (
     end,
     look,
 )
-from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.membership.suspects import remember
-from telegrad._core.progress import Wait
 from telegrad._core.security.handshake import PROBE, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
-from telegrad._core.stores.address import host_identity, is_here
+from telegrad._core.sockets import host_identity, is_here
+from telegrad._core.stores.directory import (
+    ABSENT,
+    Compacted,
+    Directory,
+    DirectoryLost,
+    DirectoryReset,
+    Lease,
+    LeaseLost,
+)
 from telegrad._core.stores.find_directory import (
     DirectoryMonitor,
     Found,
@@ -61,6 +60,7 @@ from telegrad._core.stores.find_directory import (
 )
 from telegrad._core.stores.sealed_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_store, serve_or_join
+from telegrad._core.texts import Wait
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
 from telegrad._core.transport.connect import Target, connect, one_sided
 from telegrad._core.transport.listener import Listener

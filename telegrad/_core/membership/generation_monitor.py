@@ -1,4 +1,4 @@
-"""A worker's part in its generation and in the decision if that continues: the I/O of `generation_steps.py`.
+"""A worker's part in its generation and in the decision if that continues: the I/O of `GenerationBarrier`.
 
 A thread reads the directory. At the leader, it checks for workers that wait to join. At any worker that waits for the
 others, it checks for workers of this generation that wait for the next one: they have left it, because they got Move or
@@ -10,18 +10,28 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from time import monotonic
 from typing import get_args
 
-from telegrad._core.joining.form_generations import DirectoryLease
-from telegrad._core.joining.quorum import Before, Formed, IsAlive, arrivals_in, gone_on, is_wanted
-from telegrad._core.membership.generation_steps import FINISH, GenerationBarrier, Letter, Message
+from telegrad._core.membership.form_generations import DirectoryLease
+from telegrad._core.membership.generations import (
+    COME,
+    FINISH,
+    Arrival,
+    Before,
+    Formed,
+    GenerationBarrier,
+    IsAlive,
+    Letter,
+    Message,
+)
 from telegrad._core.membership.leaving import MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.progress import Wait
+from telegrad._core.stores.directory import Directory
+from telegrad._core.texts import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown
 
@@ -238,3 +248,27 @@ class GenerationMonitor:
             self._act(partial(self._steps.lost, rank))
         if self.leads:
             self._act(lambda: self._steps.want(wanted))
+
+
+def arrivals_in(directory: Directory) -> list[Arrival]:
+    return [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
+
+
+def gone_on(arrivals: Iterable[Arrival], mine: Formed) -> list[int]:
+    """Return the ranks of the workers that have left the generation `mine`, because they wait for the next one."""
+    lives = {arrival.before.me for arrival in arrivals}
+    return [member.id for member in mine.members if member.incarnation in lives]
+
+
+def is_wanted(arrivals: Iterable[Arrival], mine: Formed, most: int, is_alive: IsAlive) -> bool:
+    """Return True if a living worker waits that could join the generation after `mine`."""
+    return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
+
+
+def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
+    if arrival.member.incarnation in mine.lives:
+        return False
+    if arrival.before.me in mine.lives:
+        return True  # it has stopped waiting for the others
+    has_room = not most or len(mine.members) < most
+    return has_room and arrival.member.name not in {member.name for member in mine.members}

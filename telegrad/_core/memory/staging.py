@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad._core.devices.device_streams import Arrived, Streams, device, kind, on, read_on
+from telegrad._core.memory.device_streams import Arrived, Streams, device, kind, on, read_on
 from telegrad._core.threads import Background
 from telegrad._core.wire.tensors import DeviceBlob, memory
 from telegrad.errors import DeviceError

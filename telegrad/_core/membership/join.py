@@ -23,19 +23,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from telegrad._core.directory.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
-from telegrad._core.host.private_files import create_once, state_folder
-from telegrad._core.joining.form_generations import DirectoryLease, JoinRequest, Prober
-from telegrad._core.joining.launchers import detect_launcher, one_of_several
-from telegrad._core.joining.quorum import Formed, lives_in
-from telegrad._core.joining.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.membership.dynamic import DynamicGroup, ttl_of
+from telegrad._core.membership.form_generations import DirectoryLease, JoinRequest, Prober
+from telegrad._core.membership.generations import Formed, lives_in
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
+from telegrad._core.membership.rendezvous import COMPLETE, OPENED, ROUND, RankTable, StaticJoin, StoreOver, terms_of
 from telegrad._core.pickling.remote_text import first_line
-from telegrad._core.progress import Wait
+from telegrad._core.private_files import create_once, state_folder
 from telegrad._core.security.keyring import Key, Keyring, find_keys, given_keys, new_key
-from telegrad._core.stores.address import knock
+from telegrad._core.sockets import knock
+from telegrad._core.stores.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.stores.find_directory import (
     POINTER,
     DirectoryMonitor,
@@ -47,9 +45,10 @@ from telegrad._core.stores.find_directory import (
     noted,
     restore_pointer,
 )
+from telegrad._core.stores.launchers import STORE, detect_launcher, one_of_several
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedDirectory, SealedStore, read_server_mark
 from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_store, serve_or_join
-from telegrad._core.stores.supervised import STORE
+from telegrad._core.texts import Wait
 from telegrad._core.threads import Thread
 from telegrad.errors import RendezvousError, StoreLost, StoreUnreachable, TelegradError, UsageError
 

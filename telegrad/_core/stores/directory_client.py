@@ -25,8 +25,12 @@ from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from telegrad._core import forks
-from telegrad._core.directory import requests
-from telegrad._core.directory.directory import (
+from telegrad._core.security.handshake import Hello, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.noise import DecryptionFailed
+from telegrad._core.sockets import bracketed, shut, tune_tcp
+from telegrad._core.stores import directory_requests as requests
+from telegrad._core.stores.directory import (
     ABSENT,
     DirectoryLost,
     DirectoryReset,
@@ -38,11 +42,7 @@ from telegrad._core.directory.directory import (
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.requests import Channel, Reply, Request
-from telegrad._core.security.handshake import Hello, Initiator
-from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.noise import DecryptionFailed
-from telegrad._core.sockets import bracketed, shut, tune_tcp
+from telegrad._core.stores.directory_requests import Channel, Reply, Request
 from telegrad._core.texts import safe
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import HandshakeError, InvalidArgument, PeerUnreachable, ProtocolViolation, TelegradError

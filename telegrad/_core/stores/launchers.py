@@ -1,8 +1,9 @@
 """Reads the rank, the group's size and the meeting place of this process from the variables of a launcher.
 
-This is a table: it starts no program and resolves no name. The innermost launcher has priority: MPI starts its
-processes by Slurm, torchrun runs under all others, and the variables of the outer ones are still set. `telegrad run`
-comes first, then RANK and WORLD_SIZE (of torchrun, Ray Train or Kubeflow, or set by hand), then `_LAUNCHERS` in order.
+The launchers are in a table, and `telegrad run` is beside it: nothing here starts a program or resolves a name. The
+innermost launcher has priority: MPI starts its processes by Slurm, torchrun runs under all others, and the variables of
+the outer ones are still set. `telegrad run` comes first, then RANK and WORLD_SIZE (of torchrun, Ray Train or Kubeflow,
+or set by hand), then `_LAUNCHERS` in order.
 
 MASTER_ADDR and MASTER_PORT always have priority. Without them, the host of rank 0 is the first that the launcher names,
 or this one if it runs no others. The port is computed from the variables that differ between its runs.
@@ -16,8 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from telegrad._core.sockets import bracketed
-from telegrad._core.stores.supervised import is_supervised
 from telegrad.errors import UsageError
+
+# Variables of `telegrad run`
+NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; a restarted worker has the same
+STORE = "TELEGRAD_STORE"  # the address of the store served for the worker, which never serves one itself
+RESTARTS = "TELEGRAD_RESTARTS"  # the number of its restarts
 
 LOOPBACK = "localhost"
 PORT = 29500  # if nothing distinguishes runs
@@ -194,3 +199,35 @@ _LAUNCHERS = (
 # Batch scripts of Slurm and all pods of an indexed Job have a rank, also if they join a dynamic group.
 _ALWAYS = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
 PAIRS = (("RANK", "WORLD_SIZE"), *((each.rank, each.size) for each in _LAUNCHERS if each.rank not in _ALWAYS))
+
+
+# The worker of a process that `telegrad run` has started
+
+
+def own_name(name: str | None, role: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the name and the role of a worker: from the environment, unless the program gives others."""
+    own, its_role = environment.get(NAME), environment.get(ROLE, "")
+    if not own or name not in (None, own) or role not in ("", its_role):
+        return name, role
+    return own, its_role
+
+
+def variables(name: str, role: str, restarts: int, host: str, port: int) -> dict[str, str]:
+    """Return the variables that make `init_rpc()` need no argument."""
+    return {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        STORE: place(host, port),
+        NAME: name,
+        ROLE: role,
+        RESTARTS: str(restarts),
+    }
+
+
+def is_supervised(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
+    """Return True if a process that is not a worker serves the store at that address."""
+    return environment.get(STORE) == place(host, port)
+
+
+def place(host: str, port: int | str) -> str:
+    return f"{bracketed(host)}:{port}"

@@ -7,7 +7,7 @@ its whole ttl again, which is never too short.
 The file has a write-ahead log and is not flushed to the disk: committed data survives any end of the process, but
 perhaps not that of the host. Then revisions would decrease, and two owners could have the same token. Therefore the
 file stores the boot id of the host, and is removed after another boot: the directory begins with a new identity, which
-clients of the old one refuse (`client.py`).
+clients of the old one refuse (`directory_client.py`).
 
 The file is locked while a server uses it: a second server on the same file cannot start.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import json
 import os
 import secrets
 import sqlite3
@@ -27,7 +28,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
+from telegrad._core.private_files import open_regular, private_folder
+from telegrad._core.stores.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
 from telegrad.errors import LimitReached, UsageError
 
 OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text
@@ -325,6 +327,16 @@ def remove(path: str) -> None:
     for suffix in SUFFIXES:
         with contextlib.suppress(OSError):
             os.unlink(path + suffix)
+
+
+def remove_all(path: str) -> None:
+    """Remove the files of a directory that is over, and the notes by which workers find it (`find_directory.py`)."""
+    with contextlib.suppress(OSError), private_folder("directory", stays=True) as folder:
+        for name in (each for each in folder.names() if "." not in each):  # others are files of directories
+            with contextlib.suppress(OSError), open_regular(folder.path / name) as file:
+                if json.dumps(path).encode() in file.read():
+                    folder.remove(name)
+    remove(path)
 
 
 def _size(key: str, value: bytes | None) -> int:

@@ -23,10 +23,9 @@ from time import monotonic, time
 from typing import NamedTuple
 
 from telegrad._core.membership.members import Member, Members, listed, named
-from telegrad._core.progress import Times, Wait, poll_intervals
-from telegrad._core.stores.address import means_loopback, split
+from telegrad._core.sockets import means_loopback, split
 from telegrad._core.stores.sealed_store import OVER, REFUSED, SERVED, KeyValueStore, SealedStore
-from telegrad._core.texts import plural
+from telegrad._core.texts import Times, Wait, plural, poll_intervals
 from telegrad.errors import (
     AuthenticationFailed,
     GroupIncomplete,

@@ -1,1 +1,0 @@
-"""Accelerators: stream order, and transfers of memory between devices, hosts and processes."""

@@ -1,1 +1,0 @@
-"""Resources and limits of the host: private and secret files, open files, memory."""

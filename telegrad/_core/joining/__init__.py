@@ -1,1 +1,0 @@
-"""Joining a group: launchers, rendezvous of fixed groups, generations of elastic ones."""
