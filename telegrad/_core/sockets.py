@@ -272,7 +272,7 @@ def spelled(host: str) -> Any:
     return host.encode() if host.isascii() else host
 
 
-def knock(address: tuple[str, int], patience: float) -> bool | None:
+def accepts_connections(address: tuple[str, int], patience: float) -> bool | None:
     """Return True if a program listens there; None if that is unknown because the host does not answer."""
     try:
         with socket.create_connection((spelled(address[0]), address[1]), patience) as probe:

@@ -288,7 +288,7 @@ class Contexts:
         self._next_ask = 0.0
         self._old: set[int] = set()  # the contexts of other workers that existed at the last question
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
-        agent.on(ContextQuestion, self._on_knock)
+        agent.on(ContextQuestion, self._on_question)
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 
@@ -462,8 +462,8 @@ class Contexts:
             except TelegradError:  # this worker leaves, or the lookup fails for now
                 pass
 
-    def _on_knock(self, sender: Identity, knock: ContextQuestion) -> None:
-        for id_ in knock.contexts:
+    def _on_question(self, sender: Identity, question: ContextQuestion) -> None:
+        for id_ in question.contexts:
             # An id that is unknown here belongs to a context that has ended, or to a former worker of this rank, which
             # is gone. In both cases the asking worker must release it.
             context = self._contexts.get(id_)

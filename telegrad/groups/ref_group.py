@@ -253,12 +253,12 @@ class RefGroup:
 
 
 def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
-    agent, box = reference._table.agent, reference._handle.box
-    if box is not None and box.full:
+    agent, slot = reference._table.agent, reference._handle.slot
+    if slot is not None and slot.full:
         return reference.future().then(lambda _: reference.local_value())
     owner = reference._reach(timeout)
-    if box is None:
+    if slot is None:
         return agent.call_async(owner, fetch, reference._handle.id, None, timeout, reference)
     # A call, for its timeout. Its error, other than that, is the error of the value, which is raised as it is.
     exists = agent.call_async(owner, created, reference._handle.id, None, timeout, reference)
-    return exists.then(lambda done: reference.local_value() if box.full else done.value())
+    return exists.then(lambda done: reference.local_value() if slot.full else done.value())

@@ -56,11 +56,11 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*
 
 
 class OwnGroup:
-    def __init__(self, witness: Any) -> None:
-        self._witness: Introspection = witness  # its type is not part of the interface
+    def __init__(self, introspection: Any) -> None:
+        self._introspection: Introspection = introspection  # its type is not part of the interface
 
     def look(self) -> GroupSnapshot:
-        accounts, silent = self._witness.look()
+        accounts, silent = self._introspection.look()
         if not silent:
             return GroupSnapshot(accounts, silent)
         known = accounts[0].get("processes", {})  # this worker's own state is the first
@@ -69,7 +69,7 @@ class OwnGroup:
         return _sight(accounts, silent | _states(here), here)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
-        return self._witness.events(after)
+        return self._introspection.events(after)
 
 
 def group() -> OwnGroup:

@@ -123,9 +123,9 @@ class BatchRun:
         # Actions run on any thread: on a reader thread, or on one that waits for something else meanwhile and has modes
         # of its own. So the modes and the context of this call are described here, and set for each action:
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        scene = call_context.described()[0]
-        resumed = partial(call_context.resumed, flags, scene, self._context)
-        self._setting = resumed if flags or scene or self._context is None else self._context.entered
+        description = call_context.described()[0]
+        resumed = partial(call_context.resumed, flags, description, self._context)
+        self._setting = resumed if flags or description or self._context is None else self._context.entered
         # Used only by the thread that runs the actions:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
         self._result = BatchResult([], [], {}, {}, [], [])

@@ -38,7 +38,7 @@ from telegrad.ext.host import run_in_thread
 from telegrad.ext.joining import DirectoryLost, DirectoryRefused, LeaseLost, check_key
 from telegrad.ext.values import RestorableRRef, RRef, wait_for
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
-from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedBox, Ownership, Registration, call_on_thread
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, OwnedSlot, Ownership, Registration, call_on_thread
 
 LOOK = 0.25  # seconds between checks while waiting
 
@@ -108,7 +108,7 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
     begun = monotonic()
     offers().registration.group(limit)
     try:
-        return wait_for(agent, PublishedTrail(name), limit, f"the value {name!r}", begun)
+        return wait_for(agent, PublishedStrategy(name), limit, f"the value {name!r}", begun)
     except NotPublished as error:
         if isinstance(error.__cause__, UNUSABLE):
             raise type(error.__cause__)(str(error)) from error
@@ -120,7 +120,7 @@ def _check_name(name: str) -> None:
     check_key(f"{PUBLISHED}{name}")
 
 
-class PublishedTrail(NamedTuple):
+class PublishedStrategy(NamedTuple):
     """How a reference to a published value finds it again."""
 
     name: str
@@ -137,7 +137,7 @@ class PublishedTrail(NamedTuple):
     def describe(self) -> tuple[list[str], str]:
         return [], f"have a worker publish {self.name!r} again"
 
-    def travels(self) -> PublishedTrail:
+    def travels(self) -> PublishedStrategy:
         return self
 
 
@@ -276,12 +276,12 @@ class Publications:
             # No lock: this thread is the one that is busy with the offer, and reads `again` at its end.
             offer.again = True
             return
-        # The box has the claim with which the value is made. A later claim of this worker makes another value, in
-        # another box.
-        table, box = self._worker.references, OwnedBox(owned)
-        box.fulfil(offer.factory())
+        # The slot has the claim with which the value is made. A later claim of this worker makes another value, in
+        # another slot.
+        table, slot = self._worker.references, OwnedSlot(owned)
+        slot.fulfil(offer.factory())
         self._agent.streams.publish()
-        made: RRef[Any] = RRef._of_handle(table, table.own(box))
+        made: RRef[Any] = RRef._of_handle(table, table.own(slot))
         with self._lock:
             # The registration may have ended while the factory ran. Then the value is dropped, since the next owner
             # makes its own.
@@ -384,7 +384,7 @@ class Publications:
             raise NotPublished(f"no worker publishes it; the workers are {listed([each.name for each in present])}")
         if claim.life == self._life:
             token, value = self.value(name, claim.token)
-            return RestorableRRef.of(value, PublishedTrail(name, token))
+            return RestorableRRef.of(value, PublishedStrategy(name, token))
         owner = next((each for each in present if each.incarnation == claim.life), None)
         if owner is None:
             raise NotPublished("its owner is no longer in the group, and no other worker has taken it over yet")
@@ -395,7 +395,7 @@ class Publications:
         if isinstance(found, NotPublished | ClaimLost):
             raise found
         token, value = found
-        return RestorableRRef.of(value, PublishedTrail(name, token))
+        return RestorableRRef.of(value, PublishedStrategy(name, token))
 
     def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
         """Return the value that this worker owns with at least that token, and its own token."""

@@ -29,7 +29,7 @@ from telegrad.errors import (
     TelegradError,
 )
 from telegrad.ext.calls import Signal, complete
-from telegrad.ext.host import knock, run_in_thread
+from telegrad.ext.host import accepts_connections, run_in_thread
 from telegrad.ext.joining import DirectoryLost, DirectoryMonitor, DirectoryRefused, EmbeddedDirectory, LeaseLost
 from telegrad.ext.values import ValueSlot
 from telegrad.ext.workers import (
@@ -51,7 +51,7 @@ ROUND = 1.0  # seconds to wait for an answer before asking again
 PAUSE = 0.05  # seconds between two tries
 PATIENCE = 5.0  # seconds for an operation on a directory
 SILENT = 1.0  # seconds without an answer after which a directory counts as unavailable
-KNOCK = 2.0  # seconds for a worker to show that it is alive
+CONNECT_TIMEOUT = 2.0  # seconds for a worker to show that it is alive
 
 log = logging.getLogger("telegrad")
 Address = tuple[str, int]
@@ -282,7 +282,7 @@ class Registration:
 
     def _declare_lost(self, member: Member) -> None:
         group = self.known()
-        if group is not None and knock(member.tcp, KNOCK) is False:
+        if group is not None and accepts_connections(member.tcp, CONNECT_TIMEOUT) is False:
             group.declare_lost(member, f"worker {self._worker.me.name!r} found it dead")
 
     def _apply(self, group: DynamicGroup, change: Change) -> None:
@@ -347,7 +347,7 @@ class Ownership(NamedTuple):
             raise error
 
 
-class OwnedBox(ValueSlot):
+class OwnedSlot(ValueSlot):
     """A published value at its owner. It opens only while the worker may act as the owner."""
 
     __slots__ = ("_owned",)

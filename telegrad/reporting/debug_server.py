@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from telegrad.ext.host import HAS_UNIX, Thread, credentials
 from telegrad.reporting import GROUP, GROUP_EVENTS, Malformed, decode
 
-PREFIX = "telegrad-desk"
+PREFIX = "telegrad-debug"
 PATIENCE = 2.0  # seconds until a connection without a question is closed, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
@@ -81,7 +81,7 @@ class DebugServer:
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
             listening.listen(128)  # any user can connect; `_serve` rejects other users
             self._socket = listening
-            self._thread = Thread(target=self._serve, args=(listening,), name="telegrad-desk")
+            self._thread = Thread(target=self._serve, args=(listening,), name="telegrad-debug")
             self._thread.start()
         except (OSError, RuntimeError, MemoryError):  # a worker runs without its debug server, too
             self._socket = None

@@ -175,7 +175,7 @@ class StateQueries:
         # Another thread answers: this one has read the message, and must go on reading while the stacks are walked. If
         # no thread can be started, there is no answer.
         with contextlib.suppress(RuntimeError, MemoryError):
-            Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
+            Thread(target=self._tell, args=(sender, message), name="telegrad-state").start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
         about = (sender.name, message.after) if message.topic == CALL else message.after

@@ -42,7 +42,7 @@ with gc_paused():
     from telegrad.groups.group_calls import GroupFuture
     from telegrad.groups.ref_group import RefGroup
     from telegrad.publishing.published import lookup, publish
-    from telegrad.reporting import introspection as _witness  # noqa: F401 - registers itself, for `telegrad why`
+    from telegrad.reporting import introspection as _introspection  # noqa: F401 - registers itself, for `telegrad why`
     from telegrad.rpc import functions
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc

@@ -80,7 +80,7 @@ class Faults:
             self.cuts[type(message)] = left - 1
             broken = PeerLost("the connection broke, as the test wants it")
             if isinstance(message, Batch):
-                raise broken  # nothing was sent, so the courier retries
+                raise broken  # nothing was sent, so the delivery retries
             link = self.agent._connections.peer(to).link
             if link is not None:
                 link.close(broken)

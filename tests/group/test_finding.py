@@ -356,7 +356,7 @@ def test_an_elastic_group_is_in_use_while_a_member_or_an_arrival_lives(finder: F
 def test_no_group_is_in_use_if_its_pointer_is_stale(
     finder: Finder, stranger: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "KNOCK", 0.5)
+    monkeypatch.setattr(joining, "CONNECT_TIMEOUT", 0.5)
     store = dist.HashStore()
     for port in (stranger, free_port()):
         point(store, Pointer("127.0.0.1", port, "host", "/nowhere"))

@@ -110,7 +110,7 @@ def test_a_worker_that_joined_and_died_is_missing() -> None:
     attendance = ArrivalTable(3, 0)
     attendance.look(lambda rank: member(f"w{rank}", rank).to_json())
     assert (attendance.missing(), attendance.said()) == ([], [])
-    attendance.knock(lambda who: who.id != 2)
+    attendance.check_alive(lambda who: who.id != 2)
     assert attendance.missing() == ["w2"]
     assert attendance.said() == ["'w2' (rank 2, at 127.0.0.1:1002) joined, then stopped answering"]
 
@@ -119,7 +119,7 @@ def test_no_rank_is_missing_after_all_have_joined() -> None:
     attendance = ArrivalTable(3, 0)
     attendance.complete([member(f"w{rank}", rank) for rank in range(3)])
     assert (attendance.missing(), attendance.said()) == ([], [])
-    attendance.knock(lambda who: who.id != 1)
+    attendance.check_alive(lambda who: who.id != 1)
     assert attendance.missing() == ["w1"]
 
 
@@ -148,9 +148,9 @@ def test_each_worker_probes_only_some_of_a_large_group() -> None:
     attendance = ArrivalTable(3 * MOST_ASKED, 0)
     while not attendance.is_complete:
         attendance.look(lambda rank: member(f"w{rank}", rank).to_json())
-    knocked: list[int] = []
-    attendance.knock(lambda who: knocked.append(who.id) or True)  # type: ignore[func-returns-value]
-    assert len(knocked) == MOST_ASKED
+    checked: list[int] = []
+    attendance.check_alive(lambda who: checked.append(who.id) or True)  # type: ignore[func-returns-value]
+    assert len(checked) == MOST_ASKED
 
 
 def test_the_longest_names_and_roles_are_accepted() -> None:

@@ -25,17 +25,17 @@ from telegrad.errors import CallTimeout, LeftEarly, LimitReached, PeerError, Pee
 from tests.cluster import PATIENCE, agents, in_background, wait_until
 
 
-@pytest.mark.parametrize(("reason", "is_doubted"), [(PeerSilent("stopped"), False), (PeerLost("died"), True)])
+@pytest.mark.parametrize(("reason", "is_suspected"), [(PeerSilent("stopped"), False), (PeerLost("died"), True)])
 def test_a_worker_that_was_silent_before_it_was_seen_is_not_taken_for_dead(
-    reason: PeerError, is_doubted: bool, monkeypatch: pytest.MonkeyPatch
+    reason: PeerError, is_suspected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agents(1, dynamic=True) as (worker,):
         membership = worker.membership
-        monkeypatch.setattr(membership, "_settle_doubts", lambda: None)
+        monkeypatch.setattr(membership, "_check_suspects", lambda: None)
         other = worker.me._replace(name="other", id=7, incarnation="life of other")
         membership._on_lost(other.identity, reason)
         membership._apply(MemberJoined(Registered(other, 1)))
-        assert [doubt.who for doubt in membership._doubts] == [other] * is_doubted
+        assert [suspect.who for suspect in membership._suspects] == [other] * is_suspected
 
 
 def ends_of(worker: Worker) -> queue.SimpleQueue[str]:
@@ -70,7 +70,7 @@ def test_a_wait_for_workers_does_not_count_one_that_is_perhaps_lost(monkeypatch:
         worker.agent.call_async("w1", len, ("",), {}).wait()
         other.agent.call_async("w0", len, ("",), {}).wait()
         with monkeypatch.context() as held:
-            held.setattr(worker.membership, "_settle_doubts", lambda: 0.01)  # is not probed yet
+            held.setattr(worker.membership, "_check_suspects", lambda: 0.01)  # is not probed yet
             worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
             for wanted in (2, ["w1"]):
                 with pytest.raises(CallTimeout, match=r"not 2|w1"):

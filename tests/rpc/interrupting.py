@@ -348,7 +348,7 @@ def prepare() -> dict[str, Any]:
 
 
 def is_under_way(now: dict[str, Any]) -> bool:
-    """Return True if letters are pending, or a worker does not know yet that a context has ended."""
+    """Return True if messages are pending, or a worker does not know yet that a context has ended."""
     passing = ("pending", "contexts")
     return any(count for to in ("here", A, B) for name, count in now[to].items() if name.startswith(passing))
 

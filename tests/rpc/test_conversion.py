@@ -76,15 +76,15 @@ def trio() -> Iterator[list[Worker]]:
 
 @pytest.fixture
 def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the frames and letters that are sent, by their kinds."""
+    """Count the frames and messages that are sent, by their kinds."""
     for worker in trio:
         worker.references.flush()
-    return count_sent(monkeypatch, lambda sent: [kind for kind, *_ in sent.letters] if isinstance(sent, Batch) else [])
+    return count_sent(monkeypatch, lambda sent: [kind for kind, *_ in sent.messages] if isinstance(sent, Batch) else [])
 
 
 def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
-    """Wait until no letter is pending; return the counts, and reset them."""
-    wait_until(lambda: not any(worker.references.counts()["pending_letters"] for worker in trio))
+    """Wait until no message is pending; return the counts, and reset them."""
+    wait_until(lambda: not any(worker.references.counts()["pending_messages"] for worker in trio))
     counts = dict(sent)
     sent.clear()
     return counts
@@ -119,18 +119,18 @@ def test_a_reference_becomes_its_value(trio: list[Worker], sent: Counter[str], o
 
 
 @pytest.mark.parametrize(
-    ("owner", "letters"),
+    ("owner", "messages"),
     [
         ("w0", {"dropped": 1}),
         ("w1", {"settled": 1}),
         ("w2", {"confirm": 1, "confirmed": 1, "settled": 1, "dropped": 1}),
     ],
 )
-def test_a_reference_is_passed_on(trio: list[Worker], sent: Counter[str], owner: str, letters: dict[str, int]) -> None:
+def test_a_reference_is_passed_on(trio: list[Worker], sent: Counter[str], owner: str, messages: dict[str, int]) -> None:
     ref = on(owner)
     settled(trio, sent)
     assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
-    assert settled(trio, sent) == {"call": 1, "result": 1, **letters}
+    assert settled(trio, sent) == {"call": 1, "result": 1, **messages}
 
 
 def test_without_a_clear_annotation_nothing_is_converted(trio: list[Worker]) -> None:

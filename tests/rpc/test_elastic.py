@@ -25,7 +25,7 @@ from telegrad._core.membership import form_generations
 from telegrad._core.membership.form_generations import DirectoryLease
 from telegrad._core.membership.generations import COME, GENERATION
 from telegrad._core.modules.module_tree import branches
-from telegrad._core.sockets import knock
+from telegrad._core.sockets import accepts_connections
 from telegrad._core.stores import sealed_store
 from telegrad._core.stores.directory import Swap
 from telegrad._core.stores.directory_client import EmbeddedDirectory
@@ -618,7 +618,7 @@ def test_the_others_go_on_without_a_stopped_worker_and_it_comes_back(
     address = ("127.0.0.1", int(tcp.rpartition(":")[2]))
     with processes(3) as made:
         made[rank].begin(train_with_silence, tcp, names[rank], str(tmp_path), least)
-        wait_until(lambda: knock(address, SILENCE))
+        wait_until(lambda: accepts_connections(address, SILENCE))
         for name, process in zip(names, made, strict=True):
             if name in others:
                 process.begin(train_with_silence, tcp, name, str(tmp_path), least)

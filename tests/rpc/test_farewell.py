@@ -184,9 +184,9 @@ def test_a_worker_that_left_in_order_is_not_lost(group: list[Worker], caplog: py
     caplog.set_level(logging.WARNING, "telegrad")
     stays, leaves = group
     who = leaves.me.identity
-    doubt = Suspect(leaves.me, PeerUnreachable("it does not listen any more"), 0.0, 0.0)
+    suspect = Suspect(leaves.me, PeerUnreachable("it does not listen any more"), 0.0, 0.0)
     stays.agent._connections.tell_lost(who, ShutDown("worker 'w1' shut down"))  # while it is looked for
-    assert stays.membership._settle(doubt, False) == []
+    assert stays.membership._settle(suspect, False) == []
     stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))
     assert [worker.name for worker in stays.membership.present()] == ["w0"]
     assert not caplog.records
@@ -337,12 +337,12 @@ def call_for(duration: float) -> None:
                 rpc.rpc_sync(name, rpc.rpc_sync, (other, operator.neg, (1,)), timeout=5)
 
 
-def test_repeated_broken_handshakes_are_a_single_doubt(group: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_broken_handshakes_are_a_single_suspect(group: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each answer to a knock leads to another attempt, and each attempt to more knocks."""
     stays, other = group
-    monkeypatch.setattr(stays.membership, "_settle_doubts", lambda: None)
+    monkeypatch.setattr(stays.membership, "_check_suspects", lambda: None)
     for _ in range(3):
         stays.membership._on_lost(other.me.identity, broken_off())
-    assert len(stays.membership._doubts) == 1
+    assert len(stays.membership._suspects) == 1
     stays.membership._on_lost(other.me.identity, PeerLost("its connection broke"))  # it may have died since
-    assert len(stays.membership._doubts) == 2
+    assert len(stays.membership._suspects) == 2

@@ -409,7 +409,7 @@ def test_a_reference_is_not_used_once_a_later_token_is_known(workers: list[Worke
     claim = own.claims["counter"]
     own.claims["counter"] = claim._replace(token=claim.token + 1)
     with pytest.raises(errors.OwnerLost, match="now has another owner"):
-        on(workers[0], found._trail.check)
+        on(workers[0], found._strategy.check)
     own.claims["counter"] = claim
     assert on(workers[0], lambda: found.rpc_sync().add()) == 1
 

@@ -190,7 +190,7 @@ def test_a_method_is_not_called_again_after_a_telegrad_error(crowd: Crowd, kind:
     found = crowd.on("w0", rpc.lookup, "counter")
     error = kind("of a worker that it has called")
     if isinstance(error, errors.ClaimLost):
-        error.claim = tuple(found._trail)
+        error.claim = tuple(found._strategy)
     with pytest.raises(kind, match="that it has called"):
         crowd.on("w0", lambda: found.rpc_sync().fail(error))
     assert crowd.on("w0", lambda: found.rpc_sync().add(0)) == 1

@@ -18,7 +18,9 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from tests.cluster import PATIENCE, Process, agents_here, run_all, wait_until
 
-KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
+KINDS = (
+    "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_messages"
+)
 NOTHING = dict.fromkeys(KINDS.split(), 0)
 T = TypeVar("T")
 

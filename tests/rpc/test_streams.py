@@ -883,7 +883,7 @@ def test_waits_that_time_out_leave_nothing_behind(five: list[Worker]) -> None:
                 wait()
     assert not stream._pulls[0]._callbacks
     wait_until(lambda: not any(call.cancelled for call in five[1].agent._server.going_on))
-    wait_until(lambda: not any(box._callbacks for box in five[1].references._boxes.values()))
+    wait_until(lambda: not any(slot._callbacks for slot in five[1].references._slots.values()))
     event("gate 0").set()
     assert value.to_here() == list(stream) == [0]
 

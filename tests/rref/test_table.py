@@ -49,9 +49,9 @@ def test_a_reference_that_several_threads_give_up_is_deleted_once(worker: Worker
 def test_the_text_of_references_and_workers_needs_no_lock(worker: Worker) -> None:
     own, other = RRef(1), remote("w1", int)
     other.to_here()
-    table, box = worker.references, own._handle.box
-    assert box is not None
-    with worker.agent._reactor._lock, table._lock, worker.membership._changed, box._lock:
+    table, slot = worker.references, own._handle.slot
+    assert slot is not None
+    with worker.agent._reactor._lock, table._lock, worker.membership._changed, slot._lock:
         assert repr(own).endswith(" here: int>")
         assert repr(other).startswith("<RRef w0/")
         assert repr(worker) == "<Worker 'w0', in <Members: w0, w1>>"
@@ -87,21 +87,21 @@ def test_a_message_is_posted_once_although_posting_fails(worker: Worker, monkeyp
     references = [remote("w1", int) for _ in range(4)]
     for reference in references:
         reference.to_here()
-    post = table._courier.post
+    post = table._delivery.post
     posted: list[tuple[str, ControlMessage]] = []
 
-    def post_but_once(to: str, letter: ControlMessage) -> None:
+    def post_but_once(to: str, message: ControlMessage) -> None:
         if len(posted) == 2 and fails.acquire(blocking=False):
             raise MemoryError
-        posted.append((to, letter))
-        post(to, letter)
+        posted.append((to, message))
+        post(to, message)
 
     fails = threading.Semaphore(1)
-    monkeypatch.setattr(table._courier, "post", post_but_once)
+    monkeypatch.setattr(table._delivery, "post", post_but_once)
     with table._lock:  # the handles end in the same turn of the thread
         references.clear()
         del reference
-    wait_until(lambda: len({letter for _, letter in posted if letter.kind == DROPPED}) == 4)
+    wait_until(lambda: len({message for _, message in posted if message.kind == DROPPED}) == 4)
     assert not fails.acquire(blocking=False)
     assert len(posted) == len(set(posted))
 
@@ -110,7 +110,7 @@ def test_a_value_that_a_worker_makes_on_itself_needs_no_control_message(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, posted = worker.references, list[tuple[Any, ...]]()
-    monkeypatch.setattr(table._machine, "_post", lambda *letter: posted.append(letter))
+    monkeypatch.setattr(table._machine, "_post", lambda *message: posted.append(message))
     reference = remote("w0", int)
     assert reference.to_here() == 0
     wait_until(lambda: not table._creations)
@@ -124,7 +124,7 @@ def test_messages_are_kept_only_for_present_workers() -> None:
         for user in (other, leaver):
             current.enter(user)
             remote("w0", int).to_here()
-        lines = owner.references._courier._lines
+        lines = owner.references._delivery._lines
         wait_until(lambda: len(lines) == 2)
         leaver.end("")
         wait_until(lambda: [key.partition("#")[0] for key in list(lines)] == ["w1"])

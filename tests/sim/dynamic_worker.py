@@ -148,7 +148,7 @@ class Worker:
             self.group.registry = world.kinds.registry(self.group.directory, self.clock)
             self.group._stopped = Stopped(self)
             try:
-                self.me = self.group.join(self.me, self.knock)
+                self.me = self.group.join(self.me, self.probe)
                 break
             except (DirectoryLost, LeaseLost) as error:
                 world.note(f"{self} tries again to join: {error!r}")
@@ -196,10 +196,10 @@ class Worker:
         self.world.after(seconds, self.world.resume, fibers.check(), self)
         fibers.suspend()
 
-    def knock(self, member: Member) -> bool | None:
+    def probe(self, member: Member) -> bool | None:
         """Find out if a worker is alive; this is slow, and wrong in some worlds."""
         self.pause(self.world.random.choice((0.0, 0.0, 0.5, 2.0)))
-        return self.world.knock(self, member)
+        return self.world.probe(self, member)
 
     # Steps
 
@@ -221,10 +221,10 @@ class Worker:
         self._again(self.group.watch_once, self.watch)
 
     def settle(self) -> None:
-        """Check the workers that are in doubt, as long as there are some."""
+        """Check the workers that are suspected, as long as there are some."""
 
         def act() -> None:
-            pause = self.membership._settle_doubts()
+            pause = self.membership._check_suspects()
             self._settles = pause is not None
             if pause is not None:
                 self.world.after(pause, self.settle)

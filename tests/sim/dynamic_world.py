@@ -201,7 +201,7 @@ class World(Checked):
             self.wronged.add(other.life)
             worker.start(partial(worker.group.declare_lost, other.me, "wrongly"))
 
-    def knock(self, worker: Worker, member: Member) -> bool | None:
+    def probe(self, worker: Worker, member: Member) -> bool | None:
         other = self.lives[member.incarnation]
         if other.is_alive:
             if self.lies and not self.is_calm and self.random.random() < 0.3:
@@ -240,7 +240,7 @@ def patched() -> contextlib.ExitStack:
     for module in ("dynamic", "membership"):
         stack.enter_context(mock.patch(f"telegrad._core.membership.{module}.Background", Thread))
     stack.enter_context(mock.patch("telegrad._core.membership.dynamic.run_in_thread", run_here))
-    stack.enter_context(mock.patch("telegrad._core.membership.membership.Probes", Knocks))
+    stack.enter_context(mock.patch("telegrad._core.membership.membership.Probes", FakeProbes))
     stack.enter_context(mock.patch.object(logging.getLogger("telegrad"), "exception", fail))
     return stack
 
@@ -250,8 +250,8 @@ def fail(text: str, *_: Any) -> None:
     raise Broken(f"X1: {text}")
 
 
-class Knocks(list[Suspect]):
-    """A replacement for the knocks of `doubts`: the worker of this fiber knocks."""
+class FakeProbes(list[Suspect]):
+    """A replacement for the probes of `suspects`: the worker of this fiber probes."""
 
     begin = list.append
 
@@ -259,8 +259,8 @@ class Knocks(list[Suspect]):
         worker = fibers.check().owner
         assert isinstance(worker, Worker)
         while self:
-            doubt = self.pop()
-            yield doubt, worker.knock(doubt.who)
+            suspect = self.pop()
+            yield suspect, worker.probe(suspect.who)
 
 
 def run(seed: int, kinds: Kinds, counts: Counter[str]) -> list[str]:

@@ -23,7 +23,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.machine = References(name)
-        self.courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
+        self.delivery: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self.handles: list[Id] = []  # references, once for each handle
         self.fetching: list[Id] = []  # references whose values the worker waits for, with a handle each
         self.asked: list[tuple[Id, str]] = []  # (ref, user): fetches that wait here for a value
@@ -55,7 +55,7 @@ class World:
         self.values: dict[Id, str] = {}  # at the owner
         self.owners: dict[Id, str] = {}
         self.now = 0.0
-        self.letters: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self.passes = 0
 
     # The program
@@ -166,14 +166,14 @@ class World:
         worker = self.reached(to)
         if worker is None:
             return
-        assert worker.name == to, f"a letter to {to} came to {worker.name}"
+        assert worker.name == to, f"a message to {to} came to {worker.name}"
         self.heard_from(worker, sender)
-        for letter in worker.courier.receive(sender, batch, self.now):
-            worker.machine.receive(sender, letter)
+        for message in worker.delivery.receive(sender, batch, self.now):
+            worker.machine.receive(sender, message)
 
     def heard_from(self, worker: Worker, sender: str) -> None:
         if worker.machine.alive(sender):
-            worker.courier.hurry(sender, self.now)
+            worker.delivery.hurry(sender, self.now)
             if sender in self.dead:
                 self.hear(("death", sender, worker.name))
 
@@ -234,8 +234,8 @@ class World:
     def send_letters(self, worker: Worker, to: str, batch: Batch) -> None:
         """Send as `ReferenceTable._send` does: a sender that finds another life under the name knows of the death."""
         if to in self.dead and self.lives[name_of(to)][-1] != to and self.random.random() < 0.5:
-            self.bury(worker, to)
-            worker.courier.bury(to)
+            self.drop_worker(worker, to)
+            worker.delivery.drop_worker(to)
         else:
             self.batches.append((worker.name, to, batch))
 
@@ -248,11 +248,11 @@ class World:
         for ref, share in machine.shares.items():
             if about in (share.owner, *(share.children or {}).values()):
                 self.doubtful.add(ref)
-        self.bury(worker, about)
+        self.drop_worker(worker, about)
 
-    def bury(self, worker: Worker, about: str) -> None:
+    def drop_worker(self, worker: Worker, about: str) -> None:
         worker.machine.dead(about)
-        worker.courier.forget(about, self.now)
+        worker.delivery.forget(about, self.now)
 
     def mistaken(self) -> bool:
         """Return True if a living worker is still declared dead by another."""
@@ -271,10 +271,10 @@ class World:
         if event == "stillborn":
             worker.machine.stillborn(*about)
         elif about in self.dead:
-            self.bury(worker, about)
+            self.drop_worker(worker, about)
         else:
             worker.machine.ask(about)
-            worker.courier.hurry(about, self.now)
+            worker.delivery.hurry(about, self.now)
 
     # The scheduler
 
@@ -289,18 +289,18 @@ class World:
         return self.random.choice([name for name in self.alive() if name != worker.name])
 
     def post(self) -> None:
-        """Collect the letters of the machines."""
+        """Collect the messages of the machines."""
         for worker in self.workers.values():
             machine = worker.machine
             if worker.name in self.dead:
                 continue
-            for to, letter in machine.letters:
-                self.letters[letter.kind] += 1
-                assert to != worker.name, f"{worker.name} writes to itself: {letter}"
-                worker.courier.post(to, letter)
+            for to, message in machine.messages:
+                self.sent[message.kind] += 1
+                assert to != worker.name, f"{worker.name} writes to itself: {message}"
+                worker.delivery.post(to, message)
                 if to in self.dead:
                     self.hear(("death", to, worker.name))
-            machine.letters.clear()
+            machine.messages.clear()
             for ref in machine.hopeless:
                 self.values[ref] = HOPELESS
             machine.hopeless.clear()
@@ -309,7 +309,7 @@ class World:
                     self.values[ref] = FREED
             machine.freed.clear()
             self.answer_fetches(worker)
-            for to, batch in worker.courier.outgoing(self.now):
+            for to, batch in worker.delivery.outgoing(self.now):
                 self.send_letters(worker, to, batch)
 
     def step(self, growing: bool) -> None:
@@ -356,7 +356,7 @@ class World:
             queue, act = self.random.choice(queues)
             act(self.random.randrange(len(queue)))
         else:
-            due = min(self.workers[name].courier.next() for name in self.alive())
+            due = min(self.workers[name].delivery.next() for name in self.alive())
             self.now = max(self.now, due if due < inf else 0.0) + 1e-3
 
     def unsettled(self) -> bool | list[Any]:
@@ -364,7 +364,7 @@ class World:
             self.messages
             or self.batches
             or self.news
-            or any(self.workers[name].courier.unsettled for name in self.alive())
+            or any(self.workers[name].delivery.unsettled for name in self.alive())
             or self.mistaken()
         )
 

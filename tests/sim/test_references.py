@@ -1,4 +1,4 @@
-"""The reference protocol: single flows and their letters, then any schedule of a seeded cluster.
+"""The reference protocol: single flows and their messages, then any schedule of a seeded cluster.
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_references.py` replays it alone.
 """
@@ -41,7 +41,7 @@ WEATHER = {
 
 
 class Trio:
-    """Three machines whose letters arrive at once, and are counted."""
+    """Three machines whose messages arrive at once, and are counted."""
 
     def __init__(self) -> None:
         self.machines = {name: References(name) for name in "abc"}
@@ -52,15 +52,15 @@ class Trio:
 
     def post(self) -> None:
         """Deliver until nothing is left."""
-        while any(machine.letters for machine in self.machines.values()):
+        while any(machine.messages for machine in self.machines.values()):
             for name, machine in self.machines.items():
-                letters, machine.letters = machine.letters, []
-                for to, letter in letters:
-                    self.seen.append(letter.kind)
-                    self.machines[to].receive(name, letter)
+                messages, machine.messages = machine.messages, []
+                for to, message in messages:
+                    self.seen.append(message.kind)
+                    self.machines[to].receive(name, message)
 
-    def letters(self) -> Counter[Any]:
-        """Return the number of letters of each kind since the last call."""
+    def messages(self) -> Counter[Any]:
+        """Return the number of messages of each kind since the last call."""
         self.post()
         seen, self.seen = self.seen, []
         return Counter(seen)
@@ -84,55 +84,55 @@ def trio() -> Trio:
     return Trio()
 
 
-# The number of letters of each way, for any number of workers
+# The number of messages of each way, for any number of workers
 
 
 def test_creation_takes_no_letter(trio: Trio) -> None:
     ref = trio.created()
-    assert trio.letters() == {}
+    assert trio.messages() == {}
     trio.a.drop(ref)
-    assert trio.letters() == {DROPPED: 1}
+    assert trio.messages() == {DROPPED: 1}
     assert trio.is_empty()
 
 
 def test_owner_to_user_takes_no_letter(trio: Trio) -> None:
     ref = trio.b.own()
     trio.passed(ref, "b", "b", "a")
-    assert trio.letters() == {}
+    assert trio.messages() == {}
     trio.b.drop(ref)
     trio.a.drop(ref)
-    assert trio.letters() == {DROPPED: 1}
+    assert trio.messages() == {DROPPED: 1}
     assert trio.is_empty()
 
 
 def test_user_to_owner_takes_one_letter(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "b")
-    assert trio.letters() == {SETTLED: 1}
+    assert trio.messages() == {SETTLED: 1}
     trio.a.drop(ref)
     trio.b.drop(ref)
-    assert trio.letters() == {DROPPED: 1}
+    assert trio.messages() == {DROPPED: 1}
     assert trio.is_empty()
 
 
 def test_user_to_user_takes_three_letters_and_a_second_handle_is_the_same_fork(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
-    assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
+    assert trio.messages() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
     trio.passed(ref, "b", "a", "c")
-    assert trio.letters() == {SETTLED: 1}
+    assert trio.messages() == {SETTLED: 1}
     assert len(trio.b.owned[ref].forks) == 2
     for _ in range(2):
         trio.c.drop(ref)
     trio.a.drop(ref)
-    assert trio.letters() == {DROPPED: 2}
+    assert trio.messages() == {DROPPED: 2}
     assert trio.is_empty()
 
 
 def test_a_reference_may_arrive_before_its_creation(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
-    assert trio.letters() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
+    assert trio.messages() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
     assert trio.b.expect(ref, fork, "a")
     trio.a.created(ref, fork, "b")
     trio.a.drop(ref)
@@ -152,7 +152,7 @@ def test_users_learn_of_the_owners_death(trio: Trio) -> None:
         user.dead("b")
         assert user.fault(ref) == OWNER_DIED
         user.drop(ref)
-        assert user.letters == []
+        assert user.messages == []
         assert not user.shares
 
 
@@ -161,7 +161,7 @@ def test_a_lost_message_is_asked_for_and_refused_when_it_comes(trio: Trio) -> No
     lost = trio.b.fork(ref, "a")
     trio.b.drop(ref)
     trio.b.ask("a")
-    assert trio.letters() == {ASK: 1, MISSING: 1}
+    assert trio.messages() == {ASK: 1, MISSING: 1}
     assert trio.is_empty()
     assert trio.a.arrive(ref, lost, "b", "b") == CAME_LATE
 
@@ -169,9 +169,9 @@ def test_a_lost_message_is_asked_for_and_refused_when_it_comes(trio: Trio) -> No
 def test_users_learn_that_a_creating_call_never_arrived(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
-    trio.letters()
+    trio.messages()
     trio.a.stillborn(ref, fork, "b")
-    assert trio.letters() == {STILLBORN: 1, GONE: 1, MISSING: 1}
+    assert trio.messages() == {STILLBORN: 1, GONE: 1, MISSING: 1}
     assert trio.b.hopeless == [ref]
     assert trio.a.fault(ref) == trio.c.fault(ref) == VALUE_GONE
     assert not trio.b.expect(ref, fork, "a")
@@ -184,7 +184,7 @@ def test_users_learn_that_a_creating_call_never_arrived(trio: Trio) -> None:
 def test_a_creation_that_was_never_sent_leaves_nothing(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.a.cancel(ref)
-    assert trio.letters() == {}
+    assert trio.messages() == {}
     assert trio.is_empty()
 
 
@@ -207,7 +207,7 @@ def taken_for_dead(trio: Trio, by: str, who: str) -> None:
 def test_references_of_a_creator_that_forgot_the_owner_are_taken_back(trio: Trio) -> None:
     ref = trio.created()
     taken_for_dead(trio, "a", "b")
-    assert trio.letters() == {FORGOT: 1, ASK: 1, MISSING: 1}
+    assert trio.messages() == {FORGOT: 1, ASK: 1, MISSING: 1}
     assert not trio.b.owned
     assert trio.a.fault(ref) == OWNER_DIED
     trio.a.drop(ref)
@@ -218,11 +218,11 @@ def test_references_of_a_creator_that_forgot_the_owner_are_taken_back(trio: Trio
 def test_an_owner_that_forgot_its_user_knows_it_again(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "b")  # the owner keeps the value
-    trio.letters()
+    trio.messages()
     taken_for_dead(trio, "b", "a")
-    letters = trio.letters()
-    assert letters[FORGOT] == letters[CONFIRM] == 1
-    assert GONE not in letters
+    messages = trio.messages()
+    assert messages[FORGOT] == messages[CONFIRM] == 1
+    assert GONE not in messages
     assert trio.a.fault(ref) == ""
     trio.b.drop(ref)
     assert ref in trio.b.owned
@@ -236,7 +236,7 @@ def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> No
     trio.passed(ref, "b", "b", "a")
     trio.b.drop(ref)
     taken_for_dead(trio, "b", "a")
-    assert trio.letters() == {FORGOT: 1, CONFIRM: 1, GONE: 1, DROPPED: 1}
+    assert trio.messages() == {FORGOT: 1, CONFIRM: 1, GONE: 1, DROPPED: 1}
     assert trio.a.fault(ref) == VALUE_GONE
     trio.a.drop(ref)
     trio.post()
@@ -246,10 +246,10 @@ def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> No
 def test_an_owner_stops_waiting_for_the_call_of_a_creator_that_forgot_it(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
-    trio.letters()
+    trio.messages()
     trio.c.seek(ref)
     taken_for_dead(trio, "a", "b")
-    assert trio.letters()[STILLBORN]
+    assert trio.messages()[STILLBORN]
     assert trio.b.hopeless == [ref]
     assert trio.c.fault(ref) == VALUE_GONE
 
@@ -271,7 +271,7 @@ def test_no_reference_is_lost_or_leaks_in_any_schedule(weather: str, seeds: rang
 def test_letters_do_not_grow_with_the_workers(size: int) -> None:
     """The limits: CONFIRM, CONFIRMED, SETTLED, DROPPED for each pass; WANTED, STILLBORN, DROPPED for each creation."""
     world = run(0, faults=False, crashes=False, mistakes=False, events=2000, size=size)
-    assert 0 < sum(world.letters.values()) <= 4 * world.passes + 3 * len(world.values)
+    assert 0 < sum(world.sent.values()) <= 4 * world.passes + 3 * len(world.values)
 
 
 BREAKS: dict[str, tuple[str, str, dict[Any, Any]]] = {

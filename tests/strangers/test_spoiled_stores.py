@@ -58,7 +58,7 @@ def joined(store: Any, rank: int, size: int, timeout: float) -> RankTable | erro
 @pytest.mark.parametrize("forged", [*GARBAGE, "0", "77"])
 def test_a_fixed_group_forms_or_names_the_spoiled_key(key: str, forged: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LINGER", 0.1)
-    monkeypatch.setattr(rendezvous, "DOUBT", 0.05)
+    monkeypatch.setattr(rendezvous, "CHECK_AFTER", 0.05)
     store = Spoiled(key, forged)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: joined(store, rank, 2, 3.0), range(2)))

@@ -72,7 +72,7 @@ log = logging.getLogger("telegrad")
 
 
 class Deferred(NamedTuple):
-    """Returned by functions of this package whose value is that of a future or of a box."""
+    """Returned by functions of this package whose value is that of a future or of a slot."""
 
     future: torch.futures.Future[Any] | Signal
     function: Any  # the function that made the future, or its name
@@ -380,7 +380,7 @@ class Server:
 
     def _perform(self, call: Incoming) -> None:
         try:
-            with self._streams.turn(), entered(call.scene):
+            with self._streams.turn(), entered(call.call_context):
                 self._serve(call, ordered=True)
         except BaseException:
             self._fail(call, call.name)

@@ -158,7 +158,7 @@ class Incoming(Served):
 
     __slots__ = (
         *("args", "attachments", "begun", "caller", "came", "context", "function", "kwargs", "link", "message", "name"),
-        *("on_end", "scene"),
+        *("on_end", "call_context"),
     )
 
     came: float  # time of arrival, set if the message has flags
@@ -166,7 +166,7 @@ class Incoming(Served):
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    scene: CallContext | None  # scene in which it runs
+    call_context: CallContext | None  # in which it runs
     on_end: Callable[[], None] | None  # called once, after the answer was sent
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
@@ -186,19 +186,19 @@ class Incoming(Served):
         return self.attachments.destination if self.attachments is not None else None
 
     @property
-    def callers_scene(self) -> bytes | memoryview:
+    def callers_context(self) -> bytes | memoryview:
         return split(self.message.body)[1] if self.message.flags & HAS_CALL_CONTEXT else b""
 
     def setting(self) -> AbstractContextManager[None]:
-        """Return a context manager that applies the caller's grad mode, context and scene."""
+        """Return a context manager that applies the caller's grad mode, autograd context and call context."""
         flags = self.message.flags
         if not flags and self.context is not None:  # the usual case
             return self.context.entered()
-        return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
+        return setting(flags, self.callers_context, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
         self.function, self.args, self.kwargs = opened
-        self.scene = self.on_end = None
+        self.call_context = self.on_end = None
 
     def take(self) -> Opened:
         opened = self.function, self.args, self.kwargs
@@ -213,8 +213,8 @@ class Incoming(Served):
 
     @property
     def hops(self) -> Hops:
-        scene = self.callers_scene
-        return hops_of(scene) if scene else ()
+        context = self.callers_context
+        return hops_of(context) if context else ()
 
     @property
     def described(self) -> str:

@@ -156,7 +156,7 @@ class EncodedCall:
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         if flags and not layers.sends_modes:
             pending.unrecorded, flags = True, 0
-        if layers.tells_times or seen.scene or profiling.follower is not None or call_context.is_autocast_on():
+        if layers.tells_times or seen.call_context or profiling.follower is not None or call_context.is_autocast_on():
             said, pending.in_turn = call_context.described(*pending.time(layers.tells_times), layers.sends_modes)
             if said:
                 flags |= HAS_CALL_CONTEXT

@@ -97,15 +97,15 @@ class DerivedTimeout(float):
 
 
 _NONE = CallContext()
-_current: ContextVar[CallContext] = ContextVar("telegrad_scene", default=_NONE)
+_current: ContextVar[CallContext] = ContextVar("telegrad_call_context", default=_NONE)
 
 
 class Seen:
-    """The kinds of data that scenes of this process have had. Calls look for no other kind, which saves time."""
+    """The kinds of data that call contexts of this process have had. Calls look for no other kind, which saves time."""
 
     def __init__(self) -> None:  # attributes of the object, which are read faster than those of its class
-        self.scene = False  # True once a scene was entered
-        self.deadline = False  # True once a scene had a deadline
+        self.call_context = False  # True once one was entered
+        self.deadline = False  # True once one had a deadline
 
 
 seen = Seen()
@@ -223,11 +223,11 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
             if kind in _autocast_kinds():
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
         if hops or baggage or time:
-            scene = CallContext(hops, _current.get().turn, baggage)
+            context = CallContext(hops, _current.get().turn, baggage)
             if time:
                 seen.deadline = True
-                scene = scene._replace(until=came + time[0], whose=time[1])
-            stack.enter_context(entered(scene))
+                context = context._replace(until=came + time[0], whose=time[1])
+            stack.enter_context(entered(context))
         yield
 
 
@@ -238,12 +238,12 @@ def unlimited() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def entered(scene: CallContext | None) -> Iterator[None]:
-    if scene is None:
+def entered(context: CallContext | None) -> Iterator[None]:
+    if context is None:
         yield
         return
-    seen.scene = True
-    token = _current.set(scene)
+    seen.call_context = True
+    token = _current.set(context)
     try:
         yield
     finally:
@@ -291,25 +291,25 @@ class GraphLayer(Protocol):
 
 @contextmanager
 def setting(
-    flags: int, scene: bytes | memoryview, context: GraphContext | None, came: float = 0.0
+    flags: int, call_context: bytes | memoryview, graph: GraphContext | None, came: float = 0.0
 ) -> Generator[None, None, None]:
-    """Apply the caller's grad mode, autograd context and scene in the block; `came` is when the call arrived."""
+    """Apply the caller's grad mode, autograd context and call context in the block; `came` is when the call arrived."""
     with ExitStack() as stack:
         if flags:
             # In this order: entering `inference_mode` also sets the grad mode.
             stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
             stack.enter_context(torch.set_grad_enabled(not flags & NO_GRAD))
-        if scene:
-            stack.enter_context(holding(scene, came))
-        if context is not None:
-            stack.enter_context(context.entered())
+        if call_context:
+            stack.enter_context(holding(call_context, came))
+        if graph is not None:
+            stack.enter_context(graph.entered())
         yield
 
 
 @contextmanager
-def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
+def resumed(flags: int, call_context: bytes | memoryview, graph: GraphContext | None) -> Generator[None, None, None]:
     """Apply `setting` on a thread that continues a call after the call's function has returned."""
-    with setting(flags, scene, context):
+    with setting(flags, call_context, graph):
         carried, follower = baggage(), profiling.follower
         with follower.resumed(carried) if carried and follower is not None else nullcontext():
             yield

@@ -77,7 +77,7 @@ from telegrad.errors import (
 
 SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
-KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or came first
+PROBE_PAUSE = 0.5  # seconds between two probes of a worker that is awaited, or came first
 ANSWERS = 2.0  # seconds for the connection of a probe, and as many for its handshake
 LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
 
@@ -282,7 +282,7 @@ class _Joining:
         self._waits_for = coming.before.number  # the last generation that ran while this worker waited for the next
         self._lost = ""  # why the directory does not answer
         self._dead: set[str] = set()
-        self._knocked: dict[str, float] = {}  # the time, by incarnation
+        self._probed: dict[str, float] = {}  # the time, by incarnation
 
     def join(self) -> Formed:
         with Wait(self._what, self._text, lambda: self._quorum.missing(), worker=self._me.name) as self._wait:
@@ -298,7 +298,7 @@ class _Joining:
                     if monotonic() > self._until:
                         raise
                     self._held.restart()
-                    sleep(KNOCK_AGAIN)
+                    sleep(PROBE_PAUSE)
                 self._wait.look()
 
     def _join_in(self, directory: Directory) -> Formed:
@@ -336,7 +336,7 @@ class _Joining:
                 # Only the deciding worker watches the arrivals: with n waiting workers, n * n events would be sent
                 # otherwise. It also wakes when LAST_CALL is over, since no event reports that.
                 quiet = self._came + LAST_CALL - monotonic()
-                pause = min(KNOCK_AGAIN, quiet if quiet > 0 else inf) if decides else LOOK
+                pause = min(PROBE_PAUSE, quiet if quiet > 0 else inf) if decides else LOOK
                 pause = max(0.0, min(pause, self._until - monotonic()))
                 directory.watch(PREFIX if decides else GENERATION, self._state.revision, pause)
 
@@ -411,11 +411,11 @@ class _Joining:
         if member.incarnation in self._dead or member.incarnation == self._me.incarnation:
             return member.incarnation not in self._dead
         now = monotonic()
-        if fresh or now - self._knocked.get(member.incarnation, -inf) > KNOCK_AGAIN:
+        if fresh or now - self._probed.get(member.incarnation, -inf) > PROBE_PAUSE:
             if not self._is_alive(member):
                 self._dead.add(member.incarnation)
                 return False
-            self._knocked[member.incarnation] = monotonic()
+            self._probed[member.incarnation] = monotonic()
         return True
 
     def _text(self) -> str:

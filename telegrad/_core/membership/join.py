@@ -32,7 +32,7 @@ from telegrad._core.membership.rendezvous import COMPLETE, OPENED, ROUND, RankTa
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.private_files import create_once, state_folder
 from telegrad._core.security.keyring import Key, Keyring, find_keys, given_keys, new_key
-from telegrad._core.sockets import knock
+from telegrad._core.sockets import accepts_connections
 from telegrad._core.stores.directory import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.stores.find_directory import (
     POINTER,
@@ -59,7 +59,7 @@ IDLE = 60.0  # seconds without workers until the directory of a Ray job ends
 LOOK = 5.0  # seconds between two checks for workers of a Ray job
 HEAD, LITTLE = "node:__internal_head__", 0.001  # Ray's name for its head node, as a resource of 1
 
-KNOCK = 2.0  # seconds for a worker whose name or rank is claimed to answer
+CONNECT_TIMEOUT = 2.0  # seconds for a worker whose name or rank is claimed to answer
 
 T = TypeVar("T")
 
@@ -335,9 +335,9 @@ def _directory_is_used(store: SealedStore) -> bool:
     """Return True if this store points to the directory of a dynamic group with members, or of an elastic one."""
     text = KeyValueStore(store).read(POINTER)
     pointer = Pointer.from_json(text) if text else None
-    if pointer is None or not knock(pointer.address, KNOCK):
+    if pointer is None or not accepts_connections(pointer.address, CONNECT_TIMEOUT):
         return False
-    directory = connect(pointer, store.keys, KNOCK)
+    directory = connect(pointer, store.keys, CONNECT_TIMEOUT)
     try:
         return _dynamic_group_lives(directory) or lives_in(directory, is_alive)
     except TelegradError:  # it does not answer, or is now another program's
@@ -371,9 +371,9 @@ def fixed_group_lives(store: SealedStore) -> bool:
 
 def shows_life(member: Member) -> bool | None:
     """Return True if a program listens at the member's address, False if none does; None if its host is silent."""
-    return knock(member.tcp, KNOCK)
+    return accepts_connections(member.tcp, CONNECT_TIMEOUT)
 
 
 def is_alive(member: Member) -> bool:
     """Return True if a program listens at the member's address."""
-    return bool(knock(member.tcp, KNOCK))
+    return bool(accepts_connections(member.tcp, CONNECT_TIMEOUT))

@@ -100,12 +100,12 @@ class Membership:
         self._view: View | None = None  # of the present members, created on demand
         self._version = 0  # of the view
         self.gone: list[Callable[[Member], None]] = []  # called under the lock with each gone member, to record it
-        self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
+        self.answered: list[Callable[[Member], None]] = []  # called with a suspected worker each time that it answers
         self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
         self.returned: list[Callable[[Member], None]] = []  # called when such a worker answers again
-        self._doubts: list[Suspect] = []
-        self._doubted: set[str] = set()  # incarnations whose connection broke, until they answer or are taken out
-        self._knocks = Probes()  # used only by the probing thread
+        self._suspects: list[Suspect] = []
+        self._suspected: set[str] = set()  # incarnations whose connection broke, until they answer or are taken out
+        self._probes = Probes()  # used only by the probing thread
         # The last time, by incarnation, at which a connection to or from a present worker was made.
         self._reached: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # how former members went, by incarnation
@@ -203,7 +203,7 @@ class Membership:
     def _names(self, role: str = "") -> set[str]:
         """Return the members of that role, if given. Others may replace those that are perhaps lost, or are leaving."""
         with self._changed:
-            out = self._doubted | self._parted if self._group is not None else set()
+            out = self._suspected | self._parted if self._group is not None else set()
             members = [member for life, member in self._present.items() if life not in out]
             return {member.name for member in members if role in ("", member.role)}
 
@@ -263,12 +263,12 @@ class Membership:
                 self._parted.add(who.incarnation)
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
-            # It is probed again anyway. Without this check the doubts may never end: each answer has messages sent
-            # again (`answered`), these open a connection, and the next failure of that would be another doubt.
-            if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
+            # It is probed again anyway. Without this check the suspects may never end: each answer has messages sent
+            # again (`answered`), these open a connection, and the next failure of that would be another suspect.
+            if is_broken(reason) and any(suspect.who is member for suspect in self._suspects):
                 return
             if not parted:
-                self._doubt(member, reason)
+                self._suspect(member, reason)
             elif self._group is None:
                 # In a dynamic group, the directory reports the departure.
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
@@ -276,9 +276,9 @@ class Membership:
             self._watch.want()
         self._wake.set()
 
-    def _doubt(self, member: Member, reason: PeerError) -> None:
-        self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
-        self._doubted.add(member.incarnation)
+    def _suspect(self, member: Member, reason: PeerError) -> None:
+        self._suspects.append(Suspect(member, reason, monotonic(), monotonic()))
+        self._suspected.add(member.incarnation)
 
     def _on_reached(self, who: Identity) -> None:
         """Note that a worker lives; take back a lost one that answers again, such as one that was stopped."""
@@ -286,7 +286,7 @@ class Membership:
             if (member := self._silent.pop(who.incarnation, None)) is not None:
                 self._gone.pop(who.incarnation, None)
                 self._take_in(member)
-            self._doubted.discard(who.incarnation)
+            self._suspected.discard(who.incarnation)
             if who.incarnation in self._present:
                 self._reached[who.incarnation] = monotonic()
         if member is not None:
@@ -303,7 +303,7 @@ class Membership:
             how = LOST if lost else LEFT
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
-            self._doubted.discard(member.incarnation)
+            self._suspected.discard(member.incarnation)
             self._reached.pop(member.incarnation, None)
             remember(self._gone, member.incarnation, how)
             # It may be alive after all; then `_on_reached` takes it back. A worker that announced its departure does
@@ -326,7 +326,7 @@ class Membership:
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if self._has_parted(reason) else set()
             if not isinstance(reason, PeerSilent):  # its lease decides
-                self._doubt(member, reason)
+                self._suspect(member, reason)
         self._new_version()
         for callback in self._teller.of_joins if member.incarnation != self._me.incarnation else ():
             self._teller.tell(callback, info(member))
@@ -337,81 +337,81 @@ class Membership:
     def _main(self) -> None:
         while not (self._closed or self._post.closed):
             try:
-                pause = self._settle_doubts()
+                pause = self._check_suspects()
             except Exception:
                 log.exception("telegrad: checking the group's members failed")
                 pause = AGAIN
             self._wake.wait(pause)
-            # `_on_lost` adds a doubt before it sets the event, so the next turn sees each doubt whose event is cleared
-            # here.
+            # `_on_lost` adds a suspect before it sets the event, so the next turn sees each suspect whose event is
+            # cleared here.
             self._wake.clear()
-        self._knocks.close()
+        self._probes.close()
 
-    def _settle_doubts(self) -> float | None:
-        """Probe the doubted workers; return the seconds until the next time, or None without doubts."""
+    def _check_suspects(self) -> float | None:
+        """Probe the suspected workers; return the seconds until the next time, or None without suspects."""
         with self._changed:
             now = monotonic()
-            due = [doubt for doubt in self._doubts if doubt.due <= now]
-            self._doubts = [doubt for doubt in self._doubts if doubt.due > now]
-        for doubt in due:
-            self._knocks.begin(doubt)
-        for doubt, answer in self._knocks.answers():
-            # If `_settle` raises, neither this doubt nor the others may be dropped: this one is probed again a little
+            due = [suspect for suspect in self._suspects if suspect.due <= now]
+            self._suspects = [suspect for suspect in self._suspects if suspect.due > now]
+        for suspect in due:
+            self._probes.begin(suspect)
+        for suspect, answer in self._probes.answers():
+            # If `_settle` raises, neither this suspect nor the others may be dropped: this one is probed again a little
             # later.
-            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]
+            left = [suspect._replace(due=monotonic() + 2 * AGAIN)]
             try:
-                left = self._settle(doubt, answer)
+                left = self._settle(suspect, answer)
             finally:
                 with self._changed:
-                    self._doubts += left
+                    self._suspects += left
             # It lives, but messages to it may have been lost with the broken connection: the barriers send them again.
             for told in self.answered if answer else ():
-                told(doubt.who)
-        if self._knocks:
+                told(suspect.who)
+        if self._probes:
             return 0.0
-        return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
+        return min((max(0.0, min(suspect.due - monotonic(), LOOK)) for suspect in self._suspects), default=None)
 
-    def _settle(self, doubt: Suspect, answer: bool | None) -> list[Suspect]:
-        """Act on the answer to a probe; return what is still in doubt."""
-        fate = doubt.after(answer, monotonic())
+    def _settle(self, suspect: Suspect, answer: bool | None) -> list[Suspect]:
+        """Act on the answer to a probe; return the suspect if it is still one."""
+        fate = suspect.after(answer, monotonic())
         if isinstance(fate, Suspect):
             return [fate]
         # A refused connection proves that the process is gone, but not how: the member may have left in order, and the
         # watch may not have reported that yet. The directory knows.
         if answer is False and self._group is not None:
             # A connection was made since: something between the two workers may have refused the probe.
-            if self._reached.get(doubt.who.incarnation, doubt.begun) > doubt.begun:
-                return [doubt.anew(monotonic())]
-            why = f"worker {self._me.name!r} found that {doubt.evidence(answer)}"
-            self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt, doubt.evidence(answer)))
+            if self._reached.get(suspect.who.incarnation, suspect.begun) > suspect.begun:
+                return [suspect.anew(monotonic())]
+            why = f"worker {self._me.name!r} found that {suspect.evidence(answer)}"
+            self._group.declare_lost(suspect.who, why, partial(self._find_dead, suspect, suspect.evidence(answer)))
         elif fate and self._group is None:
-            self._find_dead(doubt, doubt.evidence(answer))
-        elif self._teller.of_ends or doubt.who.incarnation == self._next:
-            self._greet([doubt.who])  # it may be alive: connect, to notice its next end
+            self._find_dead(suspect, suspect.evidence(answer))
+        elif self._teller.of_ends or suspect.who.incarnation == self._next:
+            self._greet([suspect.who])  # it may be alive: connect, to notice its next end
         if not fate:
             with self._changed:
-                self._doubted.discard(doubt.who.incarnation)
+                self._suspected.discard(suspect.who.incarnation)
         return []
 
-    def _find_dead(self, doubt: Suspect, evidence: str) -> None:
+    def _find_dead(self, suspect: Suspect, evidence: str) -> None:
         """Remove a worker that is dead by that evidence, if no directory decides."""
-        who = doubt.who
+        who = suspect.who
         with self._changed:
             if self._closed:
                 return
             # It may have announced its departure, or been removed, while it was probed.
             how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
-            # A connection was made since, so what this doubt rests on is over. `_on_reached` does not take back a
-            # worker that is removed only after it was reached. The doubt is not dropped, because the worker may have
+            # A connection was made since, so the reason of the suspicion is over. `_on_reached` does not take back a
+            # worker that is removed only after it was reached. The suspect is not dropped, because the worker may have
             # died before that connection was noted.
-            if how == LOST and self._reached.get(who.incarnation, doubt.begun) > doubt.begun:
-                self._doubts.append(doubt.anew(monotonic()))
+            if how == LOST and self._reached.get(who.incarnation, suspect.begun) > suspect.begun:
+                self._suspects.append(suspect.anew(monotonic()))
                 self._wake.set()  # this may be another thread than the probing one
                 return
-            self._take_out(who, doubt.why if how == LOST else None)
+            self._take_out(who, suspect.why if how == LOST else None)
         if how == LOST:
             self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: {evidence}")
-            self.on_dead(who.identity, doubt.why)
+            self.on_dead(who.identity, suspect.why)
             # It has answered since it was removed: `_on_reached`, on another thread, may have reported that first.
             if who.incarnation in self._present:
                 self._post.note_return(who.identity)
@@ -439,8 +439,8 @@ class Membership:
                 if member.incarnation in self._gone:
                     return
                 self._take_in(member)
-                is_doubted = bool(self._doubts)
-            if is_doubted:  # it was lost before it was seen here
+                is_suspected = bool(self._suspects)
+            if is_suspected:  # it was lost before it was seen here
                 self._watch.want()
                 self._wake.set()
             if self._teller.of_ends:

@@ -43,7 +43,7 @@ MOST_ASKED = 32  # ranks per check, and workers that are probed
 LINGER = 2.0  # seconds that the store's server waits for the others to leave first
 LONGEST_LOOK = 2.0  # seconds to find the missing workers if a group of hundreds does not form
 NEIGHBOURS = 4  # next workers by rank that each worker checks: the first dead one of each sequence is found
-DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are checked
+CHECK_AFTER = 1.0  # seconds at the second gate, which all should reach at once, until the others are checked
 STALE = 60.0  # seconds after which a fault is an earlier run's
 OPENED, VOID = "opened", "void"
 COMPLETE, READY = "complete", "ready"
@@ -83,7 +83,7 @@ class ArrivalTable:
     def is_complete(self) -> bool:
         return not self._unasked
 
-    def knock(self, is_alive: Callable[[Member], bool]) -> None:
+    def check_alive(self, is_alive: Callable[[Member], bool]) -> None:
         """Probe the workers found last, and record those that do not answer."""
         self._silent = [member for member in list(self._come.values())[-MOST_ASKED:] if not is_alive(member)]
 
@@ -222,7 +222,7 @@ class StaticJoin:
                 gate = READY
                 self._board.swap(f"read/{self.me.id}", "", OPENED)
                 self._open(READY)
-                self._pass(READY, self._doubt(members, wait))
+                self._pass(READY, self._check_others(members, wait))
         except BaseException as error:
             if not isinstance(error, _Past):
                 self._tell(gate, error)
@@ -306,13 +306,13 @@ class StaticJoin:
             kind, text, *_ = json.loads(found)
             raise _FAULTS[kind](text)
 
-    def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:
+    def _check_others(self, members: Members, wait: Wait) -> Callable[[], None]:
         """Return a function to call at the second gate, which makes the round void if a worker has died."""
         since = monotonic()
 
         def look() -> None:
             nonlocal since
-            if monotonic() - since > DOUBT:
+            if monotonic() - since > CHECK_AFTER:
                 since = monotonic()
                 self._open(READY)
                 # Not all others: n workers that probe each other make n * n connections. It is enough that some worker
@@ -352,7 +352,7 @@ class StaticJoin:
         self._look()
         while not self._attendance.is_complete and monotonic() < limit:
             self._look()
-        self._attendance.knock(self.is_alive)
+        self._attendance.check_alive(self.is_alive)
         self._look_for_refused()
         who = self._absent() or "a worker joined, but ended before all had joined"
         return GroupIncomplete(
@@ -365,13 +365,13 @@ class StaticJoin:
         times = Times(wait.begun, lined=True)
 
         def look() -> None:
-            looks, knocks = times.due(monotonic())
-            if looks or knocks:
+            looks, checks = times.due(monotonic())
+            if looks or checks:
                 self._look()
                 self._look_for_refused()
                 self._open(COMPLETE)
-            if knocks:  # more rarely, because each worker probes all
-                self._attendance.knock(self.is_alive)
+            if checks:  # more rarely, because each worker probes all
+                self._attendance.check_alive(self.is_alive)
             wait.look()
 
         return look

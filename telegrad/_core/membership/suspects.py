@@ -16,7 +16,7 @@ from telegrad.errors import PeerError, PeerLost, PeerSilent, PeerUnreachable
 PATIENCE = 2.0  # seconds without an answer of its host after which a worker is considered dead
 # A probe without an answer is replaced by another one: kernels send a lost packet again only after 1 s, then after 3 s.
 AGAIN = 0.5  # seconds for one probe
-LOOK = 0.25  # the longest wait for answers in seconds, because it delays new doubts
+LOOK = 0.25  # the longest wait for answers in seconds, because it delays new suspects
 REMEMBERED = 1024  # workers that are not members of which something is stored
 PROBE_DELAYS = (0.0, 0.25, 1.0, 4.0)  # seconds before each answered probe: a worker that answers all is alive
 # Any other error, such as an unreachable network, is no answer of the worker's host, and counts as silence.
@@ -26,16 +26,16 @@ _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class Suspect(NamedTuple):
-    """A worker that may be dead, the begin of the doubt, the time of the next probe, and the number of answers."""
+    """A worker that may be dead, the begin of the suspicion, the time of the next probe, and the number of answers."""
 
     who: Member
-    why: PeerError  # the cause of the doubt
+    why: PeerError  # the cause of the suspicion
     begun: float
     due: float
     answered: int = 0
 
     def after(self, answer: bool | None, now: float) -> Suspect | bool:
-        """Return True if the worker is dead and False if it is alive, given an answer; otherwise the next doubt."""
+        """Return True if the worker is dead and False if it is alive, given an answer; otherwise the next suspect."""
         if answer is None:
             # This worker itself did not run, for example after SIGSTOP: that is no silence of the other.
             if now > self.due + PATIENCE:
@@ -55,31 +55,31 @@ class Suspect(NamedTuple):
         return "no process listens at its address: it died, or its program ended without rpc.shutdown()"
 
     def anew(self, now: float) -> Suspect:
-        """Return the doubt of a worker that was reached since this one began: it is probed, also if it was silent."""
+        """Return the suspect of a worker that was reached since this one began: it is probed, also if it was silent."""
         why = PeerLost(str(self.why)) if isinstance(self.why, PeerSilent) else self.why
         return Suspect(self.who, why, now, now)
 
 
 class Probes:
-    """Concurrent connection attempts to doubted workers: a silent host does not delay the others."""
+    """Concurrent connection attempts to suspected workers: a silent host does not delay the others."""
 
     def __init__(self) -> None:
         self._begun: dict[socket.socket, tuple[Suspect, float]] = {}  # and when each times out
         self._answers: list[tuple[Suspect, bool | None]] = []
 
-    def begin(self, doubt: Suspect) -> None:
+    def begin(self, suspect: Suspect) -> None:
         """Start a probe of a worker, without waiting for the answer."""
-        if isinstance(doubt.why, PeerSilent):  # the kernel would answer although the process is stopped
-            self._answers.append((doubt, False))
+        if isinstance(suspect.why, PeerSilent):  # the kernel would answer although the process is stopped
+            self._answers.append((suspect, False))
             return
         try:
-            sock = socket.socket(family_of(doubt.who.tcp[0]))
+            sock = socket.socket(family_of(suspect.who.tcp[0]))
             sock.setblocking(False)
-            code = sock.connect_ex(socket_address(*doubt.who.tcp))
+            code = sock.connect_ex(socket_address(*suspect.who.tcp))
         except OSError:  # such as no free descriptor, which says nothing about the worker
-            self._answers.append((doubt, True))
+            self._answers.append((suspect, True))
             return
-        self._begun[sock] = doubt, monotonic() + AGAIN
+        self._begun[sock] = suspect, monotonic() + AGAIN
         if code not in (EINPROGRESS, EWOULDBLOCK):
             self._end(sock, code)
 
@@ -106,9 +106,9 @@ class Probes:
         return bool(self._begun or self._answers)
 
     def _end(self, sock: socket.socket, code: int | None) -> None:
-        doubt, _ = self._begun.pop(sock)
+        suspect, _ = self._begun.pop(sock)
         sock.close()
-        self._answers.append((doubt, _ANSWERS.get(code)))
+        self._answers.append((suspect, _ANSWERS.get(code)))
 
 
 def is_broken(reason: PeerError) -> bool:

@@ -95,13 +95,13 @@ class Batch(NamedTuple):
     """Control messages under a number (0 for none), and receipts."""
 
     number: int
-    letters: list[Any]
+    messages: list[Any]
     receipts: list[int]
 
 
 class _Sent(Generic[L]):
-    def __init__(self, letters: list[L], pause: float, due: float) -> None:
-        self.letters = letters
+    def __init__(self, messages: list[L], pause: float, due: float) -> None:
+        self.messages = messages
         self.pause = pause
         self.due = due
 
@@ -120,10 +120,10 @@ class _PeerDelivery(Generic[L]):
         self.complete = 0  # all batches up to this number have arrived
         self.ahead: set[int] = set()  # later batches that have arrived
 
-    def enter(self, letters: list[L], now: float) -> int:
+    def enter(self, messages: list[L], now: float) -> int:
         """Store a batch that leaves now; return its number."""
         self.number += 1
-        self.sent[self.number] = _Sent(letters, RESEND_AFTER, now + RESEND_AFTER)
+        self.sent[self.number] = _Sent(messages, RESEND_AFTER, now + RESEND_AFTER)
         return self.number
 
     def take(self, number: int) -> bool:
@@ -152,10 +152,10 @@ class ReliableDelivery(Generic[L]):
 
     def __init__(self) -> None:
         self._lines: dict[str, _PeerDelivery[L]] = {}  # `outgoing` iterates over all of them each time
-        self._buried: dict[str, _PeerDelivery[L]] = {}  # of the workers that have left most recently
+        self._dropped: dict[str, _PeerDelivery[L]] = {}  # of the workers that have left most recently
 
-    def post(self, to: str, letter: L) -> None:
-        self._line(to).fresh.append(letter)
+    def post(self, to: str, message: L) -> None:
+        self._line(to).fresh.append(message)
 
     def outgoing(self, now: float) -> list[tuple[str, Batch]]:
         """Return the batches that are due."""
@@ -168,9 +168,9 @@ class ReliableDelivery(Generic[L]):
                 if sent.due <= now:
                     # An empty batch asks a worker that was declared dead for a sign of life. Most of these never
                     # answer, so the interval has no limit.
-                    sent.pause = min(2 * sent.pause, RESEND_AT_MOST) if sent.letters else 2 * sent.pause
+                    sent.pause = min(2 * sent.pause, RESEND_AT_MOST) if sent.messages else 2 * sent.pause
                     sent.due = now + sent.pause
-                    out.append((to, Batch(number, sent.letters, self._receipts(line))))
+                    out.append((to, Batch(number, sent.messages, self._receipts(line))))
             if line.owed_by <= now:
                 out.append((to, Batch(0, [], self._receipts(line))))
         return out
@@ -194,7 +194,7 @@ class ReliableDelivery(Generic[L]):
         # late.
         line.receipts.append(batch.number)
         line.owed_by = min(line.owed_by, now + ACKNOWLEDGE_WITHIN)
-        return batch.letters if line.take(batch.number) else []
+        return batch.messages if line.take(batch.number) else []
 
     def hurry(self, to: str, now: float) -> None:
         """Make all batches without a receipt due now: the connection to the worker works again."""
@@ -207,29 +207,29 @@ class ReliableDelivery(Generic[L]):
         line = self._line(worker)
         line.fresh = []
         for sent in line.sent.values():
-            sent.letters = []
+            sent.messages = []
         if not line.sent:
             line.enter([], now)
         self._receipts(line)  # dropped: if the worker is alive it repeats its batches, and gets receipts then
 
-    def bury(self, worker: str) -> None:
+    def drop_worker(self, worker: str) -> None:
         """Remove a worker that has left permanently. Keep the numbers for a while, for batches that arrive late."""
         line = self._line(worker)
         line.fresh = []
         line.sent.clear()
         self._receipts(line)
-        remember(self._buried, worker, self._lines.pop(worker), MOST_REMEMBERED)
+        remember(self._dropped, worker, self._lines.pop(worker), MOST_REMEMBERED)
 
     @property
     def unsettled(self) -> int:
         """The number of messages without a receipt."""
         lines = self._lines.values()
-        return sum(len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in lines)
+        return sum(len(line.fresh) + sum(len(sent.messages) for sent in line.sent.values()) for line in lines)
 
     def _line(self, worker: str) -> _PeerDelivery[L]:
         line = self._lines.get(worker)
         if line is None:
             # Without the numbers of a worker that has left, its late batches would be taken for new ones, and their
             # messages be processed twice.
-            line = self._lines[worker] = self._buried.pop(worker) if worker in self._buried else _PeerDelivery()
+            line = self._lines[worker] = self._dropped.pop(worker) if worker in self._dropped else _PeerDelivery()
         return line

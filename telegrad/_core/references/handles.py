@@ -69,9 +69,9 @@ class ValueSlot(Signal):
 
     @classmethod
     def of(cls, value: Any) -> ValueSlot:
-        box = cls()
-        box.value, box._happened = value, True
-        return box
+        slot = cls()
+        slot.value, slot._happened = value, True
+        return slot
 
     def fail(self, failure: bytes) -> None:
         # The failure is stored first: readers look at `full` without a lock, and at the failure after that.
@@ -82,7 +82,7 @@ class ValueSlot(Signal):
         return self.answer
 
     def open(self) -> Any:
-        """Return the value of a full box, or raise its error."""
+        """Return the value of a full slot, or raise its error."""
         if self.failure:
             raise rebuild(self.failure)
         return self.value
@@ -94,10 +94,10 @@ class ValueSlot(Signal):
 class Handle:
     """A reference count held by a Python object; each reference that a user sees holds one handle."""
 
-    __slots__ = ("box", "ended", "fault", "id", "owner")
+    __slots__ = ("ended", "fault", "id", "owner", "slot")
 
     def __init__(
-        self, ended: queue.SimpleQueue[Any], id_: Id, owner: Identity, box: ValueSlot | None, fault: str = ""
+        self, ended: queue.SimpleQueue[Any], id_: Id, owner: Identity, slot: ValueSlot | None, fault: str = ""
     ) -> None:
         """The handle's end puts its id into `ended`."""
         self.ended = ended
@@ -105,7 +105,7 @@ class Handle:
         self.owner = owner
         # Only on the owner. So a value outlives the table's record of it as long as this process has a handle: after
         # `close`, values of this process can still be used.
-        self.box = box
+        self.slot = slot
         self.fault = fault  # why the handle is unusable; its end is then not counted
 
     def __del__(self) -> None:
@@ -247,7 +247,7 @@ class Maker:
         # Nothing is sent, no slot is filled and no value is freed under it.
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
-        self._boxes: dict[Id, ValueSlot] = {}  # of owned references
+        self._slots: dict[Id, ValueSlot] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # kept while the reference lives
         self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
         self._woken = False  # since the thread last checked
@@ -262,21 +262,21 @@ class Maker:
         """Set the error of all later uses of references to values of other workers."""
         self.over = _over[self._events] = over
 
-    def own(self, box: ValueSlot) -> Handle:
-        """Create a reference to the value that is, or will be, in `box`."""
+    def own(self, slot: ValueSlot) -> Handle:
+        """Create a reference to the value that is, or will be, in `slot`."""
         self._thread.want()
         with self._lock:
             ref = self._machine.own()
-            self._boxes[ref] = box
-            return self._new_handle(ref, self.agent.me.identity, box)
+            self._slots[ref] = slot
+            return self._new_handle(ref, self.agent.me.identity, slot)
 
-    def _new_handle(self, ref: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> Handle:
+    def _new_handle(self, ref: Id, owner: Identity, slot: ValueSlot | None, fault: str = "") -> Handle:
         """Create a handle, with the lock held."""
         if self._sites is not None:
             self._sites.setdefault(ref, caller())
         if (note := events.note) is not None:
             note((events.MADE, now := perf_counter(), now, owner.name, number(ref)))
-        return Handle(self._events, ref, owner, box, fault)
+        return Handle(self._events, ref, owner, slot, fault)
 
     def _wake(self) -> None:
         """With the lock held: wake the thread. The caller starts the thread outside of the lock."""

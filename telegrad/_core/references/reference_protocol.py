@@ -77,7 +77,7 @@ class ControlMessage(NamedTuple):
 
 
 class References:
-    """All references that one worker owns or uses. Events add to `letters` (receiver, message), `freed` (references
+    """All references that one worker owns or uses. Events add to `messages` (receiver, message), `freed` (references
     that ended here) and `hopeless` (owned references whose value will never come); the driver empties these lists."""
 
     def __init__(self, me: str) -> None:
@@ -85,7 +85,7 @@ class References:
         self.shares: dict[Id, SharedFork] = {}
         self.owned: dict[Id, Owned] = {}
         self.holders = Holders()
-        self.letters: list[tuple[str, ControlMessage]] = []
+        self.messages: list[tuple[str, ControlMessage]] = []
         self.freed: list[Id] = []
         self.hopeless: list[Id] = []
         self._numbers = 0
@@ -99,7 +99,7 @@ class References:
         return self.me, self._numbers
 
     def _post(self, to: str, kind: str, ref: Id, fork: Id) -> None:
-        self.letters.append((to, ControlMessage(kind, ref, fork)))
+        self.messages.append((to, ControlMessage(kind, ref, fork)))
 
     def _refuse(self, id_: Id) -> None:
         remember(self._refused, id_, None, MOST_REMEMBERED)
@@ -282,9 +282,9 @@ class References:
 
     # Control messages
 
-    def receive(self, sender: str, letter: ControlMessage) -> None:
+    def receive(self, sender: str, message: ControlMessage) -> None:
         """Handle a control message by the method `_on_` and its kind. Each arrives once."""
-        kind, ref, fork = letter
+        kind, ref, fork = message
         getattr(self, f"_on_{kind}")(sender, ref, fork)
 
     def _on_confirm(self, sender: str, ref: Id, fork: Id) -> None:

@@ -86,13 +86,13 @@ class ReferenceTable(Maker):
     """All references of one worker.
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
-    dictionaries of shares, boxes, creations and sites, which change under the lock; to load or store one attribute of
+    dictionaries of shares, slots, creations and sites, which change under the lock; to load or store one attribute of
     an object found there, or of a handle; to load `closed`.
     """
 
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
         super().__init__(agent, wrap, self._serve)
-        self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
+        self._delivery: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
         self.closed = False
         agent.layers.references = self
@@ -122,7 +122,7 @@ class ReferenceTable(Maker):
 
     def check(self, handle: Handle) -> None:
         """Raise an error if a reference cannot be used."""
-        if self.over is not None and handle.box is None:
+        if self.over is not None and handle.slot is None:
             raise fresh(self.over)
         creation = self._creations.get(handle.id)
         error = None
@@ -171,12 +171,12 @@ class ReferenceTable(Maker):
     def confirmed(self, handle: Handle) -> bool:
         """Return True if the owner knows this worker's fork."""
         share = self._machine.shares.get(handle.id)
-        return handle.box is not None or (share is not None and share.confirmed and not share.fault)
+        return handle.slot is not None or (share is not None and share.confirmed and not share.fault)
 
-    def box(self, ref: Id) -> ValueSlot:
-        """Return the box of a value on its owner. Raise RRefLost if there is none, and none will come; LimitReached if
+    def slot(self, ref: Id) -> ValueSlot:
+        """Return the slot of a value on its owner. Raise RRefLost if there is none, and none will come; LimitReached if
         it was not made for that."""
-        known = self._boxes.get(ref)
+        known = self._slots.get(ref)
         if known is not None:
             return known
         with self._lock:
@@ -190,14 +190,14 @@ class ReferenceTable(Maker):
                 if not self._machine.seek(ref):
                     raise RRefLost(f"worker {self.agent.name!r} no longer has a value for the reference {number(ref)}")
                 self._wake()
-            box = self._boxes.setdefault(ref, ValueSlot())
+            slot = self._slots.setdefault(ref, ValueSlot())
         if unknown:
             self._thread.want()
-        return box
+        return slot
 
     def known(self, ref: Id) -> ValueSlot | None:
-        """Return the box if it already exists."""
-        return self._boxes.get(ref)
+        """Return the slot if it already exists."""
+        return self._slots.get(ref)
 
     def give_up(self, handle: Handle) -> None:
         """Release a handle that the program still holds."""
@@ -257,7 +257,7 @@ class ReferenceTable(Maker):
                 landing = self._take_creation(key, refusal, *creation)
             # Usually there is nothing to do, and the thread sleeps on: a reference that its owner sends, and the answer
             # to a creating call, need no control message.
-            if machine.letters or machine.freed or machine.hopeless:
+            if machine.messages or machine.freed or machine.hopeless:
                 self._wake()
         return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
 
@@ -274,20 +274,20 @@ class ReferenceTable(Maker):
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
         owner_key = key_of(owner)
         fault = self._machine.arrive(ref, fork, owner_key, sender)
-        box = self._boxes.setdefault(ref, ValueSlot()) if owner_key == self._me and not fault else None
-        return self._new_handle(ref, owner, box, fault)
+        slot = self._slots.setdefault(ref, ValueSlot()) if owner_key == self._me and not fault else None
+        return self._new_handle(ref, owner, slot, fault)
 
     def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> ValueSlot:
         # Uses that have overtaken this call wait at a slot that exists already.
-        box = self._boxes.get(ref) or ValueSlot()
+        slot = self._slots.get(ref) or ValueSlot()
         if refusal is not None:
             remember(self._refused, ref, refusal, MOST_REFUSED)
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
-            self._boxes[ref] = box  # otherwise nothing refers to the value
+            self._slots[ref] = slot  # otherwise nothing refers to the value
         # This receipt is sent with every outcome, also with an error or a refusal. It tells the creator that the call
         # has arrived, so that nothing remains to be confirmed. A worker that calls itself has no fork to confirm.
-        box.answer = pickle.dumps(((), (CREATED, ref, fork) if kind == CREATE else None), 5)
-        return box
+        slot.answer = pickle.dumps(((), (CREATED, ref, fork) if kind == CREATE else None), 5)
+        return slot
 
     # The thread for control messages and ended handles
 
@@ -324,7 +324,7 @@ class ReferenceTable(Maker):
     def _step(self, ended: deque[Id]) -> float:
         """Drop handles, free values, send messages; return the time until more is due."""
         now = monotonic()
-        machine, courier = self._machine, self._courier
+        machine, delivery = self._machine, self._delivery
         with self._lock:
             self._woken = False
             while ended:
@@ -334,22 +334,22 @@ class ReferenceTable(Maker):
                     note((events.FREED, moment := perf_counter(), moment, number(ref)))
             # A message leaves the list after it was posted. So after an exception the rest is posted later, and no
             # message twice. The next attempt reverses the rest again: the protocol allows any order.
-            machine.letters.reverse()
-            while machine.letters:
-                courier.post(*machine.letters[-1])
-                machine.letters.pop()
-            # This comes before `freed`, which may contain the same reference. Threads wait at the slot in `_boxes`, so
+            machine.messages.reverse()
+            while machine.messages:
+                delivery.post(*machine.messages[-1])
+                machine.messages.pop()
+            # This comes before `freed`, which may contain the same reference. Threads wait at the slot in `_slots`, so
             # the failure must get that slot, and not a new one after it was removed.
-            hopeless = [(ref, self._boxes.setdefault(ref, ValueSlot())) for ref in machine.hopeless]
+            hopeless = [(ref, self._slots.setdefault(ref, ValueSlot())) for ref in machine.hopeless]
             machine.hopeless.clear()
-            freed = [(self._boxes.pop(ref, None), self._creations.pop(ref, None)) for ref in machine.freed]
+            freed = [(self._slots.pop(ref, None), self._creations.pop(ref, None)) for ref in machine.freed]
             if self._sites is not None:
                 for ref in machine.freed:
                     self._sites.pop(ref, None)
             machine.freed.clear()
-            outgoing = courier.outgoing(now)
+            outgoing = delivery.outgoing(now)
             expected, self._expected = self._expected, set()
-            wait = min(max(courier.next() - now, 0.0), LONGEST_WAIT)
+            wait = min(max(delivery.next() - now, 0.0), LONGEST_WAIT)
         # The lock is not held from here on. If a send fails, `ReliableDelivery` repeats the batch.
         for to, batch in outgoing:
             self._send(to, batch)
@@ -358,9 +358,9 @@ class ReferenceTable(Maker):
         for owner in expected:
             with contextlib.suppress(TelegradError):
                 self.agent.expect(owner)
-        for ref, box in hopeless:
+        for ref, slot in hopeless:
             lost = RRefLost(f"the call that should have created the value of the reference {number(ref)} never arrived")
-            box.fail(describe(lost, self.agent.name))
+            slot.fail(describe(lost, self.agent.name))
         # The values end here, and failures that the program has not seen are logged. This is the last step, because it
         # may run slow code of the user, and nothing waits for it.
         del freed
@@ -368,15 +368,15 @@ class ReferenceTable(Maker):
 
     def _send(self, to: str, batch: Batch) -> None:
         name, _, incarnation = to.rpartition("#")
-        letters = [tuple(letter) for letter in batch.letters]  # their class takes ten times as long to pickle
+        messages = [tuple(message) for message in batch.messages]  # their class takes ten times as long to pickle
         try:
-            self.agent.notify(name, batch._replace(letters=letters), incarnation)
+            self.agent.notify(name, batch._replace(messages=messages), incarnation)
         except UnknownWorker:
-            # The group no longer has this incarnation. `_on_death` begins to ask for a sign of life, and `bury` ends
-            # that.
+            # The group no longer has this incarnation. `_on_death` begins to ask for a sign of life, and `drop_worker`
+            # ends that.
             self._on_death(to)
             with self._lock:
-                self._courier.bury(to)
+                self._delivery.drop_worker(to)
         except TelegradError as error:
             # This worker is leaving, or cannot look up the other; `ReliableDelivery` tries again.
             log.debug("telegrad: cannot send to %r yet: %s", name, error)
@@ -386,8 +386,8 @@ class ReferenceTable(Maker):
         key = key_of(sender)
         with self._lock:
             self._heard_from(key)
-            for letter in self._courier.receive(key, batch, monotonic()):
-                self._machine.receive(key, letter)
+            for message in self._delivery.receive(key, batch, monotonic()):
+                self._machine.receive(key, message)
             self._wake()  # even without messages, because the batch may need a receipt
 
     # Broken connections and dead workers
@@ -395,7 +395,7 @@ class ReferenceTable(Maker):
     def _heard_from(self, key: str) -> None:
         """With the lock held: handle a sign of life of a worker, which may have been declared dead."""
         if self._machine.alive(key):
-            self._courier.hurry(key, monotonic())
+            self._delivery.hurry(key, monotonic())
             self._wake()
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
@@ -415,7 +415,7 @@ class ReferenceTable(Maker):
             for ref, creation in self._creations.items():
                 if creation.cut_off and creation.owner == key:
                     self._machine.stillborn(ref, creation.fork, key)
-            self._courier.hurry(key, monotonic())
+            self._delivery.hurry(key, monotonic())
         # The empty batch makes the agent connect again. If that fails, this method is called with another reason, and
         # the worker counts as dead.
         self._send(key, Batch(0, [], []))
@@ -423,7 +423,7 @@ class ReferenceTable(Maker):
     def _on_death(self, key: str) -> None:
         with self._lock:
             self._machine.dead(key)
-            self._courier.forget(key, monotonic())
+            self._delivery.forget(key, monotonic())
             self._wake()
 
     # Shutdown and introspection
@@ -453,15 +453,15 @@ class ReferenceTable(Maker):
                 "pending_forks": sum(len(share.children or ()) for share in shares),
                 "pending_deletes": sum(not share.handles for share in shares),
                 "pending_creations": sum(not creation.done for creation in self._creations.values()),
-                "pending_letters": self._courier.unsettled,
+                "pending_messages": self._delivery.unsettled,
             }
 
     def listed(self, most: int) -> list[Listed]:
         """Return the `most` oldest references to values of this worker, and as many to those of others."""
         found: list[tuple[Id, type | str, float | None]] = []
         with self._lock:  # types, because a value that loses its last reference must not be freed on this thread
-            for ref, box in islice(self._boxes.items(), most):
-                found.append((ref, type(box.value) if box.full and not box.failure else "no value", box.begun))
+            for ref, slot in islice(self._slots.items(), most):
+                found.append((ref, type(slot.value) if slot.full and not slot.failure else "no value", slot.begun))
             for ref, share in islice(self._machine.shares.items(), most):
                 found.append((ref, f"value of {share.owner.rpartition('#')[0]}", None))
         sites = self._sites or {}
@@ -482,14 +482,14 @@ class ReferenceTable(Maker):
                 return
             self.closed = True
             self.over = self.over or reason
-            boxes, self._boxes = self._boxes, {}
+            slots, self._slots = self._slots, {}
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]
         self._events.put(None)
         if self._sites is not None:
             warn_of_leaks(self._sites.get(ref, "") for ref in held)
         # The values end here and not under the lock, because that may run code of the user.
-        del boxes
+        del slots
 
 
 def _name(of: type | str) -> str:

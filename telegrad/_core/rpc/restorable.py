@@ -1,7 +1,7 @@
 """References to restorable values: after the loss of the owner, the next use finds the value again or recreates it.
 
-A trail defines how. The reference then gets another handle. References that were sent before the loss stay lost unless
-they have a trail: a copy on another worker asks the value's creator for the new handle.
+A strategy defines how. The reference then gets another handle. References that were sent before the loss stay lost
+unless they have a strategy: a copy on another worker asks the value's creator for the new handle.
 
 A call is repeated at the new owner only if the error shows that its function has not run (NOT_RUN). If the owner is
 lost while a call is in flight, the call raises PeerLost, since the function may have run.
@@ -58,7 +58,7 @@ S = TypeVar("S")
 
 LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # errors of a value that may return
 NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the call has not run, unless its function raised the error
-NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # the worker that a trail asks is not back
+NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # the strategy's worker is not back
 PAUSE = 0.05  # seconds between two attempts
 
 _renewing = renewed(threading.Lock())  # guards the replacement of a lost handle, of any reference
@@ -79,27 +79,27 @@ class RecoveryStrategy(Protocol):
         """Return the workers that are waited for, and advice for the user."""
 
     def travels(self) -> RecoveryStrategy:
-        """Return the trail of a copy on another worker."""
+        """Return the strategy of a copy on another worker."""
 
 
 class RestorableRRef(RRef[T]):
-    __slots__ = ("_trail",)
+    __slots__ = ("_strategy",)
 
-    _trail: RecoveryStrategy
+    _strategy: RecoveryStrategy
 
     @classmethod
-    def of(cls, reference: RRef[Any], trail: RecoveryStrategy) -> RestorableRRef[Any]:
+    def of(cls, reference: RRef[Any], strategy: RecoveryStrategy) -> RestorableRRef[Any]:
         made = cls._of_handle(reference._table, reference._handle)
-        made._trail = trail
+        made._strategy = strategy
         return made
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
         handle = self._handle
         try:
-            self._trail.check()
+            self._strategy.check()
             owner = self._table.reach(handle)
             # A connection that breaks reports the death of an owner. Without one, only an attempt to call it can.
-            if handle.box is None and not self._table.agent.is_connected(owner):
+            if handle.slot is None and not self._table.agent.is_connected(owner):
                 with Inside(None):  # keeps this call out of the autograd context of the user
                     self._table.agent.call(owner, ping, None, None, timeout)  # its death may be unknown here
             return owner
@@ -127,11 +127,11 @@ class RestorableRRef(RRef[T]):
             try:
                 return use(left)
             except NOT_RUN as error:
-                trail: Any = self._trail
+                wanted: Any = self._strategy
                 # The function itself may have raised an error of one of these types: then the call has run. Such an
                 # error is remote. A ClaimLost shows by its claim which value was refused. If it is this one, the owner
                 # has refused the call before it ran; `Method` removes the claim of an error that a method has raised.
-                has_not_run = error.claim == trail if isinstance(error, ClaimLost) else not remote_traceback_of(error)
+                has_not_run = error.claim == wanted if isinstance(error, ClaimLost) else not remote_traceback_of(error)
                 if not has_not_run or monotonic() >= until:
                     raise
                 self._renew(handle, self._left(until), error)
@@ -155,22 +155,24 @@ class RestorableRRef(RRef[T]):
         limit = limit_of(timeout, agent.timeout)
         about = f"the value of the reference {number(self._handle.id)}"
         try:
-            found = wait_for(agent, self._trail, limit, about)
+            found = wait_for(agent, self._strategy, limit, about)
         except NotPublished as error:
             kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
             raise kind(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and was not restored within {limit:g} s: "
-                f"{self._trail.describe()[1]}, or give the call a longer timeout. The last error: "
+                f"{self._strategy.describe()[1]}, or give the call a longer timeout. The last error: "
                 f"{_fact(error if error.__cause__ is None else error.__cause__)}"
             ) from lost
         with _renewing:
             if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
                 self._handle = found._handle
-                self._trail = found._trail if isinstance(found, RestorableRRef) else self._trail
+                self._strategy = found._strategy if isinstance(found, RestorableRRef) else self._strategy
 
 
-def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
-    """Return the reference that a trail finds, once it does. The limit counts from `begun` (monotonic), or from now.
+def wait_for(
+    agent: Agent, strategy: RecoveryStrategy, limit: float, about: str, begun: float | None = None
+) -> RRef[Any]:
+    """Return the reference that a strategy finds, once it does. The limit counts from `begun` (monotonic), or from now.
     Raise NotPublished after `limit` seconds (0 for no limit), or the error of creating the value."""
     until = (monotonic() if begun is None else begun) + limit if limit else inf
     why: Exception | None = None
@@ -178,12 +180,12 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
     def text() -> str:
         return f"{about} is not available: {_fact(why)}"
 
-    with Wait("finding a value", text, lambda: trail.describe()[0], worker=agent.name) as wait:
+    with Wait("finding a value", text, lambda: strategy.describe()[0], worker=agent.name) as wait:
         while True:
             left = until - monotonic()
             try:
                 with Inside(None):  # keeps the value out of the autograd context of its user
-                    return trail.find(0 if left == inf else max(left, PAUSE))
+                    return strategy.find(0 if left == inf else max(left, PAUSE))
             except NOT_YET as error:
                 why = error
             if agent.closed or left <= PAUSE:
@@ -252,7 +254,7 @@ class RecreateRecipe(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The trail of a received reference: its creator has the recipe."""
+    """The strategy of a received reference: its creator has the recipe."""
 
     first: Id
     maker: Identity
@@ -338,8 +340,8 @@ class RestorableValues:
 def _another(ref: Id) -> RRef[Any] | None:
     """Return another reference to a value of this worker, if it still exists."""
     table = current.references()
-    box = table.known(ref)
-    return None if box is None else RRef._of_handle(table, table.own(box))
+    slot = table.known(ref)
+    return None if slot is None else RRef._of_handle(table, table.own(slot))
 
 
 @known_as("restoring a value")
@@ -376,7 +378,7 @@ def _reduce(pickler: Any, reference: RestorableRRef[Any]) -> Any:
     with contextlib.suppress(TelegradError):  # sending a lost reference raises a better error
         reference._reach()
     plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
-    return RestorableRRef.of, (plain, reference._trail.travels())
+    return RestorableRRef.of, (plain, reference._strategy.travels())
 
 
 REDUCERS[RestorableRRef] = _reduce

@@ -140,7 +140,7 @@ class RRef(Generic[T]):
             RRefError: the value is lost; `OwnerLost` if its owner died.
             CallTimeout: it did not arrive in time.
         """
-        if self._handle.box is not None:
+        if self._handle.slot is not None:
             return self._open(timeout)
         try:
             owner, perform = self._reach(timeout), self._table.agent.perform
@@ -169,7 +169,7 @@ class RRef(Generic[T]):
         Raises:
             NotOwner: the value lives on another worker.
         """
-        if self._handle.box is None:
+        if self._handle.slot is None:
             raise NotOwner(
                 f"{self!r}: the value is not on this worker. Use to_here() for a copy, or rpc_sync() to use it there"
             )
@@ -177,13 +177,13 @@ class RRef(Generic[T]):
 
     def _open(self, timeout: float) -> T:
         self._table.check(self._handle)
-        assert self._handle.box is not None
+        assert self._handle.slot is not None
         limit = limit_of(timeout, self._table.agent.timeout)
         try:
-            value: T = opened(self._handle.box, self._table.agent, limit)
+            value: T = opened(self._handle.slot, self._table.agent, limit)
         except TimeoutError as error:
             # The value exists, so this error is that of the function that should have created it.
-            if self._handle.box.full:
+            if self._handle.slot.full:
                 raise
             raise CallTimeout(
                 f"{self!r}: the value was not created within {limit:g} s; the function that creates it may still be "
@@ -198,8 +198,8 @@ class RRef(Generic[T]):
         if creation is not None:
             return creation
         self._check()
-        if self._handle.box is not None:
-            return when_full(self._handle.box)
+        if self._handle.slot is not None:
+            return when_full(self._handle.slot)
         if self._table.made_here(self._handle):  # the creating call has therefore succeeded
             done: Future[None] = Future()
             done.set_result(None)
@@ -433,12 +433,12 @@ class RRef(Generic[T]):
     def __repr__(self) -> str:
         if forks.is_inherited(self._table):  # logs may show it
             return "<RRef of the process that this one was forked from>"
-        name, box = f"RRef {number(self._handle.id)}", self._handle.box
-        if box is None:
+        name, slot = f"RRef {number(self._handle.id)}", self._handle.slot
+        if slot is None:
             confirmed = self._table.confirmed(self._handle)
             return f"<{name} on {self._handle.owner.name!r}{'' if confirmed else ', not confirmed yet'}>"
-        state = f"here: {type(box.value).__name__}" if box.full else "here, still being made"
-        return f"<{name} {'here, failed' if box.failure else state}>"
+        state = f"here: {type(slot.value).__name__}" if slot.full else "here, still being made"
+        return f"<{name} {'here, failed' if slot.failure else state}>"
 
 
 REDUCERS[RRef] = lambda pickler, reference: reduce_reference(pickler, reference._handle)

@@ -168,7 +168,7 @@ class DirectoryServer:
         except NOT_NOW:
             pass
         except (HandshakeError, PeerUnreachable, *Closed) as error:
-            # A connection that ends without a byte is a probe of the port (`knock`), of which there are many.
+            # A connection that ends without a byte is a probe of the port, of which there are many.
             if connection in self._strangers and connection.has_spoken:
                 self._refuse(connection, error)
             else:

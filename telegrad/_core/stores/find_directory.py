@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad._core.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.sockets import bracketed, host_identity, knock, listening_address
+from telegrad._core.sockets import accepts_connections, bracketed, host_identity, listening_address
 from telegrad._core.stores.directory import Directory, DirectoryLost
 from telegrad._core.stores.directory_client import EmbeddedDirectory
 from telegrad._core.stores.sealed_store import KeyValueStore, SealedStore, read_server_mark, short
@@ -39,7 +39,7 @@ POINTER = "telegrad/directory"
 MACHINE = 32  # characters of a note's name that identify the host
 LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
 SETTLED = 600.0  # seconds until a new file in a shared home is visible on all hosts
-KNOCK = 1.0  # seconds for the process to accept a connection
+CONNECT_TIMEOUT = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two checks of the process that this worker has started
 END = 1.0  # seconds for the checking thread to end
 PATIENCE = 10.0  # seconds for an operation of a directory
@@ -138,7 +138,9 @@ class DirectoryMonitor:
             with contextlib.suppress(OSError):  # no memory for a process, or a taken port: retry
                 if self._keeper is not None:
                     self._keeper.restart_if_ended()
-                elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
+                elif accepts_connections(self.pointer.address, CONNECT_TIMEOUT) is False and os.path.exists(
+                    self.pointer.path
+                ):
                     self._keeper = self._process(self.pointer.port, self.pointer.path)
 
 
@@ -238,7 +240,7 @@ def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
 def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
     """Return the directory that a pointer names, if it answers; and whether its process is gone: another program may
     then have its port. A stopped process still has port and file; one that has ended normally has removed its file."""
-    if (listens := knock(pointer.address, KNOCK)) is not True:
+    if (listens := accepts_connections(pointer.address, CONNECT_TIMEOUT)) is not True:
         return None, listens is False
     directory = connect(pointer, keys, PATIENCE)
     try:
@@ -297,7 +299,7 @@ def _remove_notes(folder: str, own: str) -> None:
             if machine == _machine():
                 # A running directory may have lost its file, because a logout can remove it.
                 pointer = _read_note(path)
-                is_over = not os.path.exists(pointer.path) and not knock(pointer.address, KNOCK)
+                is_over = not os.path.exists(pointer.path) and not accepts_connections(pointer.address, CONNECT_TIMEOUT)
             elif len(machine) != MACHINE or age < SETTLED:
                 continue
             else:

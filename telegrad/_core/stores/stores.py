@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from telegrad._core.private_files import resolved
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.sockets import Spot, await_name, far_host, is_here, knock, split, spot_of
+from telegrad._core.sockets import Spot, accepts_connections, await_name, far_host, is_here, split, spot_of
 from telegrad._core.stores.directory import Directory
 from telegrad._core.stores.launchers import is_supervised, place
 from telegrad._core.stores.raw_stores import PROBE, FileStore, meet_tcp, serve_tcp
@@ -291,7 +291,7 @@ def join_store(
                 break
     if site.refused is not None:
         raise site.refused
-    if knock((host, port), PROBE):
+    if accepts_connections((host, port), PROBE):
         silent = ", or its worker is stopped or overloaded" if site.is_silent else ""
         raise StoreUnreachable(
             f"the server at {host}:{port} is not the group's store{silent} ({site.why}): "
@@ -323,7 +323,7 @@ class _Site:
         """Connect if necessary, and return the store's mark."""
         # If nothing listens, torch's client sleeps for half a second before it tries again. A worker that comes before
         # the server would lose 250 to 750 ms by that, and all others would wait for it.
-        if self.store is None and knock(self.place, max(probe, PROBE)):
+        if self.store is None and accepts_connections(self.place, max(probe, PROBE)):
             found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)

@@ -156,7 +156,7 @@ class Producer:
     def _steps(self, agent: Agent, args: Any) -> Steps:
         if not isinstance(self._function, Method):
             return None
-        value = opened(current.references().box(args[:2]), agent)
+        value = opened(current.references().slot(args[:2]), agent)
         stream = current_call().caller.identity, self._number
         return steps_of(agent, value, stream, self._function.__name__)
 

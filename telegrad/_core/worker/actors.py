@@ -129,7 +129,7 @@ class GeneratorTurn:
         self.key = stream
         self.method = method
         self.hops: Hops = hops()
-        self.scene: CallContext | None = None
+        self.call_context: CallContext | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.begins = Signal()  # done when the step may run, or fails if it is refused
 
@@ -138,7 +138,7 @@ class GeneratorTurn:
         """Wait for the turn, and hold it in the block."""
         self.begins.wait()
         try:
-            with entered(self.scene):
+            with entered(self.call_context):
                 yield
         finally:
             self.on_end()
@@ -202,24 +202,24 @@ class Actors:
             arrival.function, arrival.args = arrival.function.one, (*ids[self.agent.name], *args)
         maker, number = arrival.args[:2]
         try:
-            box = self._references.box((maker, number))
+            slot = self._references.slot((maker, number))
         except RRefError:
             return True  # and fails
-        return not self._waits_for_value((maker, number), box, arrival) and self._may_run(box.value, arrival)
+        return not self._waits_for_value((maker, number), slot, arrival) and self._may_run(slot.value, arrival)
 
-    def _waits_for_value(self, ref: Id, box: ValueSlot, arrival: Incoming) -> bool:
+    def _waits_for_value(self, ref: Id, slot: ValueSlot, arrival: Incoming) -> bool:
         with self._lock:
             # Look for earlier calls before looking whether the value exists: `_has_come` may still be admitting calls
             # that have waited for it, and this call must not overtake them.
             coming = self._coming.get(ref)
             first = coming is None
             if coming is None:
-                if box.full:
+                if slot.full:
                     return False
                 coming = self._coming[ref] = deque()
             coming.append(arrival)
         if first:
-            self.agent.later(lambda _: box.add_done_callback(lambda _: self._has_come(ref, box)), None)
+            self.agent.later(lambda _: slot.add_done_callback(lambda _: self._has_come(ref, slot)), None)
         return True
 
     def _may_run(self, value: Any, arrival: Incoming) -> bool:
@@ -260,12 +260,12 @@ class Actors:
         key = f"{self.agent.incarnation}:{next(self._numbers)}"
         queue.turn = ActorLock(key, lambda turn, hop: self._refuse(queue, turn, hop))
         queue.method = _name_of(arrival)
-        arrival.scene = CallContext(arrival.hops, queue.turn)
+        arrival.call_context = CallContext(arrival.hops, queue.turn)
         arrival.on_end = lambda: self._end(queue)
 
     # Events
 
-    def _has_come(self, ref: Id, box: ValueSlot) -> None:
+    def _has_come(self, ref: Id, slot: ValueSlot) -> None:
         """Admit the calls that wait for a value, which was made or failed, before calls that arrive later."""
         while True:
             with self._lock:
@@ -277,7 +277,7 @@ class Actors:
                     return
                 arrival = coming.popleft()
             try:
-                if self._may_run(box.value, arrival):
+                if self._may_run(slot.value, arrival):
                     self._server.perform(arrival)
             except BaseException as fault:
                 self._server.refuse(arrival, fault)

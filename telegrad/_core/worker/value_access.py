@@ -40,24 +40,24 @@ class RefPlaceholder(NamedTuple):
 
 @known_as("to_here() of a reference")
 def fetch(maker: str, number: int) -> Any:
-    box = current.references().box((maker, number))
-    return box.open() if box.full else Deferred(box, fetch)
+    slot = current.references().slot((maker, number))
+    return slot.open() if slot.full else Deferred(slot, fetch)
 
 
 @known_as("future() of a reference")
 def created(maker: str, number: int) -> Any:
     """Return None once the value of a reference that this worker owns exists."""
-    return Deferred(when_full(current.references().box((maker, number))), created)
+    return Deferred(when_full(current.references().slot((maker, number))), created)
 
 
-def when_full(box: ValueSlot) -> Future[None]:
-    """Return a future that completes with None once the box is full, or fails with its error."""
+def when_full(slot: ValueSlot) -> Future[None]:
+    """Return a future that completes with None once the slot is full, or fails with its error."""
     future: Future[None] = Future()
 
     def check() -> None:
-        box.wait()
+        slot.wait()
 
-    box.add_done_callback(lambda _: complete(future, check))
+    slot.add_done_callback(lambda _: complete(future, check))
     return future
 
 
@@ -71,7 +71,7 @@ class Method:
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         table = current.references()
-        value, name = opened(table.box((maker, number)), table.agent), self.__name__
+        value, name = opened(table.slot((maker, number)), table.agent), self.__name__
         function = getattr(value, name) if name else value
         if name and not callable(function):
             raise TypeError(
@@ -95,8 +95,8 @@ class Method:
         return _must_finish((maker, number), self.__name__)
 
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
-        box = current.references().box((maker, number))
-        return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)
+        slot = current.references().slot((maker, number))
+        return user_name(self) if slot.failure or not slot.full else _method_name(slot.value, self.__name__)
 
 
 class MethodOfEach(Method):
@@ -217,7 +217,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     far = [each for each in wanted if each.owner != here]
     # All calls are made before the first wait, so the values are fetched at the same time.
     coming = {each: agent.call_async(Identity(*each.owner), fetch, each.id, None) for each in far}
-    values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == here}
+    values = {each: opened(current.references().slot(each.id), agent) for each in wanted if each.owner == here}
     values |= {each: future.wait() for each, future in coming.items()}
     return _finish(
         function,
@@ -226,11 +226,11 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     )
 
 
-def opened(box: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
-    """Return the value in a box of this worker once it is full; raise TimeoutError after `timeout` s, if not 0."""
-    if not box.full and not agent.wait_for(box, timeout or -1):
+def opened(slot: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
+    """Return the value in a slot of this worker once it is full; raise TimeoutError after `timeout` s, if not 0."""
+    if not slot.full and not agent.wait_for(slot, timeout or -1):
         raise TimeoutError
-    value = box.open()
+    value = slot.open()
     if agent.streams.used:
         agent.streams.adopt(value)
     return value
@@ -242,7 +242,7 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
     The future fails if one of them cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
-    coming = [table.box(value) if not isinstance(value, Tensor) else None for value in values]
+    coming = [table.slot(value) if not isinstance(value, Tensor) else None for value in values]
 
     _look_at_roots(found, values, coming)
     return found
@@ -278,8 +278,8 @@ runs_as(call_method, lambda value, method, *_: _method_name(value, method))
 
 def _must_finish(ref: Id, method: str) -> bool:
     """Return True if that method of a value of this worker must finish; False if the value does not exist yet."""
-    box = current.references().box(ref)
-    return box.full and not box.failure and finishes(getattr(box.value, method or "__call__", None), ())
+    slot = current.references().slot(ref)
+    return slot.full and not slot.failure and finishes(getattr(slot.value, method or "__call__", None), ())
 
 
 def _method_name(value: Any, method: str) -> str:

@@ -65,7 +65,7 @@ class RRef(references.RRef[T]):
 
     @not_compiled
     def local_value(self) -> T:
-        if self._handle.box is None:
+        if self._handle.slot is None:
             raise NotOwner(
                 f"For {self._describe('rref_id=', 'fork_id=')}, can't call localValue() on user "
                 f"{_text(self._table.agent.me)}. Call it on owner {_text(self._handle.owner)}, or use to_here() for a "
@@ -102,7 +102,7 @@ class RRef(references.RRef[T]):
 
     @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        if dist_autograd_ctx_id == -1 and self._handle.box is None:
+        if dist_autograd_ctx_id == -1 and self._handle.slot is None:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         super().backward(dist_autograd_ctx_id, retain_graph)
 
@@ -143,7 +143,7 @@ class RRef(references.RRef[T]):
         raise not_by_hand(self)
 
     def __str__(self) -> str:
-        if self._handle.box is not None:
+        if self._handle.slot is not None:
             return f"OwnerRRef({self._number(self._handle.id)})"
         return self._describe("RRefId = ", "ForkId = ")
 
@@ -193,7 +193,7 @@ def _text(worker: Any) -> str:
 def find_attribute(maker: str, number: int, name: str) -> None:
     """Raise AttributeError if the value of a reference that this worker owns has no such attribute."""
     table = current.references()
-    getattr(opened(table.box((maker, number)), table.agent), name)
+    getattr(opened(table.slot((maker, number)), table.agent), name)
 
 
 @known_as("_get_type() of a reference")
@@ -207,7 +207,7 @@ def delete_users() -> None:
     if counts["users"] == counts["pending_deletes"]:  # there is none: skip the search through all objects of torch
         return
     for each in instances(RRef):
-        if each._handle.box is None:
+        if each._handle.slot is None:
             each._table.give_up(each._handle)
 
 

@@ -1,4 +1,4 @@
-"""Tests of letters, which arrive once each in any network, and of the names of references in them."""
+"""Tests of messages, which arrive once each in any network, and of the names of references in them."""
 
 from math import inf
 
@@ -18,89 +18,89 @@ from telegrad._core.references.handles import key_of, number
 
 
 def test_letters_to_one_worker_travel_together() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
-    for letter in "abc":
-        courier.post("x", letter)
-    courier.post("y", "d")
-    assert courier.outgoing(0.0) == [("x", Batch(1, ["a", "b", "c"], [])), ("y", Batch(1, ["d"], []))]
-    assert courier.outgoing(0.0) == []
+    delivery: ReliableDelivery[str] = ReliableDelivery()
+    for message in "abc":
+        delivery.post("x", message)
+    delivery.post("y", "d")
+    assert delivery.outgoing(0.0) == [("x", Batch(1, ["a", "b", "c"], [])), ("y", Batch(1, ["d"], []))]
+    assert delivery.outgoing(0.0) == []
 
 
 def test_a_batch_without_a_receipt_is_sent_again_with_growing_pauses() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
+    delivery: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
-    courier.post("x", "a")
-    ((_, first),) = courier.outgoing(now)
+    delivery.post("x", "a")
+    ((_, first),) = delivery.outgoing(now)
     for _ in range(8):
-        pauses.append(courier.next() - now)
-        now = courier.next()
-        assert courier.outgoing(now) == [("x", first)]
+        pauses.append(delivery.next() - now)
+        now = delivery.next()
+        assert delivery.outgoing(now) == [("x", first)]
     assert pauses[:3] == [RESEND_AFTER, 2 * RESEND_AFTER, 4 * RESEND_AFTER]
     assert pauses[-1] == RESEND_AT_MOST
-    courier.receive("x", Batch(0, [], [1]), now)
-    assert courier.next() == inf
-    assert courier.unsettled == 0
+    delivery.receive("x", Batch(0, [], [1]), now)
+    assert delivery.next() == inf
+    assert delivery.unsettled == 0
 
 
 def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
-    assert courier.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
-    assert courier.next() == 1.0 + ACKNOWLEDGE_WITHIN
-    courier.post("x", "b")
-    assert courier.outgoing(1.0) == [("x", Batch(1, ["b"], [7]))]
-    courier.receive("x", Batch(8, ["c"], [1]), 2.0)
-    assert courier.outgoing(courier.next()) == [("x", Batch(0, [], [8]))]
-    assert courier.next() == inf
+    delivery: ReliableDelivery[str] = ReliableDelivery()
+    assert delivery.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
+    assert delivery.next() == 1.0 + ACKNOWLEDGE_WITHIN
+    delivery.post("x", "b")
+    assert delivery.outgoing(1.0) == [("x", Batch(1, ["b"], [7]))]
+    delivery.receive("x", Batch(8, ["c"], [1]), 2.0)
+    assert delivery.outgoing(delivery.next()) == [("x", Batch(0, [], [8]))]
+    assert delivery.next() == inf
 
 
 def test_a_reopened_connection_is_used_at_once() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
-    courier.post("x", "a")
-    courier.outgoing(0.0)
-    courier.hurry("x", 0.5)
-    assert courier.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
+    delivery: ReliableDelivery[str] = ReliableDelivery()
+    delivery.post("x", "a")
+    delivery.outgoing(0.0)
+    delivery.hurry("x", 0.5)
+    assert delivery.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
 
 
 def test_a_worker_declared_dead_is_asked_again_with_growing_pauses() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
+    delivery: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
-    courier.post("x", "a")
-    courier.outgoing(now)
-    courier.post("x", "b")
+    delivery.post("x", "a")
+    delivery.outgoing(now)
+    delivery.post("x", "b")
     for _ in range(8):
-        courier.forget("x", now)
-        assert courier.unsettled == 0
-        pauses.append(courier.next() - now)
-        now = courier.next()
-        assert courier.outgoing(now) == [("x", Batch(1, [], []))]
+        delivery.forget("x", now)
+        assert delivery.unsettled == 0
+        pauses.append(delivery.next() - now)
+        now = delivery.next()
+        assert delivery.outgoing(now) == [("x", Batch(1, [], []))]
     assert pauses == [RESEND_AFTER * 2**n for n in range(8)]
-    courier.receive("x", Batch(0, [], [1]), now)
-    assert courier.next() == inf
+    delivery.receive("x", Batch(0, [], [1]), now)
+    assert delivery.next() == inf
 
 
 def test_nothing_is_sent_to_a_worker_that_has_left() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
-    courier.post("x", "a")
-    courier.outgoing(0.0)
-    courier.post("x", "b")
-    courier.bury("x")
-    assert courier.next() == inf
-    assert courier.outgoing(99.0) == []
+    delivery: ReliableDelivery[str] = ReliableDelivery()
+    delivery.post("x", "a")
+    delivery.outgoing(0.0)
+    delivery.post("x", "b")
+    delivery.drop_worker("x")
+    assert delivery.next() == inf
+    assert delivery.outgoing(99.0) == []
 
 
 def test_the_numbers_of_workers_that_have_left_are_kept_for_a_while() -> None:
-    courier: ReliableDelivery[str] = ReliableDelivery()
+    delivery: ReliableDelivery[str] = ReliableDelivery()
     for turn in range(2):
-        courier.post("x", "a")
-        assert courier.outgoing(0.0) == [("x", Batch(turn + 1, ["a"], []))]
-        assert courier.receive("x", Batch(1, ["b"], []), 0.0) == ["b"] * (not turn)
-        courier.bury("x")
-        assert not courier._lines
+        delivery.post("x", "a")
+        assert delivery.outgoing(0.0) == [("x", Batch(turn + 1, ["a"], []))]
+        assert delivery.receive("x", Batch(1, ["b"], []), 0.0) == ["b"] * (not turn)
+        delivery.drop_worker("x")
+        assert not delivery._lines
     for worker in range(MOST_REMEMBERED + 8):
-        courier.post(f"w{worker}", "a")
-        courier.bury(f"w{worker}")
-    assert not courier._lines
-    assert len(courier._buried) == MOST_REMEMBERED
+        delivery.post(f"w{worker}", "a")
+        delivery.drop_worker(f"w{worker}")
+    assert not delivery._lines
+    assert len(delivery._dropped) == MOST_REMEMBERED
 
 
 def test_a_receiver_does_not_wait_for_forgotten_numbers() -> None:

@@ -27,29 +27,29 @@ STEPS = 8  # irregular ones of a clock
 MOST = len(PROBE_DELAYS) + (1 + STEPS) * round(PATIENCE / AGAIN)
 
 
-class Knocks(list[Suspect]):
-    """A replacement for the knocks of `doubts`, which are answered by a function."""
+class FakeProbes(list[Suspect]):
+    """A replacement for the probes of `suspects`, which are answered by a function."""
 
     begin = list.append
 
-    def __init__(self, knock: Callable[[int], bool | None]) -> None:
+    def __init__(self, probe: Callable[[int], bool | None]) -> None:
         super().__init__()
-        self.knock = knock
+        self.probe = probe
 
     def answers(self) -> Iterator[tuple[Suspect, bool | None]]:
         while self:
-            doubt = self.pop()
-            yield doubt, self.knock(doubt.who.tcp)  # type: ignore[arg-type]
+            suspect = self.pop()
+            yield suspect, self.probe(suspect.who.tcp)  # type: ignore[arg-type]
 
 
 class Watch(Membership):
-    """The part of a membership that settles doubts."""
+    """The part of a membership that settles suspects."""
 
-    def __init__(self, count: int, knock: Callable[[int], bool | None], is_dynamic: bool = False) -> None:
+    def __init__(self, count: int, probe: Callable[[int], bool | None], is_dynamic: bool = False) -> None:
         self._changed: Any = threading.Condition()
         self.answered: list[Any] = []
         self.on_dead: Any = lambda *_: None
-        self._knocks: Any = Knocks(knock)
+        self._probes: Any = FakeProbes(probe)
         self.declared: list[int] = []
         declare_lost = lambda member, *_: self.declared.append(member.tcp)  # noqa: E731
         self._group: Any = SimpleNamespace(declare_lost=declare_lost) if is_dynamic else None
@@ -69,8 +69,8 @@ class Watch(Membership):
             for number in range(count)
         ]
         self._present = {worker.incarnation: worker for worker in workers}
-        self._doubts = [Suspect(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
-        self._doubted = set(self._present)
+        self._suspects = [Suspect(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
+        self._suspected = set(self._present)
         self.died: list[int] = []
 
     def _take_out(self, member: Any, lost: Any) -> None:
@@ -101,22 +101,22 @@ def test_every_doubt_ends(answers: list[list[bool | None]], steps: list[float], 
     """A worker of a dynamic group that is out of reach is not taken for dead: the directory decides."""
     asked = [0] * len(answers)
 
-    def knock(worker: int) -> bool | None:
+    def probe(worker: int) -> bool | None:
         asked[worker] += 1
         return answers[worker][asked[worker] - 1]
 
-    watch, now = Watch(len(answers), knock, is_dynamic), clock(iter(steps))
+    watch, now = Watch(len(answers), probe, is_dynamic), clock(iter(steps))
     with patch.object(membership, "monotonic", now):
         for _ in range(100):
-            watch._settle_doubts()
-    assert watch._doubts == []
+            watch._check_suspects()
+    assert watch._suspects == []
     for worker, given_ in enumerate(answers):
         last = given_[asked[worker] - 1]
         assert False not in given_[: asked[worker] - 1]
         assert not last or given_[: asked[worker]].count(True) == len(PROBE_DELAYS)
         found = watch.declared if is_dynamic else watch.died
         assert (worker in found) == (last is False or (last is None and not is_dynamic))
-        assert (str(worker) in watch._doubted) == (not last)
+        assert (str(worker) in watch._suspected) == (not last)
     assert (watch.died if is_dynamic else watch.declared) == []
 
 
@@ -135,13 +135,13 @@ def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
 
 def test_the_time_in_which_this_worker_did_not_run_is_no_silence_of_others() -> None:
     """It is stopped for a minute, and the others get as long to answer after that as before."""
-    doubt: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
+    suspect: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
     for now in (AGAIN, 60.0, 60.0, 60.0 + PATIENCE - AGAIN):
-        assert isinstance(doubt, Suspect)
-        assert doubt.due <= now
-        doubt = doubt.after(None, now)
-    assert isinstance(doubt, Suspect)
-    assert doubt.after(None, 60.0 + PATIENCE) is True
+        assert isinstance(suspect, Suspect)
+        assert suspect.due <= now
+        suspect = suspect.after(None, now)
+    assert isinstance(suspect, Suspect)
+    assert suspect.after(None, 60.0 + PATIENCE) is True
 
 
 @pytest.mark.parametrize(
@@ -155,26 +155,26 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
     """It is reached right before the answer that would make it count as lost."""
     probed = 0
 
-    def knock(_: int) -> bool | None:
+    def probe(_: int) -> bool | None:
         nonlocal probed
         probed += 1
         if probed == 1:
-            watch._on_reached(doubt.who.identity)
+            watch._on_reached(suspect.who.identity)
             return answer
         return lives
 
-    watch = Watch(1, knock, is_dynamic)
-    (doubt,) = watch._doubts
-    watch._doubts = [doubt._replace(why=why("the reason"), begun=-PATIENCE)]
+    watch = Watch(1, probe, is_dynamic)
+    (suspect,) = watch._suspects
+    watch._suspects = [suspect._replace(why=why("the reason"), begun=-PATIENCE)]
     with patch.object(membership, "monotonic", clock(iter([]))):
-        watch._settle_doubts()
+        watch._check_suspects()
         assert watch.died == watch.declared == []
-        assert [(type(each.why), str(each.why), each.answered) for each in watch._doubts] == [
+        assert [(type(each.why), str(each.why), each.answered) for each in watch._suspects] == [
             (PeerLost, "the reason", 0)
         ]
         for _ in range(100):
-            watch._settle_doubts()
-    assert watch._doubts == []
+            watch._check_suspects()
+    assert watch._suspects == []
     assert (watch.declared if is_dynamic else watch.died) == ([] if lives else [0])
 
 
@@ -182,8 +182,8 @@ def test_a_check_that_fails_keeps_the_doubts() -> None:
     watch = Watch(2, lambda _: False)
     watch._find_dead = Mock(side_effect=OverflowError)
     with pytest.raises(OverflowError):
-        watch._settle_doubts()
-    assert len(watch._doubts) + len(watch._knocks) == 2
+        watch._check_suspects()
+    assert len(watch._suspects) + len(watch._probes) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fills a queue whose length is Linux's")
