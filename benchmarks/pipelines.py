@@ -131,8 +131,8 @@ class Training(NamedTuple):
         from benchmarks.schedule_simulation import simulate
         from telegrad.pipeline.pipeline_schedule import plan
 
-        stations = tuple(range(len(WORKERS))) * self.rounds
-        return simulate(plan(self.schedule, stations, self.batches), stations, self.batches)
+        runners = tuple(range(len(WORKERS))) * self.rounds
+        return simulate(plan(self.schedule, runners, self.batches), runners, self.batches)
 
 
 def step_of(library: Any, training: Training) -> Callable[[], None]:

@@ -35,20 +35,20 @@ class Timeline(NamedTuple):
 
 def simulate(
     plans: Sequence[Sequence[Action]],
-    stations: Sequence[int],
+    runners: Sequence[int],
     batches: int,
     cost: Callable[[Action], float] = lambda action: COSTS.get(action.kind, 1.0),
 ) -> Timeline:
     """Return the timeline of workers that follow their plans. `cost` gives the duration of an action."""
     kinds = {action.kind for own in plans for action in own}
-    progress = Progress(stations, batches, trains=kinds != {FORWARD}, splits=WEIGHTS in kinds)
+    progress = Progress(runners, batches, trains=kinds != {FORWARD}, splits=WEIGHTS in kinds)
     done = [0] * len(plans)
 
-    def choose(station: int, ready: list[Action]) -> Action | None:
-        following = plans[station][done[station] : done[station] + 1]
+    def choose(runner: int, ready: list[Action]) -> Action | None:
+        following = plans[runner][done[runner] : done[runner] + 1]
         if not following or following[0] not in ready:
             return None
-        done[station] += 1
+        done[runner] += 1
         return following[0]
 
     return Timeline(play(progress, choose, cost))

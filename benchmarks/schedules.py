@@ -17,8 +17,8 @@ LATER = {FORWARD: "#4292c6", BACKWARD: "#e6550d"}  # colours of a worker's secon
 
 
 def timeline(schedule: str) -> Timeline:
-    stations = tuple(range(WORKERS)) * (2 if schedule == "interleaved" else 1)
-    return simulate(plan(schedule, stations, BATCHES), stations, BATCHES, lambda action: cost(schedule, action.kind))
+    runners = tuple(range(WORKERS)) * (2 if schedule == "interleaved" else 1)
+    return simulate(plan(schedule, runners, BATCHES), runners, BATCHES, lambda action: cost(schedule, action.kind))
 
 
 def cost(schedule: str, kind: str) -> float:

@@ -23,7 +23,7 @@ from telegrad.pipeline.exported import Inputs
 from telegrad.pipeline.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, parse_tied
 from telegrad.pipeline.stage import detach, root_of
-from telegrad.pipeline.station import BatchInputs
+from telegrad.pipeline.stage_runner import BatchInputs
 
 _STAGES = "a list with a module, a RemoteModule or a reference to a module for each stage: Pipeline([first, second])"
 _CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=8)"
@@ -249,7 +249,7 @@ class Pipeline(nn.Module, Recoverable):
                 )
             return joined([each.wait() for each in [driver.call_chain(part) for part in parts]])
         given = BatchInputs(driver.pack(0, parts))
-        return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.stations_of[-1]].outputs)
+        return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.runner_of[-1]].outputs)
 
     @not_compiled
     def forward_backward(
@@ -289,7 +289,7 @@ class Pipeline(nn.Module, Recoverable):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights, is_unsure = shares(loss, reduction, sizes, targets)
         driver = self._drive()
-        # The parts are sent detached, and their gradients come back with the results of the stations. The graph on this
+        # The parts are sent detached, and their gradients come back with the results of the runners. The graph on this
         # worker runs once at the end, for all micro-batches: its parts are views of the same batch.
         own = driver.pack(0, self._parts_of(inputs))
         wanted = driver.pack(-1, parts_of(targets, self.chunks))
@@ -305,7 +305,7 @@ class Pipeline(nn.Module, Recoverable):
             # the batch would miss them. So no worker steps then, and `ride.end` makes all of them step.
             leads_on = any(map(attrgetter("positions"), (*own, *wanted)))
             results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
-        first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
+        first, last = results[driver.runner_of[0]], results[driver.runner_of[-1]]
         if last.scalars:
             hint(
                 f"scalars of pipeline {driver.pipeline}",

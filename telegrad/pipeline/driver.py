@@ -1,10 +1,10 @@
-"""The driver's side of a pipeline: it creates a station on each worker with stages, and makes them run batches.
+"""The driver's side of a pipeline: it creates a runner on each worker with stages, and makes them run batches.
 
-A batch is one call to each station. The calls end at about the same time, since each station waits for values of the
+A batch is one call to each runner. The calls end at about the same time, since each runner waits for values of the
 others. If one fails, the others would wait until their timeout. So the first error makes the driver stop the batch at
-all stations, and their calls return None. Calls may overtake each other: the stop of a batch may reach a station before
+all runners, and their calls return None. Calls may overtake each other: the stop of a batch may reach a runner before
 the batch, and values of the next batch may reach it before the driver's call. Batches are numbered in ascending order
-for that, and each call names the oldest one that is under way, so that stations can drop what belongs to earlier ones.
+for that, and each call names the oldest one that is under way, so that runners can drop what belongs to earlier ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from telegrad.ext.values import RRef
 from telegrad.ext.workers import current
 from telegrad.pipeline.pipeline_schedule import INTERLEAVED, TiedWeight
 from telegrad.pipeline.stage import PackedValue, pack_value
-from telegrad.pipeline.station import (
+from telegrad.pipeline.stage_runner import (
     BatchInputs,
     BatchResult,
     BatchSpec,
-    make_station,
+    make_runner,
     run_stage,
     set_weight,
     weight_of,
@@ -37,15 +37,15 @@ from telegrad.pipeline.station import (
 
 
 class PipelineDriver:
-    """The stations of a pipeline, and its pending batches."""
+    """The runners of a pipeline, and its pending batches."""
 
     def __init__(self, places: Sequence[RRef[nn.Module]], schedule: str, tied: Sequence[TiedWeight]) -> None:
-        """Create the stations for the modules of all stages; raise UsageError if the schedule does not allow this
+        """Create the runners for the modules of all stages; raise UsageError if the schedule does not allow this
         placement on workers, or a tied weight does not fit."""
         owners = [place.owner() for place in places]
         names = list(dict.fromkeys(owner.name for owner in owners))
-        self.stations_of = tuple(names.index(owner.name) for owner in owners)  # station of each stage
-        if schedule == INTERLEAVED and self.stations_of != (*range(len(names)),) * (len(places) // len(names)):
+        self.runner_of = tuple(names.index(owner.name) for owner in owners)  # runner of each stage
+        if schedule == INTERLEAVED and self.runner_of != (*range(len(names)),) * (len(places) // len(names)):
             raise UsageError(
                 "an interleaved schedule needs stages that go around all workers in turn, the same number on each, "
                 f"such as w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
@@ -56,21 +56,21 @@ class PipelineDriver:
             modules[owner.name][stage] = place
         made = call_all(
             modules,
-            lambda name, own: rpc_async(name, make_station, (self.pipeline, own, len(places), [*tied])),
+            lambda name, own: rpc_async(name, make_runner, (self.pipeline, own, len(places), [*tied])),
             "Pipeline: checking its stages",
         )
-        self.stations = [made[name] for name in names]
-        # With incarnations, so that a restarted worker of the same name, which has no station, gets no messages.
+        self.runners = [made[name] for name in names]
+        # With incarnations, so that a restarted worker of the same name, which has no runner, gets no messages.
         agent = current.agent()
         self.workers = tuple((name, agent.identify(name).incarnation) for name in names)
-        # Stages of one worker share the parameter itself (`make_station`), so only the others need messages.
-        self.tied = tuple(tie for tie in tied if self.stations_of[tie.owner] != self.stations_of[tie.replica])
+        # Stages of one worker share the parameter itself (`make_runner`), so only the others need messages.
+        self.tied = tuple(tie for tie in tied if self.runner_of[tie.owner] != self.runner_of[tie.replica])
         self._lock = threading.Lock()  # guards all fields below
         self._last = 0  # number of the last batch
         self._under_way: list[int] = []
 
     def pack(self, stage: int, values: Sequence[Any]) -> list[PackedValue]:
-        worker, _ = self.workers[self.stations_of[stage]]
+        worker, _ = self.workers[self.runner_of[stage]]
         same_program = current.agent().shares_program(worker)
         return [pack_value(value, same_program) for value in values]
 
@@ -78,15 +78,15 @@ class PipelineDriver:
         """Send a micro-batch through all stages. The output has a history across workers."""
         # Each stage gets a reference to the output of the stage before, and fetches it itself: values do not pass
         # through this worker, and a micro-batch goes on while the next one is sent.
-        *before, last = enumerate(self.stations[station] for station in self.stations_of)
-        for stage, station in before:
-            value = remote(station.owner(), run_stage, (station, stage, value))
+        *before, last = enumerate(self.runners[runner] for runner in self.runner_of)
+        for stage, runner in before:
+            value = remote(runner.owner(), run_stage, (runner, stage, value))
         return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
 
     def send_tied_weights(self) -> None:
         """Send tied weights to stages on other workers, as before a batch."""
         for tie in self.tied:
-            owner, replica = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.replica))
+            owner, replica = (self.runners[self.runner_of[stage]] for stage in (tie.owner, tie.replica))
             with torch.no_grad():
                 value = rpc_sync(owner.owner(), weight_of, (owner, tie.owner, tie.name))
                 rpc_sync(replica.owner(), set_weight, (replica, tie.replica, tie.name_there, value))
@@ -94,14 +94,14 @@ class PipelineDriver:
     def run_batch(
         self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: FusedStep | None = None
     ) -> list[BatchResult]:
-        """Run a batch on all stations. Return their results, or raise the first error."""
+        """Run a batch on all runners. Return their results, or raise the first error."""
         agent = current.agent()
         with self._lock:
             self._last += 1
             self._under_way.append(self._last)
             number, oldest = self._last, self._under_way[0]
         spec = BatchSpec(
-            *((self.pipeline, number), oldest, (agent.name, agent.incarnation), schedule, self.stations_of),
+            *((self.pipeline, number), oldest, (agent.name, agent.incarnation), schedule, self.runner_of),
             *(self.workers, self.tied, batches, trains, *((ride.rider, ride.request) if ride is not None else ())),
         )
         limit = agent.timeout * batches * (1 + trains)
@@ -120,10 +120,10 @@ class PipelineDriver:
 
         # The first error that arrives is raised, and stops the batch. Later ones are mostly its consequences.
         try:
-            for at, station in enumerate(self.stations):
-                own = given if at == self.stations_of[-1] else BatchInputs()
-                own = own._replace(inputs=given.inputs if at == self.stations_of[0] else ())
-                calls.append(station._call_async("run", limit, (spec,), own._asdict(), asked))
+            for at, runner in enumerate(self.runners):
+                own = given if at == self.runner_of[-1] else BatchInputs()
+                own = own._replace(inputs=given.inputs if at == self.runner_of[0] else ())
+                calls.append(runner._call_async("run", limit, (spec,), own._asdict(), asked))
             for future in calls:
                 future.add_done_callback(look)
             with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ class PipelineDriver:
         return [future.wait() for future in calls]
 
     def _stop(self, number: int) -> None:
-        """Stop a batch that one station cannot finish."""
-        for station in self.stations:
+        """Stop a batch that one runner cannot finish."""
+        for runner in self.runners:
             with contextlib.suppress(TelegradError):  # the worker may be dead
-                station._call_async("stop", DEFAULT, (number,), {}, "Pipeline.forward_backward").heed()
+                runner._call_async("stop", DEFAULT, (number,), {}, "Pipeline.forward_backward").heed()

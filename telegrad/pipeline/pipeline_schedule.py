@@ -1,6 +1,6 @@
 """The order in which the stages of a pipeline work. This module uses no workers and no tensors.
 
-A station has one or several stages, and runs one action at a time. `plan` returns the actions of each station, in a
+A runner has one or several stages, and runs one action at a time. `plan` returns the actions of each runner, in a
 fixed order that does not depend on their durations. A weight that several stages use is synchronized by actions, too:
 one stage owns the weight. The others get its value before they begin, and return its gradient when they have finished.
 """
@@ -52,26 +52,26 @@ def input_of(action: Action, last: int) -> InputKey | None:
 class Progress:
     """The micro-batches that each stage has done, which determine the actions that can begin."""
 
-    def __init__(self, stations: Sequence[int], batches: int, trains: bool, splits: bool) -> None:
-        """`stations` of the stages; `splits`: the backward of weights is a separate action."""
-        self.stations = stations
+    def __init__(self, runners: Sequence[int], batches: int, trains: bool, splits: bool) -> None:
+        """`runners` of the stages; `splits`: the backward of weights is a separate action."""
+        self.runners = runners
         self.batches = batches
-        self.forward = [0] * len(stations)
-        self.backward = [0] * len(stations)
-        self.weights = [0] * len(stations) if splits else self.backward
+        self.forward = [0] * len(runners)
+        self.backward = [0] * len(runners)
+        self.weights = [0] * len(runners) if splits else self.backward
         self._trains = trains
         self._splits = splits
 
-    def ready(self, station: int) -> list[Action]:
-        """Return the actions that a station can begin: the next of each kind for each of its stages."""
+    def ready(self, runner: int) -> list[Action]:
+        """Return the actions that a runner can begin: the next of each kind for each of its stages."""
         found = []
-        for stage, at in enumerate(self.stations):
-            if at != station:
+        for stage, at in enumerate(self.runners):
+            if at != runner:
                 continue
             forward, backward = self.forward[stage], self.backward[stage]
             if forward < self.batches and (stage == 0 or forward < self.forward[stage - 1]):
                 found.append(Action(FORWARD, stage, forward))
-            last = stage == len(self.stations) - 1
+            last = stage == len(self.runners) - 1
             if self._trains and backward < (forward if last else self.backward[stage + 1]):
                 found.append(Action(INPUT if self._splits else BACKWARD, stage, backward))
             if self._splits and self.weights[stage] < backward:
@@ -93,15 +93,15 @@ class Progress:
 def play(
     progress: Progress, choose: Callable[[int, list[Action]], Action | None], cost: Callable[[Action], float]
 ) -> list[list[tuple[Action, float, float]]]:
-    """Return the timed actions of a simulated run: a station begins `choose(station, ready)` once it is free."""
-    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(max(progress.stations) + 1)]
+    """Return the timed actions of a simulated run: a runner begins `choose(runner, ready)` once it is free."""
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(max(progress.runners) + 1)]
     running: list[tuple[float, Action]] = []
     now = 0.0
     while not progress.done:
-        for station, own in enumerate(spans):
+        for runner, own in enumerate(spans):
             if own and own[-1][2] > now:
                 continue
-            if (action := choose(station, progress.ready(station))) is not None:
+            if (action := choose(runner, progress.ready(runner))) is not None:
                 own.append((action, now, now + cost(action)))
                 heapq.heappush(running, (own[-1][2], action))
         if not running:
@@ -112,7 +112,7 @@ def play(
     return spans
 
 
-# Rules: the priority of an action that a station can begin, lowest first, or None if the action must wait
+# Rules: the priority of an action that a runner can begin, lowest first, or None if the action must wait
 
 Priority = tuple[int, ...]
 
@@ -126,7 +126,7 @@ def _gpipe(progress: Progress, action: Action) -> Priority | None:
 
 def _one_by_one(progress: Progress, action: Action) -> Priority | None:
     """Backward as soon as possible. Begin only as many micro-batches as are needed until then."""
-    if action.kind == FORWARD and progress.kept(action.stage) >= len(progress.stations) - action.stage:
+    if action.kind == FORWARD and progress.kept(action.stage) >= len(progress.runners) - action.stage:
         return None
     return action.kind == FORWARD, -action.stage
 
@@ -134,7 +134,7 @@ def _one_by_one(progress: Progress, action: Action) -> Priority | None:
 def _zero_bubble(progress: Progress, action: Action) -> Priority | None:
     """Like 1f1b, but the backward of weights, for which no other stage waits, fills idle time. So late stages keep
     activations for it, of up to as many micro-batches as the first stage."""
-    count, stage = len(progress.stations), action.stage
+    count, stage = len(progress.runners), action.stage
     awaited = progress.forward[stage] - progress.backward[stage]
     if action.kind == FORWARD and (awaited >= count - stage or progress.kept(stage) >= count):
         return None
@@ -146,23 +146,23 @@ INTERLEAVED = "interleaved"
 SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zero-bubble")
 
 
-def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
-    """Like 1f1b with several stages per station: micro-batches pass in groups, with one micro-batch for each station.
+def _interleaved(runners: Sequence[int], batches: int) -> list[list[Action]]:
+    """Like 1f1b with several stages per runner: micro-batches pass in groups, with one micro-batch for each runner.
     If the last group is not full, its missing micro-batches are removed from the plan of a full one."""
-    group = max(stations) + 1
-    rounds = len(stations) // group
+    group = max(runners) + 1
+    rounds = len(runners) // group
     full = -(-batches // group) * group
     order = [
         (first + batch, turn) for first in range(0, full, group) for turn in range(rounds) for batch in range(group)
     ]
     plans = []
-    for station in range(group):
-        forward = [Action(FORWARD, turn * group + station, batch) for batch, turn in order]
-        backward = [Action(BACKWARD, (rounds - 1 - turn) * group + station, batch) for batch, turn in order]
+    for runner in range(group):
+        forward = [Action(FORWARD, turn * group + runner, batch) for batch, turn in order]
+        backward = [Action(BACKWARD, (rounds - 1 - turn) * group + runner, batch) for batch, turn in order]
         # The number of forward actions before the first backward, as in Megatron-LM's interleaved 1F1B. The last
-        # station first passes one group through all of its stages but the last one. Each station before it needs two
-        # more, for the way of a value to the next station and of its gradient back.
-        ahead = min(2 * (group - station - 1) + (rounds - 1) * group, len(forward))
+        # runner first passes one group through all of its stages but the last one. Each runner before it needs two
+        # more, for the way of a value to the next runner and of its gradient back.
+        ahead = min(2 * (group - runner - 1) + (rounds - 1) * group, len(forward))
         own = forward[:ahead]
         for at, action in enumerate(backward):
             own += [*forward[ahead + at : ahead + at + 1], action]
@@ -170,16 +170,16 @@ def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     return plans
 
 
-# A station makes the same plan for each batch. The cached lists are shared, so callers must not change them:
+# A runner makes the same plan for each batch. The cached lists are shared, so callers must not change them:
 # `with_tied` makes new ones.
 @lru_cache(maxsize=64)
-def plan(schedule: str, stations: tuple[int, ...], batches: int, trains: bool = True) -> list[list[Action]]:
-    """Return the actions of each station, in order; `stations` are those of the stages, counted from 0."""
+def plan(schedule: str, runners: tuple[int, ...], batches: int, trains: bool = True) -> list[list[Action]]:
+    """Return the actions of each runner, in order; `runners` are those of the stages, counted from 0."""
     if schedule == INTERLEAVED and trains:
-        return _interleaved(stations, batches)
+        return _interleaved(runners, batches)
     # Without training there is no backward to wait for, so all schedules are the same.
     rule = _RULES[schedule] if trains else _gpipe
-    progress = Progress(stations, batches, trains, splits=trains and schedule == "zero-bubble")
+    progress = Progress(runners, batches, trains, splits=trains and schedule == "zero-bubble")
 
     def choose(_: int, ready: list[Action]) -> Action | None:
         ranked = [(priority, action) for action in ready if (priority := rule(progress, action)) is not None]
@@ -210,12 +210,12 @@ def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
 
 
 def with_tied(
-    plans: Sequence[Sequence[Action]], stations: Sequence[int], tied: Sequence[TiedWeight], trains: bool
+    plans: Sequence[Sequence[Action]], runners: Sequence[int], tied: Sequence[TiedWeight], trains: bool
 ) -> list[list[Action]]:
     """Add actions that send the values of tied weights before their use, and their gradients afterwards."""
     found = list(map(list, plans))
     for number, tie in enumerate(tied):
-        owner, replica = found[stations[tie.owner]], found[stations[tie.replica]]
+        owner, replica = found[runners[tie.owner]], found[runners[tie.replica]]
         owner.insert(0, Action(SEND_WEIGHT, tie.owner, number))
         own = [at for at, action in enumerate(replica) if action.stage == tie.replica]
         if trains:

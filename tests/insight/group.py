@@ -110,5 +110,5 @@ def _logged(number: int, text: str) -> dict[str, Any]:
     return {"number": number, "age": 9.0 - number, "level": "WARNING", "logger": "telegrad", "text": text}
 
 
-_STATIONS = tuple(range(len(WORKERS)))
-_TIMELINE = simulate(plan("1f1b", _STATIONS, 6), _STATIONS, 6)
+_RUNNERS = tuple(range(len(WORKERS)))
+_TIMELINE = simulate(plan("1f1b", _RUNNERS, 6), _RUNNERS, 6)

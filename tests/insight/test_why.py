@@ -553,7 +553,7 @@ def test_a_stage_of_a_pipeline_that_sleeps() -> None:
     main = scene.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
     scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=UNFINISHED)
     scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=UNFINISHED)
-    outside = ["/lib/telegrad/pipeline/station.py:120 _do"]
+    outside = ["/lib/telegrad/pipeline/stage_runner.py:120 _do"]
     scene.thread("worker2", f"train.py:30 forward: {SLEEPS}", outside=outside, name="telegrad-worker")
     finding, told = only(scene, "asleep", "worker2")
     assert "train.py:30 in forward" in told
@@ -686,7 +686,7 @@ def at_random(chance: random.Random) -> Scene:
                 wait=chance.choice([None, wanted]),
                 asleep=chance.choice([True, False, None]),
                 outside=chance.choice(
-                    [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/station.py:1 act"]]
+                    [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/stage_runner.py:1 act"]]
                 ),
             )
         for _ in range(chance.randint(0, 2)):

@@ -24,7 +24,7 @@ from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorker, StageWorkerRegistry
+from telegrad.pipeline.stage_runner import BatchInputs, BatchSpec, StageRunner, StageRunners
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, agents_here, group, wait_until
 from tests.nn.training import batch, filled, train, train_alone
@@ -151,9 +151,9 @@ def test_a_dead_worker_is_named_at_once_and_its_stage_is_replaced(
 def test_a_batch_that_was_stopped_before_its_arrival_does_not_begin() -> None:
     stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
     driver = Pipeline(stages, chunks=2)._drive()
-    spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.stations_of, driver.workers, (), 2, False)
-    driver.stations[1]._call("stop", 5, (1,), {})
-    assert driver.stations[1]._call("run", 5, (spec,), {}) is None
+    spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.runner_of, driver.workers, (), 2, False)
+    driver.runners[1]._call("stop", 5, (1,), {})
+    assert driver.runners[1]._call("run", 5, (spec,), {}) is None
 
 
 @pytest.mark.usefixtures("here")
@@ -173,7 +173,7 @@ class Held(nn.Module):
         return value
 
 
-def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
+def test_runners_give_up_a_batch_whose_driver_has_died() -> None:
     with agents(3) as (driver, _, second):
 
         def drive() -> None:
@@ -184,19 +184,19 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(drive)
             assert Held.begun.wait(PATIENCE)
-            (station,) = second.attached(StageWorkerRegistry).stations.values()
+            (runner,) = second.attached(StageRunners).runners.values()
             driver.agent.close()
             ended.result(PATIENCE)
-            wait_until(lambda: not station._runs)
+            wait_until(lambda: not runner._runs)
             Held.goes_on.set()
 
 
 def test_a_pipeline_may_begin_while_a_loss_is_handled() -> None:
-    registry, late = StageWorkerRegistry(SimpleNamespace(on=lambda *_: None, lost=[])), StageWorker({})  # type: ignore[arg-type]
-    stations: Any = registry.stations
-    stations.data["early"] = lambda: stations.setdefault("late", late)  # as another thread at that moment
+    registry, late = StageRunners(SimpleNamespace(on=lambda *_: None, lost=[])), StageRunner({})  # type: ignore[arg-type]
+    runners: Any = registry.runners
+    runners.data["early"] = lambda: runners.setdefault("late", late)  # as another thread at that moment
     registry._on_lost(Identity("w1", 1, "a"), PeerLost("it died"))
-    assert registry.stations["late"] is late
+    assert registry.runners["late"] is late
 
 
 @actor
@@ -245,8 +245,8 @@ class Rider:
         self.turns += 1
         if self.turns > 1:
             self.again.set()
-        (station,) = current.here().attached(StageWorkerRegistry).stations.values()
-        for run in station._runs.values():
+        (runner,) = current.here().attached(StageRunners).runners.values()
+        for run in runner._runs.values():
             run.take([])
         self.again.wait(0.05)  # takes as long as a step, during which a second turn could begin
 

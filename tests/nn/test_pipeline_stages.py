@@ -24,7 +24,7 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline import microbatches
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
 from telegrad.pipeline.stage import Backward, StageInput
-from telegrad.pipeline.station import set_weight, weight_of
+from telegrad.pipeline.stage_runner import set_weight, weight_of
 from telegrad.rpc import RRef, rpc_sync
 from tests.nn.training import filled, train_both
 
@@ -437,7 +437,7 @@ def test_freezing_a_tied_weight_through_another_stage_is_refused(freezes: str, i
     if freezes == "stage":
         second.requires_grad_(False)
     else:
-        place = pipeline._drive().stations[1].owner()
+        place = pipeline._drive().runners[1].owner()
         rpc_sync(place, frozen_weight, (second.module_rref if isinstance(second, RemoteModule) else RRef(second),))
     with pytest.raises(
         UsageError, match=r"^stage 2 of 2 of a Pipeline .* was frozen after its weight '0.weight' was tie"

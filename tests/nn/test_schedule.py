@@ -14,33 +14,33 @@ from tests.seeds import run_each
 WORLDS = [250, pytest.param(2_500, marks=pytest.mark.nightly)]  # random cases of each schedule
 
 
-def around(stations: int, rounds: int = 1) -> tuple[int, ...]:
-    return tuple(range(stations)) * rounds
+def around(runners: int, rounds: int = 1) -> tuple[int, ...]:
+    return tuple(range(runners)) * rounds
 
 
-def played(schedule: str, stations: tuple[int, ...], batches: int) -> Timeline:
-    return simulate(plan(schedule, stations, batches), stations, batches)
+def played(schedule: str, runners: tuple[int, ...], batches: int) -> Timeline:
+    return simulate(plan(schedule, runners, batches), runners, batches)
 
 
-@pytest.mark.parametrize("stations", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("runners", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("batches", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_idle_time_is_that_of_the_literature(schedule: str, stations: int, batches: int) -> None:
-    found = played(schedule, around(stations), batches)
-    assert found.idle == pytest.approx((stations - 1) / (batches + stations - 1))
+def test_the_idle_time_is_that_of_the_literature(schedule: str, runners: int, batches: int) -> None:
+    found = played(schedule, around(runners), batches)
+    assert found.idle == pytest.approx((runners - 1) / (batches + runners - 1))
 
 
-@pytest.mark.parametrize(("stations", "rounds", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 3, 6), (4, 1, 8)])
-def test_the_idle_time_of_interleaved_stages(stations: int, rounds: int, batches: int) -> None:
-    found = played("interleaved", around(stations, rounds), batches)
-    assert found.idle == pytest.approx((stations - 1) / (rounds * batches + stations - 1))
+@pytest.mark.parametrize(("runners", "rounds", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 3, 6), (4, 1, 8)])
+def test_the_idle_time_of_interleaved_stages(runners: int, rounds: int, batches: int) -> None:
+    found = played("interleaved", around(runners, rounds), batches)
+    assert found.idle == pytest.approx((runners - 1) / (rounds * batches + runners - 1))
 
 
-@pytest.mark.parametrize(("stations", "batches"), [(2, 2), (2, 9), (3, 8), (4, 4), (4, 8), (8, 20)])
-def test_the_idle_time_of_zero_bubble(stations: int, batches: int) -> None:
-    found = played("zero-bubble", around(stations), batches)
-    assert found.idle == pytest.approx((stations - 1) / (3 * batches + stations - 1))
-    assert found.length < played("1f1b", around(stations), batches).length
+@pytest.mark.parametrize(("runners", "batches"), [(2, 2), (2, 9), (3, 8), (4, 4), (4, 8), (8, 20)])
+def test_the_idle_time_of_zero_bubble(runners: int, batches: int) -> None:
+    found = played("zero-bubble", around(runners), batches)
+    assert found.idle == pytest.approx((runners - 1) / (3 * batches + runners - 1))
+    assert found.length < played("1f1b", around(runners), batches).length
 
 
 def test_the_number_of_kept_activations() -> None:
@@ -52,29 +52,27 @@ def test_the_number_of_kept_activations() -> None:
 
 
 def random_world(chance: random.Random, schedule: str) -> tuple[tuple[int, ...], int]:
-    """Draw stations for the stages, in any order that the schedule allows, and a number of micro-batches."""
+    """Draw runners for the stages, in any order that the schedule allows, and a number of micro-batches."""
     batches = chance.randint(1, 16)
     if schedule == "interleaved":
         return around(chance.randint(1, 6), chance.randint(1, 4)), batches
     count = chance.randint(1, 8)
     drawn = [chance.randrange(count) for _ in range(count)]
-    numbers = {station: number for number, station in enumerate(dict.fromkeys(drawn))}
-    return tuple(numbers[station] for station in drawn), batches
+    numbers = {runner: number for number, runner in enumerate(dict.fromkeys(drawn))}
+    return tuple(numbers[runner] for runner in drawn), batches
 
 
-def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int, ...], batches: int) -> None:
+def check_complete(schedule: str, plans: list[list[Action]], runners: tuple[int, ...], batches: int) -> None:
     kinds = (
         [schedules.FORWARD, schedules.INPUT, schedules.WEIGHTS]
         if schedule == "zero-bubble"
         else [schedules.FORWARD, schedules.BACKWARD]
     )
-    wanted = {
-        Action(kind, stage, batch) for kind in kinds for stage in range(len(stations)) for batch in range(batches)
-    }
+    wanted = {Action(kind, stage, batch) for kind in kinds for stage in range(len(runners)) for batch in range(batches)}
     planned = [action for own in plans for action in own]
     assert len(planned) == len(wanted)
     assert set(planned) == wanted
-    assert all(stations[action.stage] == station for station, own in enumerate(plans) for action in own)
+    assert all(runners[action.stage] == runner for runner, own in enumerate(plans) for action in own)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -82,14 +80,14 @@ def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int
 def test_random_pipelines_end_for_random_durations(schedule: str, worlds: int) -> None:
     def check(seed: int) -> None:
         chance = random.Random(seed)
-        stations, batches = random_world(chance, schedule)
-        plans = plan(schedule, stations, batches)
-        check_complete(schedule, plans, stations, batches)
-        found = simulate(plans, stations, batches, lambda _: chance.expovariate(1))
+        runners, batches = random_world(chance, schedule)
+        plans = plan(schedule, runners, batches)
+        check_complete(schedule, plans, runners, batches)
+        found = simulate(plans, runners, batches, lambda _: chance.expovariate(1))
         ends = {action: end for own in found.spans for action, _, end in own}
         for own in found.spans:
             for action, start, _ in own:
-                assert all(ends[needed] <= start for needed in needs(action, len(stations), schedule))
+                assert all(ends[needed] <= start for needed in needs(action, len(runners), schedule))
 
     run_each(range(worlds), check)
 
@@ -120,9 +118,9 @@ def test_inference_goes_forward_only(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tied_values_arrive_first_and_gradients_leave_last(schedule: str) -> None:
-    stations = around(2, 2)
-    plans = plan(schedule, stations, 4)
-    first, second = with_tied(plans, stations, [TiedWeight(0, "table", 3, "head")], trains=True)
+    runners = around(2, 2)
+    plans = plan(schedule, runners, 4)
+    first, second = with_tied(plans, runners, [TiedWeight(0, "table", 3, "head")], trains=True)
     assert first == [Action(schedules.SEND_WEIGHT, 0, 0), *plans[0], Action(schedules.ADD_GRADIENT, 0, 0)]
     own = [action.kind for action in second if action.stage == 3]
     assert (own[0], own[-1]) == (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)

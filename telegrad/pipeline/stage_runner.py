@@ -1,13 +1,13 @@
 """The stages of one pipeline on one worker, and their batches.
 
-The driver calls each station once per batch. Then the stations exchange values and gradients in one-way messages. A
-station runs the actions of its plan. Inputs of actions are stored when they arrive. When the input of the next action
+The driver calls each runner once per batch. Then the runners exchange values and gradients in one-way messages. A
+runner runs the actions of its plan. Inputs of actions are stored when they arrive. When the input of the next action
 arrives, a thread runs that action, and further ones while the next one has its input.
 
-All stations make the same plan from the same specification, so a message needs no more than the key of the action that
+All runners make the same plan from the same specification, so a message needs no more than the key of the action that
 waits for it, and the order of arrival changes nothing. A message may arrive before the driver's call of its batch, as
-another station got its call earlier; `StageWorker` keeps it until then. It may also arrive after the batch has failed:
-the station remembers stopped batches, until a call names a later one as the oldest.
+another runner got its call earlier; `StageRunner` keeps it until then. It may also arrive after the batch has failed:
+the runner remembers stopped batches, until a call names a later one as the oldest.
 
 One thread at a time runs the actions of a batch. Under the lock of the `BatchRun` it either takes the next action or
 becomes idle, and a thread that brings an input either finds it busy or starts a new one. So an input that arrives just
@@ -47,14 +47,14 @@ BatchId = tuple[str, int]  # the pipeline; and the number of the batch, ascendin
 
 
 class BatchSpec(NamedTuple):
-    """The description of a batch, sent to all stations."""
+    """The description of a batch, sent to all runners."""
 
     id: BatchId
     oldest: int  # oldest pending batch of that pipeline
     driver: tuple[str, str]  # name and incarnation
     schedule: str
-    stations: tuple[int, ...]  # the station of each stage
-    workers: tuple[tuple[str, str], ...]  # name and incarnation for each station
+    runners: tuple[int, ...]  # the runner of each stage
+    workers: tuple[tuple[str, str], ...]  # name and incarnation for each runner
     tied: tuple[TiedWeight, ...]  # weights that stages on different workers share
     batches: int
     trains: bool
@@ -63,7 +63,7 @@ class BatchSpec(NamedTuple):
 
 
 class BatchInputs(NamedTuple):
-    """Inputs for the first station, and targets, loss and weights for the last one, per micro-batch."""
+    """Inputs for the first runner, and targets, loss and weights for the last one, per micro-batch."""
 
     inputs: Sequence[tuple[bytes, Sequence[Tensor], list[int]]] = ()  # fields of a `PackedValue`
     targets: Sequence[tuple[bytes, Sequence[Tensor], list[int]]] = ()
@@ -100,7 +100,7 @@ class StageMessage(NamedTuple):
 
 
 class BatchRun:
-    """The run of one batch at one station. One thread at a time runs its actions."""
+    """The run of one batch at one runner. One thread at a time runs its actions."""
 
     def __init__(
         self, stages: Mapping[int, Stage], spec: BatchSpec, given: BatchInputs, short: bool, ended: Callable[[], None]
@@ -113,8 +113,8 @@ class BatchRun:
         self._stages = stages
         self._given = given
         self._ended = ended
-        self._here = spec.stations[next(iter(stages))]
-        self._last = len(spec.stations) - 1  # the last stage
+        self._here = spec.runners[next(iter(stages))]
+        self._last = len(spec.runners) - 1  # the last stage
         self._shares_program = cache(self._agent.shares_program)
         for stage in stages.values():
             stage.begin()
@@ -133,9 +133,9 @@ class BatchRun:
         self._targets: list[Any] = []
         self._telegrad_known_as = next(iter(stages.values())).name  # the name of the function in errors
         self._lock = threading.Lock()  # guards all fields below
-        plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
+        plans = plan(spec.schedule, spec.runners, spec.batches, spec.trains)
         if spec.tied:
-            plans = with_tied(plans, spec.stations, spec.tied, spec.trains)
+            plans = with_tied(plans, spec.runners, spec.tied, spec.trains)
         self._steps = [(action, input_of(action, self._last)) for action in plans[self._here]]
         self._done = 0  # number of actions that have begun
         self._arrived: dict[InputKey, Any] = {}
@@ -253,7 +253,7 @@ class BatchRun:
 
     def _send_on(self, action: Action, output: Any) -> list[Tensor]:
         """Send an output to the next stage; return the tensors whose gradients come back."""
-        name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
+        name, _ = self.spec.workers[self.spec.runners[action.stage + 1]]
         made = pack_value(output, self._shares_program(name))
         # Detached: the graph between stages is made of `StageInput`s and messages, not of records of a context. An
         # output without gradients gets no answer, so the backward of this stage finds its empty input at once.
@@ -269,15 +269,15 @@ class BatchRun:
 
     def _send(self, key: InputKey, tensors: Sequence[Tensor], positions: list[Any], body: bytes = b"") -> None:
         kind, stage, _ = key
-        station = self.spec.stations[stage]
+        runner = self.spec.runners[stage]
         message = StageMessage(self.spec.id, key, body, positions)
-        # A stage of the same station gets its input directly. No thread need be started for it: this one runs actions,
+        # A stage of the same runner gets its input directly. No thread need be started for it: this one runs actions,
         # and looks for the next one after this.
-        if station == self._here:
+        if runner == self._here:
             with self._lock:
                 self._arrived[key] = message._replace(tensors=tensors).opened()
         else:
-            name, incarnation = self.spec.workers[station]
+            name, incarnation = self.spec.workers[runner]
             self._agent.notify(name, message, incarnation, tensors, as_arguments=kind == schedule.FORWARD)
 
     # Backward
@@ -338,7 +338,7 @@ class BatchRun:
         tell()
 
 
-class StageWorker:
+class StageRunner:
     """The stages of one pipeline on one worker; exists as long as the pipeline."""
 
     def __init__(self, stages: dict[int, Stage]) -> None:
@@ -351,7 +351,7 @@ class StageWorker:
         self._short = False  # actions of the last batch did not take long
 
     def __repr__(self) -> str:
-        return f"<StageWorker of {self._telegrad_runs('')}: {list(self._runs.values())}>"
+        return f"<StageRunner of {self._telegrad_runs('')}: {list(self._runs.values())}>"
 
     def _telegrad_runs(self, _: str) -> str:
         return ", ".join(stage.name for stage in self.stages.values())
@@ -412,64 +412,64 @@ class StageWorker:
             self._short = self._runs.pop(number).short
 
 
-class StageWorkerRegistry:
-    """The stations of all pipelines on one worker."""
+class StageRunners:
+    """The runners of all pipelines on one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        # By pipeline. The driver's references keep the stations alive; without them a pipeline that is dropped would
+        # By pipeline. The driver's references keep the runners alive; without them a pipeline that is dropped would
         # leave its stages on the workers.
-        self.stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()
+        self.runners: WeakValueDictionary[str, StageRunner] = WeakValueDictionary()
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
     def _take(self, _: Identity, message: StageMessage) -> None:
-        station = self.stations.get(message.batch[0])
-        if station is not None:  # else the pipeline no longer exists
-            station.take(message)
+        runner = self.runners.get(message.batch[0])
+        if runner is not None:  # else the pipeline no longer exists
+            runner.take(message)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        # `valuerefs` copies at once: another thread may add a station meanwhile.
-        for station in [reference() for reference in self.stations.valuerefs()]:
-            if station is not None:
-                station.lost(who, reason)
+        # `valuerefs` copies at once: another thread may add a runner meanwhile.
+        for runner in [reference() for reference in self.runners.valuerefs()]:
+            if runner is not None:
+                runner.lost(who, reason)
 
 
 # Functions that the driver calls on the workers of the stages
 
 
 @known_as("Pipeline()")
-def make_station(
+def make_runner(
     pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, tied: Sequence[TiedWeight]
-) -> RRef[StageWorker]:
-    """Create a station for the modules of this worker, by their stages, of which there are `count` in all."""
+) -> RRef[StageRunner]:
+    """Create a runner for the modules of this worker, by their stages, of which there are `count` in all."""
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
     for tie in tied:
         if tie.replica in stages:
             weight = stages[tie.owner].weight(tie.name) if tie.owner in stages else None
             stages[tie.replica].tie(tie.name_there, weight)
-    station = StageWorker(stages)
-    current.here().attached(StageWorkerRegistry).stations[pipeline] = station
-    return RRef(station)
+    runner = StageRunner(stages)
+    current.here().attached(StageRunners).runners[pipeline] = runner
+    return RRef(runner)
 
 
 @known_as("Pipeline.forward")
-def run_stage(station: RRef[StageWorker], stage: int, value: Any) -> Any:
+def run_stage(runner: RRef[StageRunner], stage: int, value: Any) -> Any:
     """Run a stage; fetch the value if it is a reference."""
-    there = station.local_value().stages[stage]
+    there = runner.local_value().stages[stage]
     there.begin()
     return there.run(value.to_here() if isinstance(value, RRef) else value)
 
 
-runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage].name)
+runs_as(run_stage, lambda runner, stage, _: runner.local_value().stages[stage].name)
 
 
 @known_as("Pipeline.state_dict")
-def weight_of(station: RRef[StageWorker], stage: int, name: str) -> Tensor:
+def weight_of(runner: RRef[StageRunner], stage: int, name: str) -> Tensor:
     """Return a tied weight, on its owner."""
-    return station.local_value().stages[stage].weight(name).detach()
+    return runner.local_value().stages[stage].weight(name).detach()
 
 
 @known_as("Pipeline.state_dict")
-def set_weight(station: RRef[StageWorker], stage: int, name: str, value: Tensor) -> None:
+def set_weight(runner: RRef[StageRunner], stage: int, name: str, value: Tensor) -> None:
     """Set a tied weight, on its replica."""
-    station.local_value().stages[stage].set_weight(name, value)
+    runner.local_value().stages[stage].set_weight(name, value)
