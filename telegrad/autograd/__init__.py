@@ -38,7 +38,7 @@ Root = Tensor | RemoteRoot
 class Step(Protocol):
     """An object that steps with the gradients of a context, such as an optimizer."""
 
-    def _telegrad_ride(self, context_id: int) -> FusedStep:
+    def _telegrad_fused(self, context_id: int) -> FusedStep:
         """Begin a step that is fused with a pass."""
 
 
@@ -172,10 +172,10 @@ def backward(
 
     def run() -> None:
         # By a Signal in place of a Future the conductor knows that this thread waits, and may run this worker's part.
-        driven, ride = _begin(conductor, Signal(), context_id, roots, retain_graph, mode, timeout, create_graph, step)
+        driven, fused = _begin(conductor, Signal(), context_id, roots, retain_graph, mode, timeout, create_graph, step)
         conductor.wait(driven)
-        if ride is not None:
-            ride.end(driven.rode)
+        if fused is not None:
+            fused.end(driven.stepped)
 
     try:
         if profiling.enabled():
@@ -218,14 +218,14 @@ def backward_async(
     """
     conductor, passed, stepped = _find[0](), Future[None](), Future[None]()
     passed.about = stepped.about = "backward_async"
-    driven, ride = _begin(conductor, passed, context_id, roots, retain_graph, mode, timeout, create_graph, step)
-    if ride is None:
+    driven, fused = _begin(conductor, passed, context_id, roots, retain_graph, mode, timeout, create_graph, step)
+    if fused is None:
         return passed
 
     def end(passed: Future[None]) -> None:
         try:
             passed.wait()
-            ride.end(driven.rode)
+            fused.end(driven.stepped)
         except BaseException as error:  # including SystemExit from a backward function that ran on this thread
             stepped.set_exception(error)  # type: ignore[arg-type]
         else:
@@ -364,20 +364,20 @@ def _begin(
     context = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
     # Last, when the arguments are known to be right: from here on the optimizer may count this step as pending.
-    ride = step._telegrad_ride(context_id) if step is not None else None
+    fused = step._telegrad_fused(context_id) if step is not None else None
     driven = conductor.begin(
         context,
         places,
         timeout,
-        (roots, ride),  # an owner keeps a value only as long as a reference to it exists
+        (roots, fused),  # an owner keeps a value only as long as a reference to it exists
         outcome,
         retain=retain or create,
         create=create,
         fast=mode == "fast",
-        rider=ride.rider if ride is not None else 0,
-        request=ride.request if ride is not None else b"",
+        step_id=fused.step_id if fused is not None else 0,
+        request=fused.request if fused is not None else b"",
     )
-    return driven, ride
+    return driven, fused
 
 
 def check_context_id(context_id: Any) -> None:
@@ -392,7 +392,7 @@ def check_context_id(context_id: Any) -> None:
 
 def check_step(step: Any) -> None:
     """Raise UsageError if `step` cannot be fused with a pass."""
-    if step is not None and not hasattr(step, "_telegrad_ride"):
+    if step is not None and not hasattr(step, "_telegrad_fused"):
         raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
 
 

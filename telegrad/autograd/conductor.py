@@ -65,7 +65,7 @@ class Conductor:
         self.contexts = Contexts(agent, self._context_ended)
         self._agent = agent
         self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._on_failed)
-        self.riders = self._parts.riders
+        self.fused_steps = self._parts.fused_steps
         self._numbers = itertools.count(1)  # pass numbers; `next` is atomic
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one atomic operation of a dict
         self._closed = False
@@ -132,8 +132,8 @@ class Conductor:
 
         Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
         kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
-        `wait`: this thread does this worker's part meanwhile. A worker that has the rider in `riders` gives it the
-        request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
+        `wait`: this thread does this worker's part meanwhile. A worker that has the fused step in `fused_steps` gives
+        it the request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
         `keeps` must hold, gradients go to the capture and are not accumulated.
         """
         # The tasks of a context run one after the other. The new pass would wait for the task of the running one, which
@@ -203,13 +203,13 @@ class Conductor:
 
         passed.add_done_callback(lambda _: self._agent.later(run, passed))
 
-    def let_ride(self, context: AutogradContext, rider: int, request: bytes) -> tuple[bool, Any] | None:
-        """Run a rider if this worker has all its gradients, except those from passes.
+    def step_now(self, context: AutogradContext, step_id: int, request: bytes) -> tuple[bool, Any] | None:
+        """Run a fused step if this worker has all its gradients, except those from passes.
 
-        Return None if there is no such rider, or if a sent tensor may still receive a gradient.
+        Return None if there is no such step, or if a sent tensor may still receive a gradient.
         """
         # An entry of `sends` stays until the context ends, so nothing here tells whether its gradient has come.
-        found = self.riders.get(rider)
+        found = self.fused_steps.get(step_id)
         return None if found is None or context.sends else self._parts.give_turn(found, context.id, request)
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:

@@ -72,7 +72,7 @@ OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 class PassHook(Protocol):
     """An object that needs all gradients that a worker has in a context, such as an optimizer's part on that worker."""
 
-    def ride(self, context_id: int, request: bytes) -> Any:
+    def step_in_pass(self, context_id: int, request: bytes) -> Any:
         """Process the request, now that the gradients are complete. Return a plain value."""
 
 
@@ -84,8 +84,8 @@ class LocalPart:
         self._runner = runner
         self._done: list[Key] = []
         self._reports = 0
-        self._waits_to_ride = outbox.spec.rider != 0
-        self._rode: tuple[bool, Any] | None = None  # to be reported
+        self._waits_to_step = outbox.spec.step_id != 0
+        self._stepped: tuple[bool, Any] | None = None  # to be reported
 
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
         """Do tasks. Return the messages to send, except shipments, which leave during the call."""
@@ -110,24 +110,24 @@ class LocalPart:
             self._runner.arrive(arrived)
         return letters
 
-    def may_ride(self, parts: Iterable[LocalPart]) -> bool:
-        """Return True if the rider may run, as no part of the context expects gradients here. `ride` must follow."""
-        return self._waits_to_ride and not any(part._runner.expects for part in parts)
+    def may_step(self, parts: Iterable[LocalPart]) -> bool:
+        """Return True if the fused step may run, as no part of the context expects gradients here. Then call `note_step`."""
+        return self._waits_to_step and not any(part._runner.expects for part in parts)
 
-    def ride(self, outcome: tuple[bool, Any]) -> None:
-        """Record the outcome of the rider, which does not run again."""
-        self._waits_to_ride = False
-        self._rode = outcome
+    def note_step(self, outcome: tuple[bool, Any]) -> None:
+        """Record the outcome of the fused step, which does not run again."""
+        self._waits_to_step = False
+        self._stepped = outcome
 
     def report(self) -> PassReport:
         """Return the report for the driver. All other messages must have been sent before."""
         done, self._done = self._done, []
-        rode, self._rode = self._rode, None
+        stepped, self._stepped = self._stepped, None
         self._reports += 1
         outbox, runner = self.outbox, self._runner
         waiting = [*itertools.islice(runner.waiting, NAMED)] if outbox.spec.fast else ()
         number, sent, outbox.sent = self._reports, outbox.sent, []
-        return PassReport(outbox.spec, outbox.worker, number, done, sent, runner.starved, waiting, rode)
+        return PassReport(outbox.spec, outbox.worker, number, done, sent, runner.starved, waiting, stepped)
 
 
 class LocalParts:
@@ -151,7 +151,7 @@ class LocalParts:
         self._reported = reported
         self._tell_failed = failed
         # by the numbers that passes use for them
-        self.riders: WeakValueDictionary[int, PassHook] = WeakValueDictionary()
+        self.fused_steps: WeakValueDictionary[int, PassHook] = WeakValueDictionary()
         # of passes that this worker drives
         self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
         # These need no lock: each use is one atomic operation of a dict, or sets a flag.
@@ -273,10 +273,10 @@ class LocalParts:
             part: LocalPart | None = context.parts.get(spec)
             if part is None or not tasks:
                 return
-            # In this order: the rider's result is in the report, and the report names all messages that were sent.
+            # In this order: the fused step's result is in the report, and the report names all messages that were sent.
             letters = self._run(context, part, tasks)
-            if spec.rider:
-                self._let_ride(context, part)
+            if spec.step_id:
+                self._try_step(context, part)
             if self._agent.streams.used:
                 self._agent.streams.publish()  # before other workers learn that it is done
             for worker, task in letters:
@@ -312,28 +312,28 @@ class LocalParts:
         finally:
             entered.reset(token)
 
-    def _let_ride(self, context: AutogradContext, part: LocalPart) -> None:
-        """Run the pass's rider if this worker has all gradients."""
+    def _try_step(self, context: AutogradContext, part: LocalPart) -> None:
+        """Run the pass's fused step if this worker has all gradients."""
         # Gradients of this worker are complete if no pass of the context may bring more: neither one that has a part
         # here, nor one whose messages wait for its roots (`early`).
         spec = part.outbox.spec
-        rider = self.riders.get(spec.rider)
+        hook = self.fused_steps.get(spec.step_id)
         parts = [each for each in list(context.parts.values()) if each is not None]
         is_over = context.ended or context.parts.get(spec) is not part  # it may have failed meanwhile
-        if rider is None or is_over or context.early or not part.may_ride(parts):
+        if hook is None or is_over or context.early or not part.may_step(parts):
             return
         self._send_early(part.outbox)  # other workers may wait for these gradients
-        part.ride(self.give_turn(rider, spec.context, spec.request))
+        part.note_step(self.give_turn(hook, spec.context, spec.request))
 
-    def give_turn(self, rider: PassHook, context_id: int, request: bytes) -> tuple[bool, Any]:
-        """Run a rider. Return True and its value, or False and a description of its error."""
+    def give_turn(self, hook: PassHook, context_id: int, request: bytes) -> tuple[bool, Any]:
+        """Run a fused step. Return True and its value, or False and a description of its error."""
         try:
             with Inside(None):
-                return True, rider.ride(context_id, request)
+                return True, hook.step_in_pass(context_id, request)
         except Exception as error:
             if raised_by_handler(error):
                 raise
-            return False, describe(error, self._agent.name, user_name(rider.ride))
+            return False, describe(error, self._agent.name, user_name(hook.step_in_pass))
 
     def _begin(self, context: AutogradContext, spec: PassSpec, tasks: list[Task]) -> list[Task]:
         """Create this worker's part once its own roots are available. Return the tasks to run then.

@@ -18,11 +18,11 @@ all sends that the nodes lead to are marked. When that phase is quiescent, too, 
 the waiting nodes run. Every marked send will receive something, so this happens once at most. If no node waits, there
 is no marking phase.
 
-A pass can have a rider on the workers that it reaches: an optimizer that steps with all gradients of the context. A
-worker has all of its gradients once none of its sends is open; no gradient waits there then. The rider runs at that
+A pass can have a fused step on the workers that it reaches: an optimizer that steps with all gradients of the context.
+A worker has all of its gradients once none of its sends is open; no gradient waits there then. The step runs at that
 moment, and the next report has its result, so this costs no message. If a sent tensor is not used, or another pass of
-the context has not ended, the worker cannot know, and does not run the rider. At the end of the pass the driver knows
-where the rider ran, and the object that supplied it handles the other workers.
+the context has not ended, the worker cannot know, and does not run the step. At the end of the pass the driver knows
+where the step ran, and the object that supplied it handles the other workers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PassSpec(NamedTuple):
     create: bool  # the gradients have a graph of their own
     fast: bool  # every send takes part
     roots: tuple[str, ...]  # the workers with roots
-    rider: int = 0  # the number of the object that gets each worker's gradients, where it exists; 0: none
-    request: bytes = b""  # argument for the rider
+    step_id: int = 0  # the number of the object that gets each worker's gradients, where it exists; 0: none
+    request: bytes = b""  # argument for the step
     captures: bool = False  # the driver captures gradients of its own tensors, and no gradient is accumulated
     autocast: bytes = b""  # autocast state of the driver at the start, see `call_context.described_autocast`
 
@@ -110,7 +110,7 @@ class PassReport(NamedTuple):
     sent: Sequence[tuple[Key, str]]  # and the recipients
     starved: bool  # gradients wait here
     waiting: Sequence[str]  # in a fast pass: descriptions of the sends that have received nothing
-    rode: tuple[bool, Any] | None = None  # sent once: True and the rider's value, or False and its failure
+    stepped: tuple[bool, Any] | None = None  # sent once: True and the step's value, or False and its failure
 
 
 class Failed(NamedTuple):
@@ -133,9 +133,9 @@ StepResults = Mapping[str, tuple[bool, Any]]  # by workers: True and a value, or
 
 
 class FusedStep(NamedTuple):
-    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
+    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `step_id`."""
 
-    rider: int  # 0: no step
+    step_id: int  # 0: no step
     request: bytes
     end: Callable[[StepResults], None]  # completes the step after the pass, given the outcome of each worker's part
 
@@ -148,7 +148,7 @@ class Driver:
         self.state = RUNNING
         self.workers: set[str] = set()  # workers that take part
         self.marked = 0  # number of marking phases
-        self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, the outcome of the rider where it ran
+        self.stepped: dict[str, tuple[bool, Any]] = {}  # by workers, the outcome of the fused step where it ran
         # By keys: 1 if the task was sent and is not done, -1 if it is done and its sender has not reported yet, since
         # reports of different workers overtake each other. A key whose count is 0 is removed: no entry, no task.
         self._balance: dict[Key, int] = {}
@@ -183,8 +183,8 @@ class Driver:
             if balance.pop(key, 0) == 0:
                 balance[key] = -1
             self._asked.pop(key, None)
-        if report.rode is not None:
-            self.rode[worker] = report.rode
+        if report.stepped is not None:
+            self.stepped[worker] = report.stepped
         last = self._last.get(worker)
         if last is None or last.number < report.number:
             self._last[worker] = report

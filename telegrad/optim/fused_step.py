@@ -28,7 +28,7 @@ PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a p
 class Done(NamedTuple):
     """The work that a pass has already done for a step."""
 
-    rode: Mapping[str, tuple[bool, Any]] = {}  # `StepResults` of owners that have stepped
+    stepped: Mapping[str, tuple[bool, Any]] = {}  # `StepResults` of owners that have stepped
     changes: Changes | None = None  # that these owners have applied
     factor: float = 1.0  # for the gradients
 
@@ -59,14 +59,14 @@ class Clipped:
     def __repr__(self) -> str:
         return f"<Clipped: to a norm of {self.max_norm:g}; the last was {self.norm}>"
 
-    def _telegrad_ride(self, context_id: int) -> FusedStep:
+    def _telegrad_fused(self, context_id: int) -> FusedStep:
         request = pickle.dumps(("norm", self.norm_type), 5)
-        return FusedStep(self._optimizer._rider, request, partial(self._end, context_id))
+        return FusedStep(self._optimizer._step_id, request, partial(self._end, context_id))
 
-    def _end(self, context_id: int, rode: StepResults) -> None:
+    def _end(self, context_id: int, stepped: StepResults) -> None:
         """Get the norms of the other owners, and make all owners step."""
         given = context_id, self.norm_type
-        told = call_owners(self._optimizer.locals, "norm", given, user_name("norm"), rode)
+        told = call_owners(self._optimizer.locals, "norm", given, user_name("norm"), stepped)
         norms = [torch.tensor(norm, dtype=torch.float64, device="cpu") for norm in told.values() if norm is not None]
         self.norm, factor = limited(norms, self.max_norm, self.norm_type, self.error_if_nonfinite, context_id)
         self._optimizer._finish(context_id, Done(factor=factor))
@@ -78,11 +78,11 @@ def has_hooks_before(optimizer: Optimizer) -> bool:
     return bool(own) or any(hook is not look_at_step for hook in _global_optimizer_pre_hooks.copy().values())
 
 
-def may_ride(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return True if a pass can carry a value, or dictionaries of such values."""
     if type(value) is dict:
-        return all(map(may_ride, value.values()))
-    return all(map(may_ride, value)) if type(value) is tuple else type(value) in PLAIN
+        return all(map(is_plain, value.values()))
+    return all(map(is_plain, value)) if type(value) is tuple else type(value) in PLAIN
 
 
 def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:

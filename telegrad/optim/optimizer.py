@@ -30,7 +30,7 @@ from telegrad._core.worker import current
 from telegrad.autograd.contexts import Inside
 from telegrad.autograd.passes import FusedStep, StepResults
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, may_ride
+from telegrad.optim.fused_step import NOTHING, Clipped, Done, already_stepped, check_norms, has_hooks_before, is_plain
 from telegrad.optim.owner import (
     Hyperparameters,
     LocalOptimizer,
@@ -94,12 +94,14 @@ class DistributedOptimizer(Optimizer):
         checks.flag("hogwild", hogwild)
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by worker
-        self._rider = secrets.randbits(63)  # the number by which passes find the owners' parts
-        self._rides: WeakSet[_Ride] = WeakSet()  # pending fused steps; after a failed pass, until garbage collection
+        self._step_id = secrets.randbits(63)  # the number by which passes find the owners' parts
+        self._pending_steps: WeakSet[_PendingStep] = (
+            WeakSet()
+        )  # pending fused steps; after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
         # By thread and context id, for the call of `step` that follows. Each use of this and the next is atomic.
         self._done: dict[tuple[int, int], Done] = {}
-        self._rode: set[int] = set()  # ids of contexts that may go on, with passes that have stepped
+        self._stepped: set[int] = set()  # ids of contexts that may go on, with passes that have stepped
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
         self._members: list[list[RemotePart]] = []  # of each group
@@ -177,7 +179,7 @@ class DistributedOptimizer(Optimizer):
         added = call_all(
             by_worker,
             lambda worker, own: rpc_async(
-                worker, add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options)
+                worker, add_group, (self.locals.get(worker), self._step_id, self._maker, number, own, options)
             ),
         )
         placed: list[tuple[tuple[int, ...], str]] = []
@@ -214,7 +216,7 @@ class DistributedOptimizer(Optimizer):
         for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
             ensure_present(branch.root, timeout)
         # Because of the new number, passes that are still under way do not find the new parts.
-        self._rider = secrets.randbits(63)
+        self._step_id = secrets.randbits(63)
         self.locals, self._names, self._keeps = {}, {}, False
         for number, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
             names, options = self._share_out(number, members, hyperparameters(group))
@@ -237,7 +239,7 @@ class DistributedOptimizer(Optimizer):
         """
         checks.context_id(context_id, "step")
         done = self._done.get((get_ident(), context_id), NOTHING)
-        if done is NOTHING and context_id in self._rode:
+        if done is NOTHING and context_id in self._stepped:
             raise already_stepped()
         # The values are forgotten before they are sent. If the step fails at some owner, it is unknown which owners
         # have them, and the next step sends them to all again.
@@ -247,7 +249,7 @@ class DistributedOptimizer(Optimizer):
         for number, new in changes.items():
             self._sent[number].update(new)
 
-    def _telegrad_ride(self, context_id: int) -> FusedStep:
+    def _telegrad_fused(self, context_id: int) -> FusedStep:
         """For `backward(..., step=self)`: return a step that the owners take during the pass, if it is equivalent.
 
         An optimizer with a hook or an overridden method that may run before the step gets a step after the pass. So do
@@ -255,25 +257,25 @@ class DistributedOptimizer(Optimizer):
         """
         changes = self._changes()
         plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)
-        if not plain or (changes and (self._rides or not may_ride(changes))):
+        if not plain or (changes and (self._pending_steps or not is_plain(changes))):
             # 0 is the number of no part. So no owner steps during the pass, and the whole step follows it.
             return FusedStep(0, b"", lambda _: self._finish(context_id, Done()))
-        ride, request = _Ride(), pickle.dumps(("step", self._sending(changes)), 5)
-        self._rides.add(ride)
+        fused, request = _PendingStep(), pickle.dumps(("step", self._sending(changes)), 5)
+        self._pending_steps.add(fused)
 
-        def end(rode: StepResults) -> None:
+        def end(stepped: StepResults) -> None:
             try:
-                self._finish(context_id, Done(rode, changes))
+                self._finish(context_id, Done(stepped, changes))
             finally:
-                self._rides.discard(ride)
+                self._pending_steps.discard(fused)
 
-        return FusedStep(self._rider, request, end)
+        return FusedStep(self._step_id, request, end)
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
         # Ids of ended contexts are dropped here, so that the set does not grow: such a context cannot step again.
-        self._rode -= {each for each in self._rode.copy() if current.conductor().contexts.has_ended(each)}
-        self._rode.add(context_id)
+        self._stepped -= {each for each in self._stepped.copy() if current.conductor().contexts.has_ended(each)}
+        self._stepped.add(context_id)
         # The step goes through `step`, so that overridden methods, hooks and schedulers see it like any other. `_done`
         # has the results of the pass so far.
         self._done[get_ident(), context_id] = done
@@ -314,7 +316,7 @@ class DistributedOptimizer(Optimizer):
             raise contexts.error_of(context_id, text)
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
-            counts = call_owners(self.locals, method, (context_id, *args), user_name(method), done.rode).values()
+            counts = call_owners(self.locals, method, (context_id, *args), user_name(method), done.stepped).values()
         # An owner may know nothing of the context, because no pass has reached it. That is an error only if no worker
         # does.
         if contexts.get(context_id) is None and all(count is None for count in counts):
@@ -443,7 +445,7 @@ class DistributedOptimizer(Optimizer):
         raise UsageError("a DistributedOptimizer cannot be sent or copied: wrap it in an RRef, or save state_dict()")
 
 
-class _Ride:
+class _PendingStep:
     """Represents a pending step that is fused with a pass."""
 
 

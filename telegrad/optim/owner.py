@@ -48,7 +48,7 @@ _CACHE = "__dynamo_disable"  # where a wrapper of torch keeps the wrapped functi
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
 USER_NAMES = {
-    "ride": "step",
+    "step_in_pass": "step",
     "norm": "step",
     "retire": "recover",
     "state": "state_dict",
@@ -143,7 +143,7 @@ class LocalOptimizer:
 
     # Stepping
 
-    def ride(self, context_id: int, request: bytes) -> Any:
+    def step_in_pass(self, context_id: int, request: bytes) -> Any:
         """Run a pickled request during a backward pass: one of the methods below with its arguments."""
         method, *args = pickle.loads(request)
         return getattr(self, method)(context_id, *args)
@@ -267,7 +267,7 @@ class LocalOptimizer:
 @known_as("DistributedOptimizer()")
 def add_group(
     local: RRef[LocalOptimizer] | None,
-    rider: int,
+    step_id: int,
     optimizer_maker: Any,
     number: int,
     own: list[RemotePart],
@@ -278,7 +278,7 @@ def add_group(
         local = RRef(LocalOptimizer(*optimizer_maker))
         # Passes find this part by the number. The table is weak: the part ends with the optimizer's last reference to
         # it.
-        current.conductor().riders[rider] = local.local_value()
+        current.conductor().fused_steps[step_id] = local.local_value()
     return (local, *local.local_value().add_group(number, own, param_group))
 
 

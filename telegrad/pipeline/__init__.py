@@ -299,12 +299,12 @@ class Pipeline(nn.Module, Recoverable):
         )
         given = BatchInputs(packed_inputs, packed_targets, loss, weights, is_unsure)
         context = current.conductor().contexts.find(context_id)
-        ride = step._telegrad_ride(context_id) if step is not None else None
+        fused = step._telegrad_fused(context_id) if step is not None else None
         with context.entered():
             # If inputs or targets have a graph here, this worker gets more gradients after the batch, and a step during
-            # the batch would miss them. So no worker steps then, and `ride.end` makes all of them step.
+            # the batch would miss them. So no worker steps then, and `fused.end` makes all of them step.
             leads_on = any(map(attrgetter("positions"), (*own, *wanted)))
-            results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
+            results = driver.run_batch(self.schedule, given, len(sizes), True, fused if not leads_on else None)
         first, last = results[driver.runner_of[0]], results[driver.runner_of[-1]]
         if last.scalars:
             hint(
@@ -323,9 +323,13 @@ class Pipeline(nn.Module, Recoverable):
         ]
         if got:  # one pass, since inputs and targets may share parts of their graphs
             backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
-        if ride is not None:
-            ride.end(
-                {name: rode for (name, _), result in zip(driver.workers, results, strict=True) for rode in result.rode}
+        if fused is not None:
+            fused.end(
+                {
+                    name: stepped
+                    for (name, _), result in zip(driver.workers, results, strict=True)
+                    for stepped in result.stepped
+                }
             )
         return torch.stack(last.losses).sum()
 

@@ -92,7 +92,7 @@ class PipelineDriver:
                 rpc_sync(replica.owner(), set_weight, (replica, tie.replica, tie.name_there, value))
 
     def run_batch(
-        self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: FusedStep | None = None
+        self, schedule: str, given: BatchInputs, batches: int, trains: bool, fused: FusedStep | None = None
     ) -> list[BatchResult]:
         """Run a batch on all runners. Return their results, or raise the first error."""
         agent = current.agent()
@@ -102,7 +102,7 @@ class PipelineDriver:
             number, oldest = self._last, self._under_way[0]
         spec = BatchSpec(
             *((self.pipeline, number), oldest, (agent.name, agent.incarnation), schedule, self.runner_of),
-            *(self.workers, self.tied, batches, trains, *((ride.rider, ride.request) if ride is not None else ())),
+            *(self.workers, self.tied, batches, trains, *((fused.step_id, fused.request) if fused is not None else ())),
         )
         limit = agent.timeout * batches * (1 + trains)
         asked = "Pipeline.forward_backward" if trains else "Pipeline.forward"

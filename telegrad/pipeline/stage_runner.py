@@ -58,8 +58,8 @@ class BatchSpec(NamedTuple):
     tied: tuple[TiedWeight, ...]  # weights that stages on different workers share
     batches: int
     trains: bool
-    rider: int = 0  # the number of the object that gets the gradients of each worker; 0: none
-    request: bytes = b""  # for the rider
+    step_id: int = 0  # the number of the object that gets the gradients of each worker; 0: none
+    request: bytes = b""  # for that object
 
 
 class BatchInputs(NamedTuple):
@@ -77,7 +77,9 @@ class BatchResult(NamedTuple):
     outputs: list[Any]
     gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
     of_targets: dict[int, Sequence[Tensor | None]]
-    rode: list[tuple[bool, Any]]  # empty, or the result of the rider: True and its value, or False and its failure
+    stepped: list[
+        tuple[bool, Any]
+    ]  # empty, or the result of the fused step: True and its value, or False and its failure
     scalars: list[str]  # the paths of outputs that are one number for each of several micro-batches
 
 
@@ -186,11 +188,11 @@ class BatchRun:
                 self._done += 1
                 return action, self._arrived.pop(key) if key is not None else None
         # All actions are done, and `_busy` is still True. The gradients of these stages are complete; the conductor
-        # runs the rider only if no sent tensor of the context may still get one.
-        if self.spec.rider and self._context is not None and not (self._over or self._context.ended):
-            rode = self._conductor.let_ride(self._context, self.spec.rider, self.spec.request)
-            if rode is not None:
-                self._result.rode.append(rode)
+        # runs the fused step only if no sent tensor of the context may still get one.
+        if self.spec.step_id and self._context is not None and not (self._over or self._context.ended):
+            stepped = self._conductor.step_now(self._context, self.spec.step_id, self.spec.request)
+            if stepped is not None:
+                self._result.stepped.append(stepped)
         self._end(lambda: self.outcome.set_result(self._result))
         return None
 

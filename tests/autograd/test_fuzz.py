@@ -19,7 +19,7 @@ SEEDS = range(150)
 MANY_SEEDS = range(150, 10_150)
 
 
-class Rider:
+class Hook:
     """Copies the gradients of one worker at its turn."""
 
     def __init__(self, worker: Worker) -> None:
@@ -29,40 +29,40 @@ class Rider:
     def gradients(self, context: int) -> dict[torch.Tensor, torch.Tensor]:
         return {leaf: each.detach().clone() for leaf, each in self.worker.conductor.gradients(context).items()}
 
-    def ride(self, context: int, request: bytes) -> str:
+    def step_in_pass(self, context: int, request: bytes) -> str:
         self.seen.append(self.gradients(context))
         return request.decode()
 
 
 class Riding:
-    """Checks after each pass that each rider had its turn when all gradients were complete."""
+    """Checks after each pass that each hook had its turn when all gradients were complete."""
 
-    rider = 1
+    step_id = 1
     request = b"now"
 
     def __init__(self, workers: list[Worker]) -> None:
-        self.riders = {worker.me.name: Rider(worker) for worker in workers}
+        self.fused_steps = {worker.me.name: Hook(worker) for worker in workers}
         self.turns = 0
         self._context = 0
-        for rider in self.riders.values():
-            rider.worker.conductor.riders[self.rider] = rider
+        for hook in self.fused_steps.values():
+            hook.worker.conductor.fused_steps[self.step_id] = hook
 
-    def _telegrad_ride(self, context: int) -> Riding:
+    def _telegrad_fused(self, context: int) -> Riding:
         self._context = context
-        for rider in self.riders.values():
-            rider.seen.clear()  # left by a failed pass
+        for hook in self.fused_steps.values():
+            hook.seen.clear()  # left by a failed pass
         return self
 
-    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        for name, outcome in rode.items():
-            assert outcome == (True, "now"), f"the rider of {name} failed: {outcome}"
-            (seen,), self.riders[name].seen = self.riders[name].seen, []
-            found = self.riders[name].gradients(self._context)
-            assert seen.keys() == found.keys(), f"the rider of {name} missed gradients"
+    def end(self, stepped: Mapping[str, tuple[bool, Any]]) -> None:
+        for name, outcome in stepped.items():
+            assert outcome == (True, "now"), f"the hook of {name} failed: {outcome}"
+            (seen,), self.fused_steps[name].seen = self.fused_steps[name].seen, []
+            found = self.fused_steps[name].gradients(self._context)
+            assert seen.keys() == found.keys(), f"the hook of {name} missed gradients"
             for leaf, gradient in found.items():
-                assert torch.equal(gradient.to_dense(), seen[leaf].to_dense()), f"the rider of {name} was too early"
-        assert not any(rider.seen for rider in self.riders.values()), "a rider had a turn that nobody heard of"
-        self.turns += len(rode)
+                assert torch.equal(gradient.to_dense(), seen[leaf].to_dense()), f"the hook of {name} was too early"
+        assert not any(hook.seen for hook in self.fused_steps.values()), "a hook had a turn that nobody heard of"
+        self.turns += len(stepped)
 
 
 def run(seeds: Iterable[int], workers: list[Worker]) -> None:

@@ -236,12 +236,12 @@ def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> N
         del made
 
 
-class Rider:
+class Hook:
     def __init__(self) -> None:
         self.turns = 0
         self.again = threading.Event()
 
-    def ride(self, context_id: int, request: bytes) -> None:
+    def step_in_pass(self, context_id: int, request: bytes) -> None:
         self.turns += 1
         if self.turns > 1:
             self.again.set()
@@ -251,15 +251,15 @@ class Rider:
         self.again.wait(0.05)  # takes as long as a step, during which a second turn could begin
 
 
-def test_a_rider_has_one_turn_although_a_message_looks_for_work() -> None:
+def test_a_fused_step_runs_once_although_a_message_looks_for_work() -> None:
     with agents_here(2) as (_, other):
         pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)
-        rider = Rider()
-        other.conductor.riders[7] = rider
+        hook = Hook()
+        other.conductor.fused_steps[7] = hook
         made = pipeline._drive()
         inputs, targets = batch(0)
         given = BatchInputs(made.pack(0, [inputs]) * 2, made.pack(0, [targets]) * 2, mse_loss, [1.0, 1.0])
-        ride: Any = SimpleNamespace(rider=7, request=b"")
+        fused: Any = SimpleNamespace(step_id=7, request=b"")
         with autograd.context():
-            (result,) = made.run_batch("1f1b", given, 2, True, ride)
-        assert rider.turns == len(result.rode) == 1
+            (result,) = made.run_batch("1f1b", given, 2, True, fused)
+        assert hook.turns == len(result.stepped) == 1

@@ -105,7 +105,7 @@ class FakeRunner:
         self.arrive([(0, [ONE])])
 
     def arrive(self, gradients: Any) -> None:
-        assert str(self.me) not in self.world.rode, "a gradient came after the rider's turn"
+        assert str(self.me) not in self.world.stepped, "a gradient came after the step_id's turn"
         for entry, came in gradients:
             if came[0] is not None:
                 self.pending.update(node for node in self.node_of(entry) if type(node) is not Leaf)
@@ -171,7 +171,7 @@ class FakeRunner:
             self.run_node(node)
 
     def run_node(self, node: Node) -> None:
-        assert str(self.me) not in self.world.rode, "a node ran after the rider's turn"
+        assert str(self.me) not in self.world.stepped, "a node ran after the step_id's turn"
         self.pending.remove(node)
         node.runs += 1
         self.world.check(node)
@@ -206,8 +206,8 @@ class World:
             self.grow()
         self.letters: Counter[str] = Counter()
         self.mail: list[tuple[str, str, Any]] = []
-        self.rode: set[str] = set()
-        self.driver = Driver(PassSpec(1, "0", 1, False, False, fast, ("0",), rider=1))
+        self.stepped: set[str] = set()
+        self.driver = Driver(PassSpec(1, "0", 1, False, False, fast, ("0",), step_id=1))
         self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
         self.join(range(size))
 
@@ -272,10 +272,10 @@ class World:
             letters = part.take(tasks)
             if self.draw.random() < 0.2:
                 reports += part.outbox.send_early()
-            if part.may_ride([part]):
-                assert to not in self.rode, "the rider had a second turn"
-                self.rode.add(to)
-                part.ride((True, to))
+            if part.may_step([part]):
+                assert to not in self.stepped, "the step_id had a second turn"
+                self.stepped.add(to)
+                part.note_step((True, to))
             for worker, task in letters:
                 self.post(to, worker, task)
             for report in [*reports, *part.outbox.finish(part.report)]:
@@ -289,11 +289,13 @@ def run_seed(seed: int) -> World:
     world.run()
     assert world.driver.state == ENDED, "the pass did not end"
     assert world.driver.marked <= 1
-    assert world.driver.rode == {worker: (True, worker) for worker in world.rode}, "the driver does not know who rode"
+    assert world.driver.stepped == {worker: (True, worker) for worker in world.stepped}, (
+        "the driver does not know who stepped"
+    )
     reachable = world.reachable()
     unused = {str(received.sender) for received in world.sources if received not in reachable}
     could_know = world.driver.workers if world.driver.marked else world.driver.workers - unused
-    assert could_know == world.rode, "a rider had no turn, or one too many"
+    assert could_know == world.stepped, "a step_id had no turn, or one too many"
     for nodes in world.nodes:
         for node in nodes:
             if type(node) is not Leaf:
@@ -346,22 +348,22 @@ def test_a_rider_waits_for_other_passes_of_the_context() -> None:
     assert one._runner.expects
     other.take([start for _, start in second.driver.start([("0", second.roots)])])
     assert not other._runner.expects
-    assert not other.may_ride([one, other])
+    assert not other.may_step([one, other])
     one.take([start for _, start in first.driver.start([("0", first.roots)])])
-    assert other.may_ride([one, other])
-    other.ride((True, 1))
-    assert not other.may_ride([one, other])
-    assert [other.report().rode for _ in range(2)] == [(True, 1), None]
+    assert other.may_step([one, other])
+    other.note_step((True, 1))
+    assert not other.may_step([one, other])
+    assert [other.report().stepped for _ in range(2)] == [(True, 1), None]
 
 
 def test_nothing_rides_with_a_pass_without_a_rider() -> None:
     world = ridden_world(1)
-    world.driver.spec = world.driver.spec._replace(rider=0)
+    world.driver.spec = world.driver.spec._replace(step_id=0)
     world.join([0])
     part = world.parts["0"]
     part.take([start for _, start in world.driver.start([("0", world.roots)])])
     assert not part._runner.expects
-    assert not part.may_ride([part])
+    assert not part.may_step([part])
 
 
 def ridden_world(seed: int) -> World:
@@ -416,8 +418,8 @@ def forget(outbox: Outbox, worker: str) -> tuple[str, int]:
 mark, key_of = GraphSchedule.mark, Outbox.key
 WRONG: dict[str, tuple[Any, str, Any]] = {
     "a driver that does not ask": (Driver, "_quiet", end),
-    "riders that wait for nothing": (FakeRunner, "expects", property(lambda runner: False)),
-    "riders that wait for what can still come": (FakeRunner, "expects", FakeRunner.starved),
+    "step_ids that wait for nothing": (FakeRunner, "expects", property(lambda runner: False)),
+    "step_ids that wait for what can still come": (FakeRunner, "expects", FakeRunner.starved),
     "marks that stop": (GraphSchedule, "mark", lambda schedule, starts: mark(schedule, starts)[:1]),
     "reports that forget": (Outbox, "key", forget),
 }
@@ -426,5 +428,5 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_code_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[name])
-    with pytest.raises(AssertionError, match="SEED=.*rider" if name.startswith("riders") else "SEED="):
+    with pytest.raises(AssertionError, match="SEED=.*step_id" if name.startswith("step_ids") else "SEED="):
         run_each(range(50), run_seed)

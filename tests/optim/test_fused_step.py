@@ -1,4 +1,4 @@
-"""Optimizers whose steps ride with the backward pass take the same steps, without messages of their own."""
+"""Optimizers whose steps fused with the backward pass take the same steps, without messages of their own."""
 
 from __future__ import annotations
 
@@ -386,22 +386,22 @@ def test_overlapping_steps_with_changed_hyperparameters() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
     optimizer.param_groups[0]["lr"] = 0.5
-    first = optimizer._telegrad_ride(1)
-    assert first.rider
+    first = optimizer._telegrad_fused(1)
+    assert first.step_id
     optimizer.param_groups[0]["lr"] = 0.25
-    assert not optimizer._telegrad_ride(2).rider
+    assert not optimizer._telegrad_fused(2).step_id
     del first
-    assert optimizer._telegrad_ride(2).rider
+    assert optimizer._telegrad_fused(2).step_id
 
 
 def test_the_owner_forgets_a_deleted_optimizer(five: list[Worker]) -> None:
-    riders = five[1].conductor.riders
+    step_ids = five[1].conductor.fused_steps
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
-    number = optimizer._telegrad_ride(1).rider
-    assert number in riders
+    number = optimizer._telegrad_fused(1).step_id
+    assert number in step_ids
     del optimizer
     deadline = time.monotonic() + PATIENCE
-    while number in riders:  # a message tells the owner
+    while number in step_ids:  # a message tells the owner
         assert time.monotonic() < deadline
 
 
