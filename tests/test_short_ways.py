@@ -188,11 +188,11 @@ def lengths(pair: list[Process], act: Callable[[], object]) -> Iterator[tuple[Le
 
 # The present numbers; they may only decrease.
 MOST = {
-    call: (Length(26, 11, 17), Length(28, 10, 17)),
-    remote: (Length(96, 22, 60), Length(96, 23, 62)),
-    backward: (Length(210, 36, 120), Length(180, 30, 105)),  # the callee alone 150, 28, 88
+    call: (Length(26, 10, 17), Length(28, 10, 17)),
+    remote: (Length(95, 19, 57), Length(88, 19, 58)),
+    backward: (Length(206, 30, 118), Length(175, 25, 102)),  # the callee alone 150, 23, 88
     publish: (Length(45, 11, 14), Length(40, 13, 20)),
-    batch: (Length(280, 44, 160), Length(300, 46, 180)),  # alone 260, 42, 151 and 270, 44, 163
+    batch: (Length(270, 38, 150), Length(290, 41, 172)),  # alone 250, 37, 139 and 267, 39, 156
 }
 
 

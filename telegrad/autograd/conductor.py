@@ -133,8 +133,8 @@ class Conductor:
         Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
         kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
         `wait`: this thread does this worker's part meanwhile. A worker that has the fused step in `fused_steps` gives
-        it the request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
-        `keeps` must hold, gradients go to the capture and are not accumulated.
+        it the request as soon as all its gradients are there; a worker that cannot know this skips it. With a
+        `capture`, which `keeps` must hold, gradients go to the capture and are not accumulated.
         """
         # The tasks of a context run one after the other. The new pass would wait for the task of the running one, which
         # this thread can only finish after the hook has returned: without the check, until the timeout.
