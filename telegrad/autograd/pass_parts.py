@@ -111,7 +111,7 @@ class LocalPart:
         return letters
 
     def may_step(self, parts: Iterable[LocalPart]) -> bool:
-        """Return True if the fused step may run: no part of the context expects gradients here. Then call `note_step`."""
+        """Return True if the fused step may run: the context expects no gradient here. Then call `note_step`."""
         return self._waits_to_step and not any(part._runner.expects for part in parts)
 
     def note_step(self, outcome: tuple[bool, Any]) -> None:
